@@ -1,0 +1,1 @@
+"""Train transformer models larger than the accelerator's memory: record, plan, verify, replay."""

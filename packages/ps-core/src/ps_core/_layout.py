@@ -1,0 +1,118 @@
+"""How parameters are packed: groups, and one equal shard of each group for every process.
+
+A *group* is one contiguous run of whole tensors in order of first use, about one layer. It is cut into as many equal,
+128-byte-aligned *shards* as there are processes; a *chunk* is one process's shard. Tensors may span shards, never
+groups, so a gathered group holds every tensor in one piece. Tensors that get a gradient, trainable ones that get none
+this iteration, and frozen ones never share a group: a frozen group has no optimizer state and is never written back,
+and a group either gets gradients for all its tensors or for none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_core._errors import InvalidInput
+from ps_core._trace import Trace
+
+SHARD_ALIGNMENT_NUMEL = 64
+"""128 bytes of 16-bit elements. Optimizer steps are bitwise the same only if cut at multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One contiguous run of whole tensors. ``offsets`` counts elements from the start of the gathered group."""
+
+    index: int
+    tensors: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    shard_numel: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All groups, in order of first use."""
+
+    ranks: int
+    groups: tuple[Group, ...]
+    group_of: tuple[int, ...]
+    """For each tensor of the trace, its group."""
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements stored on all processes together, padding included."""
+        return sum(group.shard_numel for group in self.groups) * self.ranks
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that hold nothing."""
+        return self.padded_numel - sum(group.numel for group in self.groups)
+
+    @property
+    def utilisation(self) -> float:
+        """Elements that hold something, as a part of those stored."""
+        return 1 - self.padding_numel / self.padded_numel if self.groups else 1.0
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest gathered group."""
+        return max((group.shard_numel * self.ranks for group in self.groups), default=0)
+
+
+def lay_out(trace: Trace, *, group_numel: int, ranks: int = 1) -> Layout:
+    """Pack the trace's tensors into groups of about ``group_numel`` elements.
+
+    Tensors first used at the same moment stay together where they fit, so that groups end where layers do.
+    """
+    if group_numel < 1 or ranks < 1:
+        raise InvalidInput(f"group_numel and ranks must be at least 1, found {group_numel} and {ranks}")
+    runs: list[tuple[int, list[int]]] = []
+    open_run: dict[tuple[bool, bool], int] = {}
+    filled: list[int] = []
+    for sort, unit in _units(trace):
+        size = sum(trace.tensors[index].numel for index in unit)
+        for piece in [unit] if size <= group_numel else [[index] for index in unit]:
+            numel = sum(trace.tensors[index].numel for index in piece)
+            run = open_run.get(sort)
+            if run is None or filled[run] + numel > group_numel:
+                run = open_run[sort] = len(runs)
+                runs.append((run, []))
+                filled.append(0)
+            runs[run][1].extend(piece)
+            filled[run] += numel
+    groups = tuple(_group(trace, index, tensors, ranks) for index, tensors in runs)
+    owner = {tensor: group.index for group in groups for tensor in group.tensors}
+    return Layout(ranks=ranks, groups=groups, group_of=tuple(owner[index] for index in range(len(trace.tensors))))
+
+
+def _units(trace: Trace) -> list[tuple[tuple[bool, bool], list[int]]]:
+    """Tensors in order of first use, those of one moment and one sort together; unused ones last."""
+    learning = {index for moment in trace.moments for index in moment.grads}
+    units: list[tuple[tuple[bool, bool], list[int]]] = []
+    seen: set[int] = set()
+    touched = [(*moment.reads, *moment.grads) for moment in trace.moments]
+    for indices in [*touched, tuple(range(len(trace.tensors)))]:
+        sorts: dict[tuple[bool, bool], list[int]] = {}
+        for index in dict.fromkeys(indices):
+            if index not in seen:
+                sorts.setdefault((trace.tensors[index].trainable, index in learning), []).append(index)
+        seen.update(indices)
+        units += sorts.items()
+    return units
+
+
+def _group(trace: Trace, index: int, tensors: list[int], ranks: int) -> Group:
+    offsets, numel = [], 0
+    for tensor in tensors:
+        offsets.append(numel)
+        numel += trace.tensors[tensor].numel
+    step = ranks * SHARD_ALIGNMENT_NUMEL
+    return Group(
+        index=index,
+        tensors=tuple(tensors),
+        offsets=tuple(offsets),
+        numel=numel,
+        shard_numel=-(-numel // step) * SHARD_ALIGNMENT_NUMEL,
+        trainable=trace.tensors[tensors[0]].trainable,
+    )

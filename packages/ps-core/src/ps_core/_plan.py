@@ -1,0 +1,264 @@
+"""A plan as data: the instruction set, segments, and what running them means.
+
+[Note: what a plan means]
+A plan has one *home* placement and some segments. Every segment begins and ends in home, so any segment may follow
+any other whose contents agree. Home slots are numbered 0, 1, ... in the order of ``Plan.home``; slots a segment
+reserves carry higher numbers, used once each.
+
+Order. An instruction runs when every earlier instruction *of its queue* and every instruction in ``after`` is
+complete. Nothing else may be assumed: any order this allows must give the same bytes. Across segments the executor
+joins by address: an instruction waits for those of the earlier segment that touched bytes it touches. Micro-batch
+segments end with `Decide`; whether `step` or `skip` follows is read from it.
+
+Memory. A tier is an address space of ``capacity_bytes``. A slot owns its range from `Reserve` to `Release`. On the
+compute tier (tier 0) non-model data owns the *tide*, a range at the top: ``nonmodel_bytes`` of a moment while it runs,
+and between two moments the smaller of the two (before the first and after the last of a segment: nothing). Owned
+ranges never overlap; that is how a budget is kept, in every order.
+
+Contents. A fresh slot holds poison. A `Copy` names the version it carries; reading anything but the expected version
+is an error. See [Note: extents and versions] in `_program` for what versions mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+from ps_core._errors import InvalidInput
+from ps_core._program import Extent, SegmentName
+
+
+class Queue(IntEnum):
+    """What executes an instruction. Each queue does one thing at a time, in order."""
+
+    COMPUTE = 0
+    H2D = 1
+    D2H = 2
+    DISK_R = 3
+    DISK_W = 4
+    COLL = 5
+    CPU = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One level of memory, fastest first; the first one computes."""
+
+    name: str
+    """``device``, ``host`` or ``disk``."""
+    capacity_bytes: int
+
+
+TIER_STACKS = (("device",), ("host",), ("device", "host"), ("host", "disk"), ("device", "host", "disk"))
+
+
+def check_tiers(tiers: tuple[Tier, ...]) -> None:
+    """Refuse a list of tiers that is not one of `TIER_STACKS`."""
+    if tuple(tier.name for tier in tiers) not in TIER_STACKS:
+        stacks = ", ".join("-".join(stack) for stack in TIER_STACKS)
+        found = "-".join(tier.name for tier in tiers)
+        raise InvalidInput(f"tiers must be one of {stacks}; found {found!r}")
+
+
+def link(source: str, target: str) -> Queue:
+    """The queue that copies from one tier to the next."""
+    return {
+        ("host", "device"): Queue.H2D,
+        ("device", "host"): Queue.D2H,
+        ("disk", "host"): Queue.DISK_R,
+        ("host", "disk"): Queue.DISK_W,
+    }[source, target]
+
+
+def worker(tiers: tuple[Tier, ...], tier: int) -> Queue:
+    """The queue that computes on (or shifts within) a tier."""
+    if tier == 0:
+        return Queue.COMPUTE
+    return Queue.CPU if tiers[tier].name == "host" else Queue.DISK_W
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Take ``bytes`` at ``offset``; both multiples of the alignment."""
+
+    slot: int
+    tier: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give a slot's bytes back; what it held is lost."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy an extent between neighbouring tiers (on their link's queue)."""
+
+    extent: Extent
+    version: int
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Move a slot within its tier; ranges may overlap (on the tier's worker queue)."""
+
+    slot: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All-gather a group's weight shards (version 0) into a FULL slot, on the compute tier."""
+
+    group: int
+    shard: int
+    full: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Sum a group's complete gradient over processes, keeping our shard, on the compute tier.
+
+    With ``overwrites`` FULL version K becomes the weight chunk's version K; without, GRAD version K becomes RGRAD
+    version K. ``wire`` is a slot as large as ``source`` whose contents are lost.
+    """
+
+    group: int
+    source: int
+    wire: int
+    shard: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a moment (COMPUTE). ``slots`` names the slot of each extent of `Program.uses`, in its order."""
+
+    visit: int
+    slots: tuple[int, ...]
+    nonmodel_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add a complete local gradient (GRAD or RGRAD, version K) to ACC on the same tier; ``first``: start it."""
+
+    group: int
+    gradient: int
+    accumulator: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Sum of squares and finite flag of a group's final gradient (weight version K, or ACC), into part ``group``."""
+
+    group: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Agree on the norm from every stepped group's part, hence on clipping, step or skip (COLL)."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Optimizer step of a group's chunk; every slot on one tier, on its worker queue.
+
+    ``slots`` names the slot of each of `Program.home_kinds`, in its order. P32, M, V go from version 0 to 1, a 16-bit
+    weight becomes its rebuilt version (over the gradient with ``overwrites``, over anything without), ACC is read.
+    """
+
+    group: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Rebuild a 16-bit weight from P32 version 0, on one tier's worker queue; the target may hold anything."""
+
+    group: int
+    master: int
+    weight: int
+
+
+Op: TypeAlias = (
+    Reserve | Release | Copy | Shift | Gather | ReduceScatter | Run | Accumulate | Norm | Decide | Step | Cast
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instr:
+    """One instruction. In a plan as made, ``id`` is its place in the segment, and ``after`` names earlier ones."""
+
+    id: int
+    queue: Queue
+    op: Op
+    after: tuple[int, ...] = ()
+    visit: int = -1
+    """The moment it serves, for display; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One home slot: a range of a tier kept for one extent."""
+
+    tier: int
+    offset: int
+    bytes: int
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Instructions from home to home."""
+
+    name: SegmentName
+    instrs: tuple[Instr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything an executor needs besides the program."""
+
+    tiers: tuple[Tier, ...]
+    home: tuple[Held, ...]
+    segments: tuple[Segment, ...]
+    policy: str = "belady"
+    step_tiers: tuple[int, ...] = ()
+    """For each group, the tier its step runs on (-1: never stepped)."""
+    notes: tuple[str, ...] = ()
+    """What the planner had to do that a reader should know (repairs, fall-backs)."""
+
+    def segment(self, name: SegmentName) -> Segment:
+        """The segment of that name."""
+        for segment in self.segments:
+            if segment.name is name:
+                return segment
+        raise InvalidInput(f"this plan has no segment {name.value!r}")
+
+    def home_tier(self, extent: Extent) -> int:
+        """The tier an extent's home is on."""
+        for held in self.home:
+            if held.extent == extent:
+                return held.tier
+        raise InvalidInput(f"{extent.kind.value} of {extent.index} has no home")
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for equal plans and, but for accidents, for no others: what processes compare."""
+        return hashlib.sha256(repr((self.tiers, self.home, self.segments)).encode()).hexdigest()[:16]
+

@@ -1,0 +1,343 @@
+"""What must happen in each segment of training, said once for everybody who plans, checks or runs it.
+
+[Note: extents and versions]
+An *extent* is one payload that moves as a whole: one kind of one group's chunk (or one activation). What an extent
+holds changes in a fixed order, so a whole number, its *version*, says exactly which bytes a copy should contain:
+
+    weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
+             0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
+             K gradient moments. K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
+             (fp32: P32 itself is the weight, and a step takes it from 0 to 1.)
+    FULL     0 = gathered parameters; with ``overwrites`` 1..K as above. The chunk goes from 0 to K in one
+             reduce-scatter.
+    GRAD     without ``overwrites``: a group's gradient on its way to the accumulator, 1..K.
+    RGRAD    the reduced shard of GRAD where several processes share the work; version K.
+    ACC      the fp32 accumulator: micro_first (or a lone micro_last) takes it from nothing to 1, every later one from 1
+             to 2; at the next segment's start 2 is called 1 again.
+    P32,M,V  0 before a step, 1 after it.
+    ACT      0.
+    WIRE     scratch of a reduce-scatter; has no version.
+
+Every segment begins and ends in the plan's *home* placement, and at a segment's start versions count afresh:
+`Program.entry` and `Program.exit` say what home must hold at either end. An extent not listed there holds nothing
+that anyone may read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from ps_core._errors import InvalidInput
+from ps_core._layout import Layout
+from ps_core._trace import Phase, Trace
+from ps_core._units import align_up
+
+
+class Precision(StrEnum):
+    """What parameters are computed in. The 16-bit ones keep fp32 masters."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class Kind(StrEnum):
+    """The kinds of payload; see [Note: extents and versions]."""
+
+    P16 = "p16"
+    P32 = "p32"
+    M = "m"
+    V = "v"
+    ACC = "acc"
+    FULL = "full"
+    GRAD = "grad"
+    RGRAD = "rgrad"
+    WIRE = "wire"
+    ACT = "act"
+
+
+class Extent(NamedTuple):
+    """One payload that moves as a whole. ``index`` is the group's, or the activation's for ACT."""
+
+    kind: Kind
+    index: int
+
+
+class Use(NamedTuple):
+    """What a moment does to an extent on the compute tier.
+
+    ``before`` is the version it must find (None: whatever is there, the extent is born or its payload is dead),
+    ``after`` the version it leaves; equal means read only.
+    """
+
+    extent: Extent
+    before: int | None
+    after: int
+
+
+class SegmentName(StrEnum):
+    """The stretches of training a plan is made of. ``MICRO_LAST`` is the only micro-batch where there is one."""
+
+    PROLOGUE = "prologue"
+    MICRO_FIRST = "micro_first"
+    MICRO_MID = "micro_mid"
+    MICRO_LAST = "micro_last"
+    STEP = "step"
+    SKIP = "skip"
+    EVAL = "eval"
+
+    @property
+    def is_micro(self) -> bool:
+        """Whether the segment runs forward and backward."""
+        return self in (SegmentName.MICRO_FIRST, SegmentName.MICRO_MID, SegmentName.MICRO_LAST)
+
+
+class Visit(NamedTuple):
+    """A moment of the trace in terms of groups; ``index`` is the moment's."""
+
+    index: int
+    name: str
+    phase: Phase
+    reads: tuple[int, ...]
+    grads: tuple[int, ...]
+    makes: tuple[int, ...]
+    takes: tuple[int, ...]
+    nonmodel_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A trace over a layout, and how it is trained. Pure data; everything else here is derived."""
+
+    trace: Trace
+    layout: Layout
+    precision: Precision = Precision.BF16
+    accumulate: int = 1
+    training: bool = True
+    """False: no optimizer, no gradients; evaluation and generation only."""
+    nonmodel_overhead: float = field(default=0.0)
+    """Added to every moment's non-model bytes, as a part of them (fragmentation)."""
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise InvalidInput(f"accumulate must be at least 1, found {self.accumulate}")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.layout.ranks
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether gradients are written over the 16-bit parameters (14 bytes a parameter)."""
+        return self.precision is not Precision.FP32 and self.accumulate == 1
+
+    @property
+    def weight(self) -> Kind:
+        """The kind a chunk's weights are computed from."""
+        return Kind.P32 if self.precision is Precision.FP32 else Kind.P16
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one computed weight or gradient element."""
+        return 4 if self.precision is Precision.FP32 else 2
+
+    @property
+    def compute_weight(self) -> Kind:
+        """The kind a moment reads: the chunk itself, or the gathered group."""
+        return self.weight if self.ranks == 1 else Kind.FULL
+
+    @property
+    def local_gradient(self) -> Kind:
+        """Without ``overwrites``: the kind that is added to the accumulator."""
+        return Kind.GRAD if self.ranks == 1 else Kind.RGRAD
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        """All moments, forward then backward, tensors replaced by their groups."""
+        owner = self.layout.group_of
+        return tuple(
+            Visit(
+                index,
+                moment.name,
+                moment.phase,
+                tuple(dict.fromkeys(owner[tensor] for tensor in moment.reads)),
+                tuple(dict.fromkeys(owner[tensor] for tensor in moment.grads)) if self.training else (),
+                moment.makes if self.training else (),
+                moment.takes if self.training else (),
+                moment.nonmodel_bytes + int(moment.nonmodel_bytes * self.nonmodel_overhead),
+                moment.flops,
+            )
+            for index, moment in enumerate(self.trace.moments)
+        )
+
+    @cached_property
+    def gradient_visits(self) -> tuple[tuple[int, ...], ...]:
+        """For each group, the moments at which a gradient (or a part of one) arrives."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for visit in self.visits:
+            for group in visit.grads:
+                found[group].append(visit.index)
+        return tuple(tuple(found[group.index]) for group in self.layout.groups)
+
+    @cached_property
+    def last_reads(self) -> tuple[int, ...]:
+        """For each group, the last moment that needs its payload (-1: none)."""
+        last = [-1] * len(self.layout.groups)
+        for visit in self.visits:
+            for group in visit.reads:
+                last[group] = visit.index
+        return tuple(last)
+
+    @cached_property
+    def last_takes(self) -> tuple[int, ...]:
+        """For each activation, the moment after which it is dead."""
+        last = [-1] * len(self.trace.activations)
+        for visit in self.visits:
+            for activation in visit.takes:
+                last[activation] = visit.index
+        return tuple(last)
+
+    @cached_property
+    def stepped(self) -> tuple[int, ...]:
+        """Groups that get a gradient, hence a step, in order of first use."""
+        return tuple(group for group, visits in enumerate(self.gradient_visits) if visits)
+
+    def rebuilt(self, group: int) -> int:
+        """The version of a 16-bit weight rebuilt from its master."""
+        return (len(self.gradient_visits[group]) if self.overwrites else 0) + 1
+
+    def bytes_of(self, extent: Extent) -> int:
+        """Bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
+        kind, index = extent
+        if kind is Kind.ACT:
+            return align_up(self.trace.activations[index].bytes)
+        numel = self.layout.groups[index].shard_numel
+        if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
+            return numel * self.ranks * self.weight_bytes
+        return numel * (self.weight_bytes if kind in (Kind.P16, Kind.RGRAD) else 4)
+
+    def home_kinds(self, group: int) -> tuple[Kind, ...]:
+        """The kinds of a group that have a home, computed weight first."""
+        if not (self.training and self.layout.groups[group].trainable):
+            return (self.weight,)
+        states = (Kind.P32, Kind.M, Kind.V)
+        weights = states if self.weight is Kind.P32 else (Kind.P16, *states)
+        return weights if self.overwrites else (*weights, Kind.ACC)
+
+    @cached_property
+    def segments(self) -> tuple[SegmentName, ...]:
+        """The segments this program has, in the order a plan lists them."""
+        if not self.training:
+            return (SegmentName.EVAL,)
+        names = [SegmentName.PROLOGUE] if self.weight is Kind.P16 else []
+        names += [SegmentName.MICRO_FIRST] if self.accumulate > 1 else []
+        names += [SegmentName.MICRO_MID] if self.accumulate > 2 else []
+        return (*names, SegmentName.MICRO_LAST, SegmentName.STEP, SegmentName.SKIP, SegmentName.EVAL)
+
+    def iteration(self) -> tuple[SegmentName, ...]:
+        """The segments of one training step, in order."""
+        if not self.training:
+            return (SegmentName.EVAL,)
+        first = (SegmentName.MICRO_FIRST,) if self.accumulate > 1 else ()
+        return (*first, *(SegmentName.MICRO_MID,) * (self.accumulate - 2), SegmentName.MICRO_LAST, SegmentName.STEP)
+
+    def segment_visits(self, segment: SegmentName) -> tuple[Visit, ...]:
+        """The moments a segment runs."""
+        if segment.is_micro:
+            return self.visits
+        if segment is SegmentName.EVAL:
+            return tuple(visit for visit in self.visits if visit.phase is Phase.FORWARD)
+        return ()
+
+    def uses(self, segment: SegmentName, visit: Visit) -> tuple[Use, ...]:
+        """What a moment needs on the compute tier, and what it does to it."""
+        return self._micro_uses[visit.index] if segment.is_micro else self._eval_uses[visit.index]
+
+    def entry(self, segment: SegmentName) -> dict[Extent, int]:
+        """Versions that home holds when the segment begins."""
+        return self._versions(segment, at_exit=False)
+
+    def exit(self, segment: SegmentName) -> dict[Extent, int]:
+        """Versions that home must hold when the segment ends."""
+        return self._versions(segment, at_exit=True)
+
+    def accumulates_first(self, segment: SegmentName) -> bool:
+        """Whether the segment's gradients start the accumulator rather than add to it."""
+        return segment is SegmentName.MICRO_FIRST or self.accumulate == 1
+
+    @cached_property
+    def _eval_uses(self) -> tuple[tuple[Use, ...], ...]:
+        weight = self.compute_weight
+        return tuple(tuple(Use(Extent(weight, group), 0, 0) for group in visit.reads) for visit in self.visits)
+
+    @cached_property
+    def _micro_uses(self) -> tuple[tuple[Use, ...], ...]:
+        arrived = [0] * len(self.layout.groups)
+        rows = []
+        for visit in self.visits:
+            rows.append(self._training_uses(visit, arrived))
+            for group in visit.grads:
+                arrived[group] += 1
+        return tuple(rows)
+
+    def _training_uses(self, visit: Visit, arrived: list[int]) -> tuple[Use, ...]:
+        weight, uses = self.compute_weight, []
+        for group in dict.fromkeys((*visit.reads, *visit.grads)):
+            count, gains = arrived[group], group in visit.grads
+            if self.overwrites:
+                dead = count == 0 and visit.index > self.last_reads[group]
+                uses.append(Use(Extent(weight, group), None if dead else count, count + gains))
+                continue
+            if group in visit.reads:
+                uses.append(Use(Extent(weight, group), 0, 0))
+            if gains:
+                uses.append(Use(Extent(Kind.GRAD, group), count or None, count + 1))
+        uses += [Use(Extent(Kind.ACT, index), None, 0) for index in visit.makes]
+        uses += [Use(Extent(Kind.ACT, index), 0, 0) for index in visit.takes]
+        return tuple(uses)
+
+    def _versions(self, segment: SegmentName, *, at_exit: bool) -> dict[Extent, int]:
+        versions: dict[Extent, int] = {}
+        for group in range(len(self.layout.groups)):
+            for kind in self.home_kinds(group):
+                version = self._version(segment, kind, group, at_exit)
+                if version is not None:
+                    versions[Extent(kind, group)] = version
+        return versions
+
+    def _version(self, segment: SegmentName, kind: Kind, group: int, at_exit: bool) -> int | None:
+        stepped = bool(self.gradient_visits[group])
+        if kind is Kind.ACC:
+            return self._acc_version(segment, at_exit) if stepped else None
+        if kind is Kind.P16:
+            return self._p16_version(segment, group, at_exit, stepped)
+        return int(segment is SegmentName.STEP and at_exit and stepped)
+
+    def _acc_version(self, segment: SegmentName, at_exit: bool) -> int | None:
+        if segment in (SegmentName.STEP, SegmentName.SKIP):
+            return None if at_exit else 1
+        if not segment.is_micro:
+            return None
+        if self.accumulates_first(segment):
+            return 1 if at_exit else None
+        return 2 if at_exit else 1
+
+    def _p16_version(self, segment: SegmentName, group: int, at_exit: bool, stepped: bool) -> int | None:
+        if segment is SegmentName.PROLOGUE and self.layout.groups[group].trainable:
+            return self.rebuilt(group) if at_exit else None
+        if not stepped:
+            return 0
+        gradient = len(self.gradient_visits[group]) if self.overwrites else 0
+        if segment is SegmentName.MICRO_LAST and at_exit:
+            return gradient
+        if segment is SegmentName.STEP:
+            return self.rebuilt(group) if at_exit else gradient
+        if segment is SegmentName.SKIP:
+            return self.rebuilt(group) if at_exit and self.overwrites else gradient
+        return 0

@@ -1,0 +1,183 @@
+"""What one iteration touches, moment by moment.
+
+A *moment* is the instant an operator (or a block of them) runs. A trace lists the moments of one micro-batch, forward
+then backward, on one process: which parameters each one reads, for which ones a gradient arrives, which saved
+activations it makes or takes, and how many other bytes live on the compute tier while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from ps_core._errors import InvalidInput
+
+FORMAT = "patrickstar-trace/1"
+
+
+class Phase(StrEnum):
+    """Where in an iteration a moment lies. Recomputation inside backward is BACKWARD."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One parameter tensor. A tied tensor is listed once and touched by several moments."""
+
+    name: str
+    numel: int
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """A saved activation the planner may move off the compute tier (say, a checkpointed block's input)."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One operator or block running. Numbers in the tuples are indices into the trace's lists."""
+
+    name: str
+    phase: Phase
+    reads: tuple[int, ...] = ()
+    """Tensors whose payload must be on the compute tier."""
+    grads: tuple[int, ...] = ()
+    """Tensors a gradient (or a further part of one) arrives for. The payload is needed only if also in ``reads``."""
+    makes: tuple[int, ...] = ()
+    """Activations born here."""
+    takes: tuple[int, ...] = ()
+    """Activations read here. One dies after the last moment that takes it."""
+    nonmodel_bytes: int = 0
+    """Peak bytes on the compute tier during the moment besides model data and listed activations."""
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The moments of one micro-batch, all forward moments before all backward ones."""
+
+    model: str
+    tensors: tuple[Tensor, ...]
+    moments: tuple[Moment, ...]
+    activations: tuple[Activation, ...] = ()
+    tokens: int = 0
+    """Tokens of one micro-batch on one process, for tokens/s."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def parameters(self) -> int:
+        """Elements in all tensors."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def peak_nonmodel_bytes(self) -> int:
+        """High tide."""
+        return max((moment.nonmodel_bytes for moment in self.moments), default=0)
+
+    def to_json(self) -> str:
+        """The trace as one JSON document; ``from_json`` gives it back equal."""
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace a JSON document holds; `InvalidInput` says what is wrong with a damaged one."""
+        try:
+            data: Any = json.loads(text)
+            if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+                raise InvalidInput(f"not a trace: expected a JSON object with format {FORMAT!r}")
+            return cls(
+                model=_text(data.pop("model")),
+                tensors=tuple(Tensor(**row) for row in data.pop("tensors")),
+                moments=tuple(_moment(row) for row in data.pop("moments")),
+                activations=tuple(Activation(**row) for row in data.pop("activations")),
+                tokens=data.pop("tokens"),
+                **data,
+            )
+        except InvalidInput:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InvalidInput(f"not a trace: {type(error).__name__}: {error}".replace("\n", " ")) from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(f"not a trace: expected a text, found {value!r}")
+    return value
+
+
+def _moment(row: Any) -> Moment:
+    tuples = {key: tuple(row.pop(key, ())) for key in ("reads", "grads", "makes", "takes")}
+    return Moment(phase=Phase(row.pop("phase")), **tuples, **row)
+
+
+def _whole(value: object, what: str, least: int = 0) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidInput(f"trace: {what} must be a whole number of at least {least}, found {value!r}")
+
+
+def _indices(values: Iterable[object], count: int, what: str) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+            raise InvalidInput(f"trace: {what} names {value!r}, but there are {count} to name")
+        if value in seen:
+            raise InvalidInput(f"trace: {what} names {value!r} twice")
+        seen.add(value)
+
+
+def _check(trace: Trace) -> None:
+    _whole(trace.tokens, "tokens")
+    for tensor in trace.tensors:
+        _text(tensor.name)
+        _whole(tensor.numel, f"numel of {tensor.name!r}", 1)
+        if not isinstance(tensor.trainable, bool):
+            raise InvalidInput(f"trace: trainable of {tensor.name!r} must be true or false")
+    if len({tensor.name for tensor in trace.tensors}) != len(trace.tensors):
+        raise InvalidInput("trace: two tensors have the same name")
+    for activation in trace.activations:
+        _whole(activation.bytes, f"bytes of {_text(activation.name)!r}", 1)
+    backward = False
+    for moment in trace.moments:
+        backward = _check_moment(trace, moment, backward)
+    _check_lives(trace)
+
+
+def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
+    name = _text(moment.name)
+    _whole(moment.nonmodel_bytes, f"nonmodel_bytes of {name!r}")
+    if not isinstance(moment.flops, int | float) or not 0 <= moment.flops < float("inf"):
+        raise InvalidInput(f"trace: flops of {name!r} must be a number of at least 0, found {moment.flops!r}")
+    _indices(moment.reads, len(trace.tensors), f"reads of {name!r}")
+    _indices(moment.grads, len(trace.tensors), f"grads of {name!r}")
+    _indices(moment.makes, len(trace.activations), f"makes of {name!r}")
+    _indices(moment.takes, len(trace.activations), f"takes of {name!r}")
+    if moment.phase is Phase.BACKWARD:
+        backward = True
+    elif backward:
+        raise InvalidInput(f"trace: forward moment {name!r} comes after a backward one")
+    elif moment.grads or moment.takes:
+        raise InvalidInput(f"trace: forward moment {name!r} has gradients or takes activations")
+    if backward and moment.makes:
+        raise InvalidInput(f"trace: backward moment {name!r} makes activations that outlive it")
+    for index in moment.grads:
+        if not trace.tensors[index].trainable:
+            raise InvalidInput(f"trace: a gradient arrives for the frozen {trace.tensors[index].name!r} in {name!r}")
+    return backward
+
+
+def _check_lives(trace: Trace) -> None:
+    made = [index for moment in trace.moments for index in moment.makes]
+    taken = {index for moment in trace.moments for index in moment.takes}
+    if sorted(made) != list(range(len(trace.activations))) or len(taken) != len(made):
+        raise InvalidInput("trace: every activation must be made once and taken at least once")
