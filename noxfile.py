@@ -1,0 +1,188 @@
+"""Every check this project has, on plain venv and pip: ``nox -s tests`` is all that runs on each change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent
+CORE = ("-e", "packages/ps-core")
+ALL = ("-e", "packages/ps-core[torch]", "-e", "packages/ps-kernels[numpy,torch]", "-e", "packages/ps-dist")
+ALL += ("-e", "packages/ps-models")
+PYTEST = ("pytest", "hypothesis", "pytest-cov")
+TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "hatchling", "packaging")
+DOCS = ("mkdocs-material",)
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """One pip call, so that the packages, which no index has, find each other."""
+    session.install("--quiet", "-c", "constraints.txt", *what)
+
+
+def pytest(session: nox.Session, *where: str, options: tuple[str, ...] = ()) -> None:
+    """Run what is there; a folder without a test would be an error, so it is named only once it has one."""
+    session.run("python", "-m", "pytest", "-q", *options, *(session.posargs or where))
+
+
+# What each session runs, once its packages are installed. ``tests`` runs nearly all of them in one environment.
+
+
+def run_lint(session: nox.Session) -> None:
+    session.run("ruff", "check", ".")
+
+
+def run_types(session: nox.Session) -> None:
+    session.run("mypy")
+
+
+def run_imports(session: nox.Session) -> None:
+    session.run("lint-imports")
+
+
+def run_kernels(session: nox.Session) -> None:
+    pytest(session, "tests/kernels")
+
+
+def run_engine(session: nox.Session) -> None:
+    pytest(session, "tests/engine")
+
+
+def run_dist(session: nox.Session) -> None:
+    pytest(session, "tests/dist")
+
+
+def run_models(session: nox.Session) -> None:
+    pytest(session, "tests/models")
+
+
+def run_meta(session: nox.Session) -> None:
+    pytest(session, "tests/meta")
+
+
+def run_docs(session: nox.Session) -> None:
+    session.run("mkdocs", "build", "--quiet", "--strict", "--site-dir", str(Path(session.create_tmp()) / "site"))
+    pytest(session, "tests/docs")
+
+
+def run_bench(session: nox.Session) -> None:
+    pytest(session, "benchmarks", options=("--benchmark-columns=min,median,rounds", "--benchmark-sort=name"))
+
+
+def run_gpu(session: nox.Session) -> None:
+    found = session.run("python", "-c", "import torch; print(torch.cuda.is_available())", silent=True)
+    if str(found).strip() != "True":
+        session.warn("NO GPU: torch finds no CUDA device here, so nothing was tested on one.")
+        return
+    pytest(session, "tests/gpu")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style."""
+    install(session, "ruff")
+    run_lint(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types, strictly."""
+    install(session, *ALL, "mypy")
+    run_types(session)
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Who may import whom."""
+    install(session, *ALL, "import-linter")
+    run_imports(session)
+
+
+@nox.session
+def pure(session: nox.Session) -> None:
+    """The pure core, where neither torch nor numpy is installed; every branch of it."""
+    install(session, *CORE, *PYTEST)
+    absent = "from importlib.util import find_spec; assert not any(map(find_spec, ('torch', 'numpy', 'cupy', 'ps_kernels')))"
+    session.run("python", "-c", absent)
+    gate = () if session.posargs else ("--cov", "--cov-report=term-missing", "--cov-fail-under=100")
+    pytest(session, "tests/pure", options=gate)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """ps-kernels."""
+    install(session, *ALL, *PYTEST)
+    run_kernels(session)
+
+
+@nox.session
+def engine(session: nox.Session) -> None:
+    """ps-core with torch."""
+    install(session, *ALL, *PYTEST)
+    run_engine(session)
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """ps-dist, with several processes."""
+    install(session, *ALL, *PYTEST)
+    run_dist(session)
+
+
+@nox.session
+def models(session: nox.Session) -> None:
+    """ps-models."""
+    install(session, *ALL, *PYTEST)
+    run_models(session)
+
+
+@nox.session
+def meta(session: nox.Session) -> None:
+    """The rules that the repository keeps: sizes, names, versions, wheels."""
+    install(session, *ALL, *PYTEST, *TOOLS)
+    run_meta(session)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation and run its examples."""
+    install(session, *ALL, *PYTEST, *DOCS)
+    run_docs(session)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """What the project does, on a machine that has only Python."""
+    install(session, "packages/ps-core")
+    session.run("pstar", "--help")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Time planning, verifying and simulating."""
+    install(session, *CORE, *PYTEST, "pytest-benchmark")
+    run_bench(session)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """What needs a CUDA device."""
+    install(session, *ALL, *PYTEST)
+    run_gpu(session)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that runs on each change."""
+    for name in ("pure", "demo"):
+        session.notify(name)
+    install(session, *ALL, *PYTEST, *TOOLS)
+    for step in (run_lint, run_types, run_imports, run_kernels, run_dist, run_meta, run_docs, run_gpu):
+        session.log(step.__name__.removeprefix("run_"))
+        step(session)

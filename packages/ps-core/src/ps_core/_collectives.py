@@ -1,0 +1,43 @@
+"""What the engine asks of a group of processes; ps_dist implements it, a test may bring its own."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar, runtime_checkable
+
+Buffer_contra = TypeVar("Buffer_contra", contravariant=True)
+"""A one-dimensional, contiguous array; the pure core never looks inside one, so any library's will do."""
+
+
+@runtime_checkable
+class Collectives(Protocol[Buffer_contra]):
+    """Every process calls the same methods in the same order; a method returns when its result may be read."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+
+    @property
+    def ranks(self) -> int:
+        """How many processes there are."""
+
+    def all_gather(self, into: Buffer_contra, shard: Buffer_contra) -> None:
+        """Put every process's equal ``shard`` into ``into``, in rank order."""
+
+    def reduce_scatter(self, into: Buffer_contra, source: Buffer_contra) -> None:
+        """Sum this process's shard of every process's ``source`` into ``into``.
+
+        ``source`` travels in its own type; the sum is taken in single precision, in rank order, and rounded once to
+        the type of ``into``.
+        """
+
+    def all_reduce_sum(self, value: float) -> float:
+        """The sum of every process's value, the same bits on each."""
+
+    def all_reduce_max(self, value: float) -> float:
+        """The largest of every process's values; nan if any is nan."""
+
+    def barrier(self) -> None:
+        """Return when every process has come here."""
+
+    def close(self) -> None:
+        """Leave the group; safe to call twice."""
