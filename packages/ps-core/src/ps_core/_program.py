@@ -208,6 +208,12 @@ class Program:
         """Groups that get a gradient, hence a step, in order of first use."""
         return tuple(group for group, visits in enumerate(self.gradient_visits) if visits)
 
+    def casts(self, segment: SegmentName) -> tuple[int, ...]:
+        """Groups whose 16-bit weight a segment rebuilds from its master without a step."""
+        if segment is SegmentName.PROLOGUE and self.weight is Kind.P16:
+            return tuple(group.index for group in self.layout.groups if group.trainable)
+        return self.stepped if segment is SegmentName.SKIP and self.overwrites else ()
+
     def rebuilt(self, group: int) -> int:
         """The version of a 16-bit weight rebuilt from its master."""
         return (len(self.gradient_visits[group]) if self.overwrites else 0) + 1

@@ -1,0 +1,73 @@
+"""Where everything lives between segments, and where each group's optimizer step runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_core._plan import Held, Tier
+from ps_core._program import Extent, Kind, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """For each group: the home tier of its 16-bit weight, that of its optimizer's extents, and the tier of its step."""
+
+    weights: tuple[int, ...]
+    states: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def home_tier(self, kind: Kind, group: int) -> int:
+        """The home tier of one of `Program.home_kinds`."""
+        return (self.weights if kind is Kind.P16 else self.states)[group]
+
+
+def work_tier(tiers: tuple[Tier, ...], tier: int) -> int:
+    """The nearest tier at or above this one on which a processor can work."""
+    return tier - 1 if tiers[tier].name == "disk" else tier
+
+
+def lay_home(program: Program, placement: Placement, tiers: tuple[Tier, ...]) -> tuple[tuple[Held, ...], list[int]]:
+    """Home slots packed from the bottom of each tier, and where each tier's homes end."""
+    ends = [0] * len(tiers)
+    home = []
+    for group in range(len(program.layout.groups)):
+        for kind in program.home_kinds(group):
+            tier = placement.home_tier(kind, group)
+            extent = Extent(kind, group)
+            size = program.bytes_of(extent)
+            home.append(Held(tier, ends[tier], size, extent))
+            ends[tier] += size
+    return tuple(home), ends
+
+
+def filled(  # noqa: PLR0913 - a placement is decided by just these
+    program: Program,
+    tiers: tuple[Tier, ...],
+    *,
+    resident: int,
+    lower_bytes: int | None = None,
+    streamed: frozenset[int] = frozenset(),
+) -> Placement:
+    """The first ``resident`` groups wholly on the compute tier, the others as high as they go below it.
+
+    ``lower_bytes`` limits what homes may take of the tier below the compute tier; what is left goes to the last tier,
+    optimizer states before weights. ``streamed`` groups step on the compute tier although their states live below it.
+    """
+    groups = program.layout.groups
+    last = len(tiers) - 1
+    weights, states = [0] * len(groups), [0] * len(groups)
+    below = [group.index for group in groups[resident:]] if last else []
+    room = tiers[min(1, last)].capacity_bytes if lower_bytes is None else lower_bytes
+    for kinds, homes in ((False, weights), (True, states)):
+        for group in below:
+            size = sum(
+                program.bytes_of(Extent(kind, group))
+                for kind in program.home_kinds(group)
+                if (kind is not Kind.P16) is kinds
+            )
+            homes[group] = 1 if last == 1 or size <= room else last
+            room -= size if homes[group] == 1 else 0
+    steps = [-1] * len(groups)
+    for group in program.stepped:
+        steps[group] = 0 if group in streamed else work_tier(tiers, states[group])
+    return Placement(weights=tuple(weights), states=tuple(states), steps=tuple(steps))

@@ -1,0 +1,88 @@
+"""Which resident extent to give up: what each is worth keeping, under several policies.
+
+Belady's rule (give up what is needed again last) is optimal for equal, clean extents when the future is known, and a
+recorded iteration is a known future. The others are here to be compared with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Mapping, Sequence
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+NEVER = 1e300
+"""Later than any moment, and dearer than any of them."""
+
+
+class Policy(StrEnum):
+    """How victims are chosen."""
+
+    BELADY = "belady"
+    LRU = "lru"
+    FIFO = "fifo"
+    STATIC = "static"
+    """A fixed set stays, chosen beforehand; everything else only passes through."""
+
+
+class Ranker(Generic[Key]):
+    """What each extent is worth keeping: the smallest is given up first. Time is the index of a moment."""
+
+    def __init__(self, policy: Policy, uses: Mapping[Key, Sequence[int]], kept: frozenset[Key] = frozenset()) -> None:
+        self._policy = policy
+        self._uses = uses
+        self._kept = kept
+        self._used: dict[Key, int] = {}
+        self._loaded: dict[Key, int] = {}
+        self._clock = 0
+
+    def loaded(self, key: Key) -> None:
+        """Note that the extent came in."""
+        self._clock += 1
+        self._loaded[key] = self._used[key] = self._clock
+
+    def used(self, key: Key) -> None:
+        """Note that the extent was used."""
+        self._clock += 1
+        self._used[key] = self._clock
+
+    def next_use(self, key: Key, now: int) -> float:
+        """The first use after ``now``."""
+        uses = self._uses.get(key, ())
+        place = bisect_right(uses, now)
+        return uses[place] if place < len(uses) else NEVER
+
+    def worth(self, key: Key, now: int) -> float:
+        """What keeping the extent is worth after moment ``now``."""
+        if self._policy is Policy.BELADY:
+            return -self.next_use(key, now)
+        if self._policy is Policy.FIFO:
+            return self._loaded.get(key, 0)
+        if self._policy is Policy.STATIC and key in self._kept:
+            return NEVER / 2
+        return self._used.get(key, 0)
+
+
+def demand_loads(requests: Sequence[frozenset[Key]], capacities: Sequence[int], policy: Policy) -> int:
+    """Loads of unit extents on demand: at each moment the requested ones must be in, at most that capacity held.
+
+    Where the capacity falls, victims leave although nothing comes in (forced evictions).
+    """
+    uses: dict[Key, list[int]] = {}
+    for moment, wanted in enumerate(requests):
+        for key in wanted:
+            uses.setdefault(key, []).append(moment)
+    ranker: Ranker[Key] = Ranker(policy, uses)
+    held: set[Key] = set()
+    loads = 0
+    for moment, (wanted, capacity) in enumerate(zip(requests, capacities, strict=True)):
+        missing = wanted - held
+        loads += len(missing)
+        victims = sorted(held - wanted, key=lambda key: (ranker.worth(key, moment), repr(key)))
+        held -= set(victims[: max(0, len(held) + len(missing) - capacity)])
+        held |= missing
+        for key in sorted(wanted, key=repr):
+            (ranker.loaded if key in missing else ranker.used)(key)
+    return loads

@@ -1,0 +1,250 @@
+"""The walk through each segment: what is brought where, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ps_core._placement import work_tier
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Decide,
+    Gather,
+    Norm,
+    Plan,
+    Queue,
+    ReduceScatter,
+    Run,
+    Segment,
+    Step,
+    worker,
+)
+from ps_core._planner import Frame, NoRoom, Walker, assemble
+from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+
+
+def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:
+    """Plan every segment of the frame's program (or just some); `NoRoom` where the placement leaves too little."""
+    wanted = frame.program.segments if only is None else tuple(only)
+    return assemble(frame, [make_segment(frame, name) for name in wanted])
+
+
+def make_segment(frame: Frame, name: SegmentName) -> Segment:
+    """Plan one segment."""
+    if name.is_micro or name is SegmentName.EVAL:
+        return _Moments(frame, name).walk()
+    return _Updates(frame, name).walk()
+
+
+def _next_uses(program: Program, name: SegmentName) -> dict[Extent, Sequence[int]]:
+    """When each extent is wanted on the compute tier, its shard counting with the gathered group."""
+    uses: dict[Extent, list[int]] = {}
+    for visit in program.segment_visits(name):
+        for use in program.uses(name, visit):
+            uses.setdefault(use.extent, []).append(visit.index)
+            if use.extent.kind is Kind.FULL:
+                uses.setdefault(Extent(program.weight, use.extent.index), []).append(visit.index)
+    return dict(uses)
+
+
+class _Moments(Walker):
+    """A micro-batch, or an evaluation."""
+
+    def __init__(self, frame: Frame, name: SegmentName) -> None:
+        super().__init__(frame, name, _next_uses(frame.program, name))
+        self._seq = 0
+        self._norms: list[tuple[int, int]] = []
+
+    def walk(self) -> Segment:
+        visits = self.program.segment_visits(self.segment)
+        ahead: list[tuple[Extent, int]] = []
+        for place, visit in enumerate(visits):
+            self.now = visit.index
+            pins = self._run(visit)
+            for pin in ahead:
+                self.unpin(pin)
+            self._measure()
+            ahead = self._gather_ahead(visits[place + 1]) if self.frame.deep and place + 1 < len(visits) else []
+            for group in visit.grads:
+                if self.program.gradient_visits[group][-1] == visit.index:
+                    self._complete(group)
+            for activation in visit.takes:
+                if self.program.last_takes[activation] == visit.index and self.segment.is_micro:
+                    self.discard(Extent(Kind.ACT, activation))
+            for pin in pins:
+                self.unpin(pin)
+        if self.segment is SegmentName.MICRO_LAST:
+            self._measure()
+            self.emit(Queue.COLL, Decide(self._seq), also=self._norm_ids)
+        return self.finish()
+
+    # One moment.
+
+    def _run(self, visit: Visit) -> list[tuple[Extent, int]]:
+        slots, written = [], []
+        pins: list[tuple[Extent, int]] = []
+        uses = self.program.uses(self.segment, visit)
+        for use in uses:
+            if self.holding(use.extent)[:1] == [0]:
+                self.pin((use.extent, 0))
+                pins.append((use.extent, 0))
+        for use in uses:
+            if use.before is None:
+                slot = self.room(use.extent, 0, Queue.COMPUTE)
+            else:
+                slot = self._ready(use.extent)
+            self.pin((use.extent, 0))
+            pins.append((use.extent, 0))
+            self.ranker.used(use.extent)
+            if use.extent.kind is Kind.FULL:
+                self.ranker.used(Extent(self.program.weight, use.extent.index))
+            slots.append(slot)
+            if use.before != use.after:
+                written.append((use, slot))
+        changed = [slot for _, slot in written]
+        steady = [slot for slot in slots if slot not in changed]
+        self.emit(Queue.COMPUTE, Run(visit.index, tuple(slots), visit.nonmodel_bytes), reads=steady, writes=changed)
+        for use, _ in written:
+            self.wrote(use.extent, 0, use.after)
+        return pins
+
+    def _ready(self, extent: Extent) -> int:
+        """The extent on the compute tier, gathered if it is a gathered group."""
+        if extent.kind is not Kind.FULL or 0 in self.holding(extent):
+            return self.at(extent, 0)
+        weight = Extent(self.program.weight, extent.index)
+        shard = self.at(weight, 0)
+        with self.pinned([(weight, 0)]):
+            full = self.room(extent, 0, Queue.COLL)
+        self.emit(Queue.COLL, Gather(extent.index, shard, full, self._next()), reads=(shard,), writes=(full,))
+        self.wrote(extent, 0, 0)
+        return full
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq - 1
+
+    def _gather_ahead(self, visit: Visit) -> list[tuple[Extent, int]]:
+        """Gather for the next moment now, lest it wait behind this one's reduce-scatter."""
+        pins = []
+        for use in self.program.uses(self.segment, visit):
+            if use.extent.kind is Kind.FULL and use.before is not None:
+                try:
+                    self._ready(use.extent)
+                except NoRoom:
+                    break
+                pins.append((use.extent, 0))
+                self.pin((use.extent, 0))
+        return pins
+
+    # A group whose gradient is complete.
+
+    def _complete(self, group: int) -> None:
+        program = self.program
+        if program.overwrites:
+            weight = Extent(program.weight, group)
+            if program.ranks > 1:
+                self._reduce(group, Extent(Kind.FULL, group), weight)
+            self._norms.append((group, self.slot(weight, 0)))
+            if program.ranks == 1:
+                self._measure()
+            self.bring_home(weight)
+            for tier, row in self.residents[weight].items():
+                row.dead = row.dead or (row.piece is not None and tier != self.home_tier(weight))
+            return
+        gradient = Extent(program.local_gradient, group)
+        if program.ranks > 1:
+            self._reduce(group, Extent(Kind.GRAD, group), gradient)
+        self._accumulate(group, gradient)
+
+    def _reduce(self, group: int, source: Extent, target: Extent) -> None:
+        origin = self.slot(source, 0)
+        with self.pinned([(source, 0)]):
+            shard = self.room(target, 0, Queue.COLL)
+            with self.pinned([(target, 0)]):
+                scratch = Extent(Kind.WIRE, group)
+                wire = self.room(scratch, 0, Queue.COLL)
+        op = ReduceScatter(group, origin, wire, shard, self._next())
+        self.emit(Queue.COLL, op, reads=(origin,), writes=(wire, shard))
+        self.wrote(target, 0, len(self.program.gradient_visits[group]))
+        self.discard(source)
+        self.discard(scratch)
+
+    def _accumulate(self, group: int, gradient: Extent) -> None:
+        total = Extent(Kind.ACC, group)
+        tiers = self.frame.tiers
+        tier = work_tier(tiers, self.home_tier(total))
+        first = self.program.accumulates_first(self.segment)
+        source = self.at(gradient, tier)
+        with self.pinned([(gradient, tier)]):
+            queue = worker(tiers, tier)
+            target = self.room(total, tier, queue) if first else self.at(total, tier)
+        self.emit(queue, Accumulate(group, source, target, first), reads=(source,), writes=(target,))
+        self.wrote(total, tier, 1 if first else 2)
+        self.discard(gradient)
+        if self.segment is SegmentName.MICRO_LAST:
+            self.emit_norm(group, target, queue)
+        if tier != self.home_tier(total):
+            self.bring_home(total)
+
+    # Norms. A reduced shard's is taken a moment later, so that the next moment need not wait for the reduction.
+
+    @property
+    def _norm_ids(self) -> list[int]:
+        return [instr.id for instr in self.out.instrs if isinstance(instr.op, Norm)]
+
+    def emit_norm(self, group: int, slot: int, queue: Queue) -> None:
+        """Take a group's sum of squares where its gradient lies."""
+        self.emit(queue, Norm(group, slot), reads=(slot,))
+
+    def _measure(self) -> None:
+        for group, slot in self._norms:
+            self.emit_norm(group, slot, Queue.COMPUTE)
+        self._norms.clear()
+
+
+class _Updates(Walker):
+    """A step, a skipped step, or the prologue: one pass over the groups in the order the next forward wants them."""
+
+    def __init__(self, frame: Frame, name: SegmentName) -> None:
+        super().__init__(frame, name, {})
+
+    def walk(self) -> Segment:
+        if self.segment is SegmentName.STEP:
+            for group in self.program.stepped:
+                self._step(group)
+        for group in self.program.casts(self.segment):
+            self._cast(group)
+        return self.finish()
+
+    def _step(self, group: int) -> None:
+        program, tiers = self.program, self.frame.tiers
+        tier = self.frame.placement.steps[group]
+        queue = worker(tiers, tier)
+        extents = [Extent(kind, group) for kind in program.home_kinds(group)]
+        slots = []
+        for extent in extents:
+            born = extent.kind is Kind.P16 and not program.overwrites
+            slots.append(self.room(extent, tier, queue) if born else self.at(extent, tier))
+            self.pin((extent, tier))
+        read = [slot for extent, slot in zip(extents, slots, strict=True) if extent.kind is Kind.ACC]
+        self.emit(queue, Step(group, tuple(slots)), reads=read, writes=[slot for slot in slots if slot not in read])
+        for extent in extents:
+            self.unpin((extent, tier))
+            if extent.kind is Kind.ACC:
+                self.discard(extent)
+                continue
+            self.wrote(extent, tier, program.rebuilt(group) if extent.kind is Kind.P16 else 1)
+            self.bring_home(extent)
+
+    def _cast(self, group: int) -> None:
+        tiers = self.frame.tiers
+        master, weight = Extent(Kind.P32, group), Extent(Kind.P16, group)
+        tier = work_tier(tiers, self.home_tier(master))
+        queue = worker(tiers, tier)
+        source = self.at(master, tier)
+        with self.pinned([(master, tier)]):
+            target = self.room(weight, tier, queue)
+        self.emit(queue, Cast(group, source, target), reads=(source,), writes=(target,))
+        self.wrote(weight, tier, self.program.rebuilt(group))
+        self.bring_home(weight)
