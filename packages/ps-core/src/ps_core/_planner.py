@@ -128,15 +128,15 @@ def _buffer_need(program: Program) -> tuple[int, int]:
     for visit in program.visits:
         uses = program.uses(SegmentName.MICRO_LAST, visit)
         held = {use.extent: program.bytes_of(use.extent) for use in uses if use.extent.kind in _BUFFERS}
-        wire = 0
-        for group in visit.grads:
-            extent = Extent(Kind.FULL if program.overwrites else Kind.GRAD, group)
-            partial[extent] = program.bytes_of(extent)
-            if program.gradient_visits[group][-1] == visit.index:
-                del partial[extent]
-                wire = max(wire, program.bytes_of(extent))
-        least = max(least, sum((held | partial).values()) + wire)
-        deep = max(deep, sum((before | held | partial).values()) + wire)
+        gradient = Kind.FULL if program.overwrites else Kind.GRAD
+        partial |= {Extent(gradient, group): program.bytes_of(Extent(gradient, group)) for group in visit.grads}
+        least = max(least, sum((held | partial).values()))
+        deep = max(deep, sum((before | held | partial).values()))
+        for group in program.completions[visit.index]:
+            wire = program.bytes_of(Extent(gradient, group))
+            least = max(least, sum((held | partial).values()) + wire)
+            deep = max(deep, sum((before | held | partial).values()) + wire)
+            del partial[Extent(gradient, group)]
         before = held
     return least, deep
 

@@ -195,6 +195,17 @@ class Program:
         return tuple(last)
 
     @cached_property
+    def completions(self) -> tuple[tuple[int, ...], ...]:
+        """For each moment, the groups whose gradient is then complete, and free to leave: with ``overwrites`` only
+        once nothing reads the payload any more.
+        """
+        done: list[list[int]] = [[] for _ in self.trace.moments]
+        for group in self.stepped:
+            last = self.gradient_visits[group][-1]
+            done[max(last, self.last_reads[group]) if self.overwrites else last].append(group)
+        return tuple(map(tuple, done))
+
+    @cached_property
     def last_takes(self) -> tuple[int, ...]:
         """For each activation, the moment after which it is dead."""
         last = [-1] * len(self.trace.activations)

@@ -65,12 +65,8 @@ class _Moments(Walker):
                 self.unpin(pin)
             self._measure()
             ahead = self._gather_ahead(visits[place + 1]) if self.frame.deep and place + 1 < len(visits) else []
-            for group in visit.grads:
-                if self.program.gradient_visits[group][-1] == visit.index:
-                    self._complete(group)
-            for activation in visit.takes:
-                if self.program.last_takes[activation] == visit.index and self.segment.is_micro:
-                    self.discard(Extent(Kind.ACT, activation))
+            if self.segment.is_micro:
+                self._leave(visit)
             for pin in pins:
                 self.unpin(pin)
         if self.segment is SegmentName.MICRO_LAST:
@@ -137,7 +133,14 @@ class _Moments(Walker):
                 self.pin((use.extent, 0))
         return pins
 
-    # A group whose gradient is complete.
+    # What a moment was the last to need.
+
+    def _leave(self, visit: Visit) -> None:
+        for group in self.program.completions[visit.index]:
+            self._complete(group)
+        for activation in visit.takes:
+            if self.program.last_takes[activation] == visit.index:
+                self.discard(Extent(Kind.ACT, activation))
 
     def _complete(self, group: int) -> None:
         program = self.program

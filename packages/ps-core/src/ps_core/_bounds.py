@@ -1,0 +1,127 @@
+"""What any plan needs at the least: the proof that something cannot fit.
+
+[Note: the lower bound]
+On the compute tier: a moment's non-model bytes, the extents it uses, gathered groups and gradients that are
+half-way (they have no home to go to), and, where a group's gradient is complete, what its reduce-scatter needs. In
+the whole hierarchy: every extent with a home, whatever else is alive, and the non-model bytes. On some tier with a
+processor: a group's step, and its accumulation.
+
+Above the bound by one largest extent (and alignment) on each tier, a plan is always found; in between it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ps_core._errors import DoesNotFit
+from ps_core._plan import Tier
+from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes needed somewhere at some moment, and the capacity there."""
+
+    where: str
+    moment: str
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is lacking; at most 0 if nothing is."""
+        return self.needed_bytes - self.available_bytes
+
+
+def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
+    """The greatest need of the compute tier, of the whole hierarchy, and of a step."""
+    compute, whole = _peaks(program)
+    total = sum(tier.capacity_bytes & -128 for tier in tiers)
+    needs = [
+        Need(tiers[0].name, compute[0], compute[1], tiers[0].capacity_bytes & -128),
+        Need("all tiers together", whole[0], whole[1], total),
+    ]
+    if program.stepped:
+        work = max(tier.capacity_bytes & -128 for tier in tiers if tier.name != "disk")
+        needs.append(Need("one tier with a processor", "step", _step_bytes(program), work))
+    return tuple(needs)
+
+
+def check_fits(program: Program, tiers: tuple[Tier, ...]) -> None:
+    """Raise `DoesNotFit` if no plan can exist."""
+    worst = max(lower_bounds(program, tiers), key=lambda need: need.missing_bytes)
+    if worst.missing_bytes > 0:
+        raise DoesNotFit(
+            tier=worst.where,
+            moment=worst.moment,
+            needed_bytes=worst.needed_bytes,
+            available_bytes=worst.available_bytes,
+            proven=True,
+        )
+
+
+def largest_extent_bytes(program: Program) -> int:
+    """Bytes of the largest extent the program has."""
+    groups = range(len(program.layout.groups))
+    sizes = [program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group)]
+    if program.ranks > 1:
+        sizes += [program.bytes_of(Extent(Kind.FULL, group)) for group in groups]
+    if program.training:
+        sizes += [program.bytes_of(Extent(Kind.ACT, index)) for index in range(len(program.trace.activations))]
+        sizes += [program.bytes_of(Extent(Kind.GRAD, group)) for group in program.stepped if not program.overwrites]
+    return max(sizes, default=0)
+
+
+def home_bytes(program: Program) -> int:
+    """Bytes of every extent that has a home, on one process."""
+    groups = range(len(program.layout.groups))
+    return sum(program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group))
+
+
+def _step_bytes(program: Program) -> int:
+    step = max(sum(program.bytes_of(Extent(kind, g)) for kind in program.home_kinds(g)) for g in program.stepped)
+    if program.overwrites:
+        return step
+    local = program.local_gradient
+    return max(step, *(sum(program.bytes_of(Extent(k, g)) for k in (Kind.ACC, local)) for g in program.stepped))
+
+
+def _peaks(program: Program) -> tuple[tuple[str, int], tuple[str, int]]:
+    segment = SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
+    homes = home_bytes(program)
+    compute, whole = ("between segments", 0), ("between segments", homes)
+    for visit, fixed, loose in _alive(program, segment):
+        pinned = {use.extent for use in program.uses(segment, visit)} | fixed
+        here = visit.nonmodel_bytes + sum(map(program.bytes_of, pinned))
+        every = visit.nonmodel_bytes + homes + sum(map(program.bytes_of, loose))
+        compute = max(compute, (visit.name, here), key=lambda pair: pair[1])
+        whole = max(whole, (visit.name, every), key=lambda pair: pair[1])
+    return compute, whole
+
+
+def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[Extent], set[Extent]]]:
+    """For each moment: homeless extents that must be on the compute tier, and those alive anywhere.
+
+    A weight shard that takes a reduce-scatter's result is pinned too, but has a home.
+    """
+    activations: set[Extent] = set()
+    partial: set[Extent] = set()
+    gradient = Kind.FULL if program.overwrites else Kind.GRAD
+    for visit in program.segment_visits(segment):
+        activations |= {Extent(Kind.ACT, index) for index in visit.makes}
+        if program.ranks > 1 or not program.overwrites:
+            partial |= {Extent(gradient, group) for group in visit.grads}
+        uses = {use.extent for use in program.uses(segment, visit)}
+        homeless = partial | {extent for extent in uses if extent.kind is Kind.FULL}
+        complete = program.completions[visit.index] if program.training else ()
+        scratch = set()
+        if program.ranks > 1:
+            for group in complete:
+                scratch |= {Extent(Kind.WIRE, group)}
+                scratch |= set() if program.overwrites else {Extent(Kind.RGRAD, group)}
+        fixed = homeless | scratch
+        landing = {Extent(program.weight, group) for group in complete} if scratch and program.overwrites else set()
+        yield visit, fixed | landing, (activations | fixed) - landing
+        partial -= {Extent(gradient, group) for group in complete}
+        activations -= {Extent(Kind.ACT, index) for index in visit.takes if program.last_takes[index] == visit.index}
