@@ -1,0 +1,89 @@
+"""From what a user has (GPUs, nodes, memory) to what one process may use.
+
+Budgets are cut by named *reserves*: bytes that something outside the plan takes. On the accelerator that is the CUDA
+context and library workspaces, and NCCL's buffers where several processes talk; on the host the operating system, and
+each process's interpreter and libraries. Fragmentation of non-model data is a part of it, so it goes to
+`Program.nonmodel_overhead` rather than here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_core._errors import InvalidInput
+from ps_core._plan import Tier
+from ps_core._units import ALIGNMENT_BYTES, format_bytes
+
+DEVICE_RESERVE_BYTES = 600 * 10**6
+"""CUDA context, cuBLAS workspaces, kernels."""
+DEVICE_RESERVE_NCCL_BYTES = 1200 * 10**6
+"""The same with NCCL's channels and buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal GPUs spread evenly over equal nodes, one process a GPU.
+
+    ``device_memory`` is each GPU's, ``host_memory`` and ``disk`` a node's. ``device_memory`` 0 means no accelerator (the CPU computes, ``gpus`` counts processes); ``host_memory`` 0 and
+    ``disk`` 0 mean there is no such tier.
+    """
+
+    gpus: int = 1
+    nodes: int = 1
+    device_memory: int
+    host_memory: int
+    disk: int = 0
+    device_reserve: int | None = None
+    """None: `DEVICE_RESERVE_BYTES`, with several GPUs `DEVICE_RESERVE_NCCL_BYTES`."""
+    host_reserve: int = 4 * 10**9
+    """Of a node, for the operating system."""
+    host_reserve_per_rank: int = 2_500_000_000
+    """For each process's interpreter, libraries and batches."""
+    nonmodel_overhead: float = 0.05
+    """Fragmentation: a part of non-model bytes, added to them."""
+
+    def __post_init__(self) -> None:
+        for key in ("gpus", "nodes"):
+            if getattr(self, key) < 1:
+                raise InvalidInput(f"{key} must be at least 1, found {getattr(self, key)}")
+        if self.gpus % self.nodes:
+            raise InvalidInput(f"{self.gpus} GPUs cannot be spread evenly over {self.nodes} nodes")
+        for key in ("device_memory", "host_memory", "disk", "host_reserve", "host_reserve_per_rank"):
+            if getattr(self, key) < 0:
+                raise InvalidInput(f"{key} cannot be negative, found {getattr(self, key)}")
+        if self.device_reserve is not None and self.device_reserve < 0:
+            raise InvalidInput(f"device_reserve cannot be negative, found {self.device_reserve}")
+        if not 0 <= self.nonmodel_overhead <= 10:
+            raise InvalidInput(f"nonmodel_overhead must be a part between 0 and 10, found {self.nonmodel_overhead!r}")
+        if not self.device_memory and not self.host_memory:
+            raise InvalidInput("a machine needs device memory or host memory, found neither")
+        if self.disk and not self.host_memory:
+            raise InvalidInput("a disk is reached through host memory, found none")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes that share a node's host memory and disk."""
+        return self.gpus // self.nodes
+
+    def tiers(self) -> tuple[Tier, ...]:
+        """What one process may use, fastest first."""
+        found = []
+        if self.device_memory:
+            reserve = self.device_reserve
+            if reserve is None:
+                reserve = DEVICE_RESERVE_NCCL_BYTES if self.gpus > 1 else DEVICE_RESERVE_BYTES
+            found.append(_tier("device", self.device_memory, reserve, 1))
+        if self.host_memory:
+            reserve = self.host_reserve + self.host_reserve_per_rank * self.ranks_per_node
+            found.append(_tier("host", self.host_memory, reserve, self.ranks_per_node))
+        if self.disk:
+            found.append(_tier("disk", self.disk, 0, self.ranks_per_node))
+        return tuple(found)
+
+
+def _tier(name: str, memory: int, reserve: int, sharers: int) -> Tier:
+    if reserve >= memory:
+        raise InvalidInput(
+            f"{name} memory of {format_bytes(memory)} is no more than the {format_bytes(reserve)} kept in reserve"
+        )
+    return Tier(name, (memory - reserve) // sharers // ALIGNMENT_BYTES * ALIGNMENT_BYTES)

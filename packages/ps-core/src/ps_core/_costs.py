@@ -1,0 +1,138 @@
+"""How long one instruction takes on a machine.
+
+[Note: cost model]
+Matrix work runs at the machine's achieved rate plus an overhead a moment; everything else is bytes over a bandwidth,
+plus a latency. Bytes counted once each way, per element (16-bit weights; fp32 in brackets):
+
+    Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
+    Norm        the gradient: 2, or 4 where it is an accumulator
+    Cast        4 in, 2 out
+    Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
+    Shift       its bytes in and out
+    Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
+                neighbours and its node's adapters together (a ring leaves each node once)
+
+Ranks of a node divide host memory and disk bandwidth evenly; a copy to or from the host goes no faster than the rank's
+share of host memory. *Sharing host memory:* CPU work in a segment is slowed as though all of that segment's copies to
+and from the host ran beside it, which is what they do when the step is pipelined, and cautious otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ps_core._machine import Machine
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Copy,
+    Decide,
+    Gather,
+    Instr,
+    Norm,
+    Queue,
+    ReduceScatter,
+    Release,
+    Reserve,
+    Run,
+    Shift,
+    Step,
+    Tier,
+)
+from ps_core._program import Precision, Program
+
+
+class Work(NamedTuple):
+    """A segment's instructions priced."""
+
+    seconds: list[float]
+    copied_bytes: list[int]
+    """By queue, over the links."""
+    wire_bytes: int
+    """What one rank sends to the others."""
+    evictions: int
+    """Copies to a slower tier."""
+
+
+class Costs:
+    """Prices a program's instructions on a machine; see [Note: cost model]."""
+
+    def __init__(self, program: Program, tiers: tuple[Tier, ...], machine: Machine, ranks_per_node: int) -> None:
+        host = machine.host_bandwidth / ranks_per_node
+        disk_read = machine.disk_read_bandwidth / ranks_per_node
+        disk_write = machine.disk_write_bandwidth / ranks_per_node
+        fast = machine.device_bandwidth if tiers[0].name == "device" else host
+        self._latency = machine.latency_s
+        self._overhead = machine.moment_overhead_s
+        fp32 = program.precision is Precision.FP32
+        self._flops = machine.matmul_flops_fp32 if fp32 else machine.matmul_flops
+        self._rates = {
+            Queue.COMPUTE: fast,
+            Queue.H2D: min(machine.h2d_bandwidth, host),
+            Queue.D2H: min(machine.d2h_bandwidth, host),
+            Queue.DISK_R: min(disk_read, host),
+            Queue.DISK_W: min(disk_write, host),
+            Queue.COLL: fast,
+            Queue.CPU: host,
+        }
+        ranks = program.ranks
+        wire = machine.collective_bandwidth
+        if ranks > ranks_per_node:
+            wire = min(wire, machine.internode_bandwidth * ranks_per_node)
+        self._wire = wire
+        self._visits = program.visits
+        self._shards = [group.shard_numel for group in program.layout.groups]
+        self._sent = [shard * (ranks - 1) * program.weight_bytes for shard in self._shards]
+        self._ranks = ranks
+        gradient = program.weight_bytes
+        accumulated = gradient if program.overwrites else 4
+        self._step = 24 + accumulated + (0 if fp32 else 2)
+        self._norm = accumulated
+        self._accumulate = gradient + 4
+
+    def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
+        """Seconds of every instruction, and what they move. ``slot_bytes`` serves the ones that shift."""
+        seconds: list[float] = []
+        copied, evictions, wire, cpu_bytes = [0] * len(Queue), 0, 0, 0
+        rates, latency, note = self._rates, self._latency, seconds.append
+        for instr in instrs:
+            op, queue = instr.op, instr.queue
+            if isinstance(op, Reserve | Release):
+                note(0.0)
+            elif isinstance(op, Copy):
+                copied[queue] += op.bytes
+                evictions += queue is Queue.D2H or queue is Queue.DISK_W
+                note(op.bytes / rates[queue] + latency)
+            elif isinstance(op, Run):
+                note(self._visits[op.visit].flops / self._flops + self._overhead)
+            elif isinstance(op, Gather | ReduceScatter):
+                wire += self._sent[op.group]
+                note(self._sent[op.group] / self._wire + latency)
+            elif isinstance(op, Decide):
+                note(latency if self._ranks > 1 else 0.0)
+            else:
+                count = self._memory_bytes(op, slot_bytes)
+                cpu_bytes += count * (queue is Queue.CPU)
+                note(count / rates[queue] + latency)
+        self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
+        return Work(seconds, copied, wire, evictions)
+
+    def _memory_bytes(self, op: Step | Norm | Cast | Accumulate | Shift, slot_bytes: dict[int, int]) -> int:
+        if isinstance(op, Shift):
+            return 2 * slot_bytes[op.slot]
+        numel = self._shards[op.group]
+        if isinstance(op, Step):
+            return numel * self._step
+        if isinstance(op, Norm):
+            return numel * self._norm
+        if isinstance(op, Cast):
+            return numel * 6
+        return numel * (self._accumulate + (0 if op.first else 4))
+
+    def _slow_cpu(self, instrs: tuple[Instr, ...], seconds: list[float], cpu_bytes: int, copied_bytes: int) -> None:
+        if not cpu_bytes or not copied_bytes:
+            return
+        more = copied_bytes / cpu_bytes
+        for place, instr in enumerate(instrs):
+            if instr.queue is Queue.CPU and seconds[place]:
+                seconds[place] += (seconds[place] - self._latency) * more
