@@ -118,7 +118,7 @@ def _text(value: object) -> str:
 
 def _moment(row: Any) -> Moment:
     tuples = {key: tuple(row.pop(key, ())) for key in ("reads", "grads", "makes", "takes")}
-    return Moment(phase=Phase(row.pop("phase")), **tuples, **row)
+    return Moment(**{**row, **tuples, "phase": Phase(row["phase"])})
 
 
 def _whole(value: object, what: str, least: int = 0) -> None:
