@@ -1,0 +1,205 @@
+"""What a user chooses: the optimizer, its parameter groups, the budget, and the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias, TypeVar
+
+from ps_core._errors import InvalidInput
+from ps_core._units import parse_bytes
+
+Match: TypeAlias = Callable[[str, Any], bool]
+"""Told a parameter's name and the parameter (whatever the executor uses for one, hence `Any`)."""
+
+POLICIES = ("belady", "lru", "fifo", "static")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Other values for the parameters that ``match(name, parameter)`` is true for; None: as for all others."""
+
+    match: Match
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The values this group sets."""
+        names = (row.name for row in fields(self) if row.name != "match")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """Adam; weight decay, if any, is added to the gradient."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    groups: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, self.lr, self.weight_decay, self.groups)
+        _check_adam(self.betas, self.eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    groups: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, self.lr, self.weight_decay, self.groups)
+        _check_adam(self.betas, self.eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD:
+    """Gradient descent with momentum; weight decay is added to the gradient."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    groups: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, self.lr, self.weight_decay, self.groups)
+        _number("momentum", self.momentum, below=1.0)
+
+
+Optimizer: TypeAlias = Adam | AdamW | SGD
+OptimizerT = TypeVar("OptimizerT", Adam, AdamW, SGD)
+
+
+def for_parameter(optimizer: OptimizerT, name: str, parameter: object = None) -> OptimizerT:
+    """The optimizer as it is for one parameter: the first matching group's values over the common ones."""
+    for group in optimizer.groups:
+        if group.match(name, parameter):
+            return replace(optimizer, groups=(), **group.overrides)
+    return replace(optimizer, groups=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
+
+    ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
+    processes of a node share it. ``disk`` None: no disk tier.
+    """
+
+    device: int | str | None = None
+    host: int | str | None = None
+    disk: int | str | None = None
+    disk_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device", "host", "disk"):
+            _bytes(f"Budget.{name}", getattr(self, name))
+        if self.disk_dir is not None and not (isinstance(self.disk_dir, str) and self.disk_dir):
+            raise InvalidInput(f"Budget.disk_dir must be the path of a directory, found {self.disk_dir!r}")
+        if (self.disk is None) != (self.disk_dir is None):
+            raise InvalidInput("Budget.disk and Budget.disk_dir go together: give both or neither")
+
+    @property
+    def device_bytes(self) -> int | None:
+        """``device`` in bytes."""
+        return None if self.device is None else parse_bytes(self.device)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """``host`` in bytes."""
+        return None if self.host is None else parse_bytes(self.host)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """``disk`` in bytes."""
+        return None if self.disk is None else parse_bytes(self.disk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Everything else, with defaults that need no thought."""
+
+    group_bytes: int | str | None = None
+    """Size of a group's 16-bit parameters; None: searched."""
+    policy: str = "belady"
+    """Which copy goes first when room is short: belady, lru, fifo or static."""
+    prefetch: int | None = None
+    """Most moves ahead of need; None: as many as memory allows."""
+    poison: bool = False
+    """Fill every freed slot with not-a-number (for debugging; slow)."""
+    pin: bool = True
+    """Use page-locked host memory where the platform has it."""
+    keep_fp32: tuple[str, ...] = ()
+    """Patterns of parameter names that are computed in fp32 whatever the precision."""
+    cast_inputs: bool = True
+    """Cast floating-point inputs of the model to the compute precision."""
+    eager_step: bool = False
+    """Step during backward: no clipping, one backward a step."""
+    plan_cache: str | None = None
+    """Directory where plans are kept from run to run; None: not kept."""
+
+    def __post_init__(self) -> None:
+        _bytes("Options.group_bytes", self.group_bytes, least=1)
+        if self.policy not in POLICIES:
+            raise InvalidInput(f"Options.policy must be one of {', '.join(POLICIES)}; found {self.policy!r}")
+        prefetch = self.prefetch
+        if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0):
+            raise InvalidInput(f"Options.prefetch must be a whole number of at least 0, or None; found {prefetch!r}")
+        for name in ("poison", "pin", "cast_inputs", "eager_step"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"Options.{name} must be True or False, found {getattr(self, name)!r}")
+        if not isinstance(self.keep_fp32, tuple) or not all(isinstance(name, str) for name in self.keep_fp32):
+            raise InvalidInput(f"Options.keep_fp32 must be a tuple of name patterns, found {self.keep_fp32!r}")
+        if self.plan_cache is not None and not isinstance(self.plan_cache, str):
+            raise InvalidInput(f"Options.plan_cache must be the path of a directory, found {self.plan_cache!r}")
+
+
+def _bytes(what: str, size: int | str | None, least: int = 0) -> None:
+    try:
+        count = least if size is None else parse_bytes(size)
+    except InvalidInput as error:
+        raise InvalidInput(f"{what}: {error}") from None
+    if count < least:
+        raise InvalidInput(f"{what} must be at least {least}, found {size!r}")
+
+
+def _number(what: str, value: object, *, below: float = math.inf) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
+    if not good:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise InvalidInput(f"{what} must be a finite number of at least 0{limit}, found {value!r}")
+
+
+def _check(optimizer: object, lr: object, weight_decay: object, groups: object) -> None:
+    _number("lr", lr)
+    _number("weight_decay", weight_decay)
+    if not isinstance(groups, tuple) or not all(isinstance(group, Group) for group in groups):
+        raise InvalidInput(f"groups must be a tuple of Group(match=..., ...), found {groups!r}")
+    known = {row.name for row in fields(optimizer)}  # type: ignore[arg-type]  # one of the dataclasses above
+    for group in groups:
+        if not callable(group.match):
+            raise InvalidInput(f"Group.match must be a function of name and parameter, found {group.match!r}")
+        for name in group.overrides:
+            if name not in known:
+                raise InvalidInput(f"{type(optimizer).__name__} has no {name!r} for a Group to set")
+        replace(optimizer, groups=(), **group.overrides)  # type: ignore[type-var]  # checks the values
+
+
+def _check_adam(betas: object, eps: object) -> None:
+    if not isinstance(betas, tuple) or len(betas) != 2:
+        raise InvalidInput(f"betas must be a pair of numbers, found {betas!r}")
+    for beta in betas:
+        _number("betas", beta, below=1.0)
+    _number("eps", eps)

@@ -1,0 +1,113 @@
+"""The pure-Python optimizers against numpy, bit for bit, and against torch's fused ones, within two units."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import pytest
+
+from ps_core._floats import singles
+from ps_core._optim import step_run
+from ps_core._options import SGD, Adam, AdamW
+
+numpy = pytest.importorskip("numpy", reason="numpy is not installed: nothing to compare with")
+
+OPTIMIZERS = [
+    Adam(lr=0.01),
+    Adam(lr=1e-3, betas=(0.8, 0.95), weight_decay=0.1),
+    AdamW(lr=0.01, weight_decay=0.1),
+    SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+    SGD(lr=0.1),
+]
+NUMEL = 1000
+
+
+def values(rng, sort):
+    """Random singles: about one, denormal, huge, or anything at all that is finite."""
+    normal = rng.standard_normal(NUMEL).astype(numpy.float32)
+    if sort == "normal":
+        return normal
+    if sort == "denormal":
+        return (normal * numpy.float32(1e-20)).astype(numpy.float32) * numpy.float32(1e-20)
+    if sort == "huge":
+        return normal * numpy.float32(1e37)
+    words = rng.integers(0, 2**32, NUMEL, dtype=numpy.uint32).view(numpy.float32)
+    return numpy.where(numpy.isfinite(words), words, normal)
+
+
+def numpy_step(optimizer, step, grad_scale, p, m, v, grad):
+    f = numpy.float32
+    g = grad * f(grad_scale)
+    if isinstance(optimizer, AdamW):
+        p = p * f(1 - optimizer.lr * optimizer.weight_decay)
+    elif optimizer.weight_decay:
+        g = g + f(optimizer.weight_decay) * p
+    if isinstance(optimizer, SGD):
+        if optimizer.momentum:
+            g = m = f(optimizer.momentum) * m + g
+        return p - f(optimizer.lr) * g, m, v
+    beta1, beta2 = optimizer.betas
+    m = f(beta1) * m + f(1 - beta1) * g
+    v = f(beta2) * v + (f(1 - beta2) * g) * g
+    denominator = numpy.sqrt(v) / f(math.sqrt(1 - beta2**step)) + f(optimizer.eps)
+    return p - f(optimizer.lr / (1 - beta1**step)) * (m / denominator), m, v
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("sort", ["normal", "denormal", "huge", "any"])
+def test_fifty_steps_equal_numpy_bit_for_bit(optimizer, sort):
+    rng = numpy.random.default_rng(7)
+    theirs = [values(rng, sort), numpy.zeros(NUMEL, numpy.float32), numpy.zeros(NUMEL, numpy.float32)]
+    ours = [singles(row.tolist()) for row in theirs]
+    start = theirs[0]
+    with numpy.errstate(all="ignore"):
+        for step in range(1, 51):
+            grad = values(rng, sort)
+            theirs = numpy_step(optimizer, step, 0.125, *theirs, grad)
+            ours = step_run(optimizer, step, 0.125, *ours, singles(grad.tolist()))
+    for run, yours in zip(ours, theirs, strict=True):
+        mine = numpy.frombuffer(run, numpy.float32)
+        assert numpy.array_equal(numpy.isnan(mine), numpy.isnan(yours))
+        known = ~numpy.isnan(yours)
+        assert numpy.array_equal(mine.view(numpy.uint32)[known], yours.view(numpy.uint32)[known])
+    moved = numpy.frombuffer(ours[0], numpy.float32) != start
+    assert moved.all() or sort != "normal"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "make"),
+    [
+        (AdamW(lr=0.01, weight_decay=0.1), "AdamW"),
+        (Adam(lr=0.01, weight_decay=0.1), "Adam"),
+        (SGD(lr=0.1, momentum=0.9, weight_decay=0.1), "SGD"),
+    ],
+)
+def test_each_step_is_within_two_units_of_torch_fused(optimizer, make):
+    """Two units of max(|p|, |update|), but for the rare element whose momentum all but cancels.
+
+    Torch forms it as ``m + (1 - beta1) * (g - m)`` with a fused multiply-add, so there the two round differently by
+    a few units of the update as it would be without the cancellation, which is what the strict bound below is made of.
+    """
+    torch = pytest.importorskip("torch", reason="torch is not installed: nothing to compare with")
+    torch.manual_seed(3)
+    p = torch.nn.Parameter(torch.randn(NUMEL))
+    extra = {"momentum": optimizer.momentum} if make == "SGD" else {"betas": optimizer.betas, "eps": optimizer.eps}
+    theirs = getattr(torch.optim, make)([p], lr=optimizer.lr, weight_decay=optimizer.weight_decay, fused=True, **extra)
+    names = ("momentum_buffer", "momentum_buffer") if make == "SGD" else ("exp_avg", "exp_avg_sq")
+    beyond = 0
+    for step in range(1, 51):
+        p.grad = torch.randn(NUMEL)
+        state = theirs.state[p]
+        before = p.detach().numpy().copy()
+        rows = [before, *(state.get(name, torch.zeros(NUMEL)).numpy() for name in names), p.grad.numpy()]
+        ours, _, _ = step_run(optimizer, step, 1.0, *(array("f", row.tobytes()) for row in rows))
+        theirs.step()
+        after = p.detach().numpy()
+        update = numpy.abs(after - before)
+        size = numpy.maximum(numpy.abs(before), update)
+        assert (update > 2 * numpy.spacing(size)).mean() > 0.9, "the step must move what it is compared on"
+        distance = numpy.abs(numpy.frombuffer(ours, numpy.float32).astype(float) - after.astype(float))
+        beyond += (distance > 2 * numpy.spacing(size)).sum()
+        assert (distance <= 2 * numpy.spacing(numpy.maximum(size, numpy.float32(optimizer.lr)))).all()
+    assert beyond <= 50 * NUMEL / 1000

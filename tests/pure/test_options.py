@@ -1,0 +1,108 @@
+"""Optimizer settings, parameter groups, budgets and options refuse what cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from ps_core._errors import InvalidInput
+from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options, for_parameter
+
+
+def is_bias(name, parameter):
+    return name.endswith("bias")
+
+
+def test_the_first_matching_group_wins():
+    optimizer = AdamW(
+        lr=1e-3,
+        weight_decay=0.1,
+        groups=(Group(match=is_bias, weight_decay=0.0), Group(match=lambda name, _: True, betas=(0.5, 0.6), lr=0.2)),
+    )
+    assert for_parameter(optimizer, "a.bias") == AdamW(lr=1e-3, weight_decay=0.0)
+    assert for_parameter(optimizer, "a.weight") == AdamW(lr=0.2, weight_decay=0.1, betas=(0.5, 0.6))
+    assert for_parameter(SGD(momentum=0.9), "a.weight") == SGD(momentum=0.9)
+
+
+def test_a_match_sees_the_parameter():
+    optimizer = SGD(groups=(Group(match=lambda name, parameter: parameter == 3, momentum=0.5),))
+    assert for_parameter(optimizer, "w", 3).momentum == 0.5
+    assert for_parameter(optimizer, "w", 4).momentum == 0.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Adam(lr=-1),
+        lambda: AdamW(lr=float("nan")),
+        lambda: SGD(lr=float("inf")),
+        lambda: SGD(lr=True),
+        lambda: SGD(lr="fast"),
+        lambda: SGD(momentum=1.0),
+        lambda: Adam(weight_decay=-0.1),
+        lambda: Adam(betas=(0.9, 1.0)),
+        lambda: Adam(betas=0.9),
+        lambda: AdamW(betas=(0.9, 0.9, 0.9)),
+        lambda: AdamW(eps=-1e-8),
+        lambda: AdamW(groups=[Group(match=is_bias)]),
+        lambda: AdamW(groups=({"match": is_bias},)),
+        lambda: AdamW(groups=(Group(match="bias"),)),
+        lambda: AdamW(groups=(Group(match=is_bias, momentum=0.9),)),
+        lambda: SGD(groups=(Group(match=is_bias, betas=(0.9, 0.9)),)),
+        lambda: SGD(groups=(Group(match=is_bias, lr=-1.0),)),
+        lambda: Budget(device="20Gb?"),
+        lambda: Budget(host=-1),
+        lambda: Budget(disk="1GB"),
+        lambda: Budget(disk_dir="/scratch"),
+        lambda: Budget(disk="1GB", disk_dir=""),
+        lambda: Budget(disk="1GB", disk_dir=3),
+        lambda: Options(group_bytes=0),
+        lambda: Options(group_bytes="lots"),
+        lambda: Options(policy="random"),
+        lambda: Options(prefetch=-1),
+        lambda: Options(prefetch=1.5),
+        lambda: Options(prefetch=True),
+        lambda: Options(poison=1),
+        lambda: Options(pin=None),
+        lambda: Options(cast_inputs="yes"),
+        lambda: Options(eager_step=0),
+        lambda: Options(keep_fp32="norm"),
+        lambda: Options(keep_fp32=(1,)),
+        lambda: Options(plan_cache=3),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(make):
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_may_be_numbers_or_texts():
+    budget = Budget(device="1.5GiB", host=4096, disk="2GB", disk_dir="scratch")
+    assert (budget.device_bytes, budget.host_bytes, budget.disk_bytes) == (3 << 29, 4096, 2 * 10**9)
+    assert (Budget().device_bytes, Budget().host_bytes, Budget().disk_bytes) == (None, None, None)
+    assert Options(group_bytes="64MiB", prefetch=0, keep_fp32=("norm",), plan_cache="plans").policy == "belady"
+
+
+def test_defaults():
+    assert Options() == Options(
+        group_bytes=None,
+        policy="belady",
+        prefetch=None,
+        poison=False,
+        pin=True,
+        keep_fp32=(),
+        cast_inputs=True,
+        eager_step=False,
+        plan_cache=None,
+    )
+    assert Adam() == Adam(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    assert AdamW().weight_decay == 0.01
+
+
+def test_options_are_frozen_and_keyword_only():
+    with pytest.raises(FrozenInstanceError):
+        Options().poison = True  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        AdamW(1e-3)  # type: ignore[misc]
