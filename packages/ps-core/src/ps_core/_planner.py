@@ -73,11 +73,11 @@ def make_frame(
 ) -> Frame:
     """Fix home and the arenas; `NoRoom` if home alone is too large for a tier."""
     home, ends = lay_home(program, placement, tiers)
-    for tier, end in enumerate(ends):
-        if end > tiers[tier].capacity_bytes:
-            raise NoRoom(tier, -1, end)
     peak = max((visit.nonmodel_bytes for visit in program.visits), default=0)
     line = (tiers[0].capacity_bytes - peak) & -128
+    for tier, end in enumerate(ends):
+        if end > (tiers[tier].capacity_bytes if tier else line):
+            raise NoRoom(tier, -1, end)
     arena = line - ends[0]
     buffers, deep = _split(program, placement, arena)
     kept: set[int] = set()

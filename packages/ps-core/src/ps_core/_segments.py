@@ -192,6 +192,11 @@ class _Moments(Walker):
 
     # Norms. A reduced shard's is taken a moment later, so that the next moment need not wait for the reduction.
 
+    def evict(self, extent: Extent, tier: int, queue: Queue) -> None:
+        if any(slot == self.slot(extent, tier) for _, slot in self._norms):
+            self._measure()
+        super().evict(extent, tier, queue)
+
     @property
     def _norm_ids(self) -> list[int]:
         return [instr.id for instr in self.out.instrs if isinstance(instr.op, Norm)]

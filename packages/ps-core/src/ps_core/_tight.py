@@ -11,6 +11,7 @@ no order has to be thought about.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ps_core._bounds import largest_extent_bytes
@@ -100,6 +101,7 @@ class _Arrangement:
         self.now = -1
         self.place = "between segments"
         self._slots = len(home)
+        self._kept = (0, 0)
         self._log: list[tuple[Extent, int, int]] = []
         self._later = self._wanted()
 
@@ -147,7 +149,8 @@ class _Arrangement:
         size = self.seats[victim].bytes
         near = [other for other in (tier + 1, tier - 1) if 0 <= other < len(self.tiers) and other not in barred]
         for other in near:
-            if self.free(other) >= size:
+            kept, bytes_kept = self._kept
+            if self.free(other) >= size + (bytes_kept if kept == other else 0):
                 self.move(victim, other)
                 return True
         for other in near:
@@ -218,16 +221,21 @@ class _Arrangement:
         return slot
 
     def fetch(self, extent: Extent, tier: int) -> int:
-        """Bring an extent to a tier; its slot there."""
-        pinned = extent in self.pins
+        """Bring an extent to a tier and pin it there; its slot."""
         self.pins.add(extent)
+        size = self.seats[extent].bytes
+        if abs(self.seats[extent].tier - tier) > 1:
+            with suppress(DoesNotFit):  # first, while the extent does not yet stand in its victims' way
+                self.clear(tier, size)
         while self.seats[extent].tier != tier:
             here = self.seats[extent].tier
             step = here + (1 if tier > here else -1)
-            self.clear(step, self.seats[extent].bytes)
+            self._kept = (tier, size) if step != tier else (tier, 0)
+            with suppress(DoesNotFit):
+                self.clear(step, size)
+            self._kept = (tier, 0)
+            self.clear(step, size)
             self.move(extent, step)
-        if not pinned:
-            self.pins.discard(extent)
         return self.seats[extent].slot
 
     def bear(self, extent: Extent, queue: Queue) -> int:
@@ -237,12 +245,14 @@ class _Arrangement:
         offset = self.spot(0, size)
         slot = self._fresh(queue, 0, offset, size)
         self.seats[extent] = _Seat(slot, 0, offset, size)
+        self.pins.add(extent)
         return slot
 
     def bury(self, extent: Extent) -> None:
         """An extent without a home is needed no more."""
         seat = self.seats.pop(extent)
         self.versions.pop(extent, None)
+        self.pins.discard(extent)
         self.emit(worker(self.tiers, seat.tier), Release(seat.slot))
 
     def return_home(self) -> None:
@@ -283,7 +293,7 @@ class _Chain(_Arrangement):
 
     def _moment(self, visit: Visit) -> None:
         uses = self.program.uses(self.segment, visit)
-        self.pins = {use.extent for use in uses} | self._half_way()
+        self.pins = {use.extent for use in uses if self._here(use.extent)} | self._half_way()
         self.tide_bytes = visit.nonmodel_bytes
         self.clear(0, 0)
         for use in uses:
@@ -300,6 +310,9 @@ class _Chain(_Arrangement):
                 self._complete(group)
         self._drop(visit, [use.extent for use in uses])
 
+    def _here(self, extent: Extent) -> bool:
+        return extent in self.seats and self.seats[extent].tier == 0
+
     def _half_way(self) -> set[Extent]:
         """Gathered groups and gradients that have no other place to go."""
         return {extent for extent in self.seats if extent.kind in (Kind.FULL, Kind.GRAD)}
@@ -310,7 +323,6 @@ class _Chain(_Arrangement):
         elif extent.kind is Kind.FULL and extent not in self.seats and before is not None:
             weight = Extent(self.program.weight, extent.index)
             self.fetch(weight, 0)
-            self.pins.add(weight)
             full = self.bear(extent, Queue.COLL)
             shard = self.seats[weight].slot
             self.emit(Queue.COLL, Gather(extent.index, shard, full, self._next()))
@@ -335,7 +347,7 @@ class _Chain(_Arrangement):
         target = Extent(program.weight if program.overwrites else program.local_gradient, group)
         if program.ranks > 1:
             source, wire = Extent(Kind.FULL if program.overwrites else Kind.GRAD, group), Extent(Kind.WIRE, group)
-            self.pins |= {source, target, wire}
+            self.pins |= {source}
             if program.overwrites:
                 self.fetch(target, 0)
             else:
@@ -355,8 +367,9 @@ class _Chain(_Arrangement):
     def _accumulate(self, group: int, gradient: Extent) -> None:
         total = Extent(Kind.ACC, group)
         tier = self._roomy((total, gradient))
-        self.pins = {total, gradient} | self._half_way()
-        slots = [self.fetch(extent, tier) for extent in (gradient, total)]
+        self.pins = self._half_way()
+        for extent in (gradient, total):
+            self.fetch(extent, tier)
         slots = [self.seats[extent].slot for extent in (gradient, total)]
         queue = worker(self.tiers, tier)
         first = self.program.accumulates_first(self.segment)
@@ -383,10 +396,9 @@ class _Chain(_Arrangement):
 
     def _together(self, extents: tuple[Extent, ...]) -> tuple[int, tuple[int, ...]]:
         tier = self._roomy(extents)
-        self.pins = set(extents)
+        self.pins = set()
         for extent in extents:
             self.fetch(extent, tier)
-        self.pins = set()
         return tier, tuple(self.seats[extent].slot for extent in extents)
 
     def _step(self, group: int) -> None:
