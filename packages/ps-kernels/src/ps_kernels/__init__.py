@@ -1,0 +1,24 @@
+"""Arrays in, arrays out: optimizer steps, norms and copies, the same bits on every backend.
+
+Importing this loads neither NumPy nor PyTorch; a call loads what its arrays belong to.
+"""
+
+from ps_kernels._api import accumulate, adam_step, gather, scatter, set_threads, sgd_step, sumsq_finite
+from ps_kernels._backends import backends
+from ps_kernels._errors import BackendMissing, InvalidArgument, KernelError
+from ps_kernels._version import __version__
+
+__all__ = [
+    "BackendMissing",
+    "InvalidArgument",
+    "KernelError",
+    "__version__",
+    "accumulate",
+    "adam_step",
+    "backends",
+    "gather",
+    "scatter",
+    "set_threads",
+    "sgd_step",
+    "sumsq_finite",
+]

@@ -1,0 +1,194 @@
+"""The public functions: each checks its arguments, then hands them to the backend that the arrays belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ps_kernels._arrays import (
+    FLOATS,
+    HALVES,
+    Array,
+    View,
+    check_contiguous,
+    check_count,
+    check_dtype,
+    check_flat,
+    check_number,
+    check_together,
+    check_written,
+    view,
+)
+from ps_kernels._backends import backends, choose, load
+from ps_kernels._errors import InvalidArgument
+from ps_kernels._order import AdamArguments, SgdScalars, to_single
+
+
+def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
+    param: Array,
+    momentum: Array,
+    variance: Array,
+    grad: Array,
+    out: Array | None = None,
+    *,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
+    backend: str | None = None,
+) -> None:
+    """One Adam (``decoupled``: AdamW) step in place; ``step`` counts from 1.
+
+    ``param``, ``momentum`` and ``variance`` are float32; ``grad``, of any float type, is multiplied by ``grad_scale``
+    first; ``out`` gets the new parameters in 16 bits, and may be ``grad`` itself.
+    """
+    arguments = AdamArguments(
+        step=check_count("step", step),
+        lr=check_number("lr", lr),
+        beta1=check_number("beta1", beta1, below=1.0),
+        beta2=check_number("beta2", beta2, below=1.0),
+        eps=check_number("eps", eps),
+        weight_decay=check_number("weight_decay", weight_decay),
+        decoupled=decoupled,
+        grad_scale=check_number("grad_scale", grad_scale),
+    )
+    states = (view("param", param), view("momentum", momentum), view("variance", variance))
+    source, target = view("grad", grad), None if out is None else view("out", out)
+    _check_step(states, source, target)
+    p, m, v = (state.array for state in states)
+    choose(states[0], backend).adam((p, m, v), source.array, target and target.array, arguments.scalars())
+
+
+def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
+    param: Array,
+    momentum: Array | None,
+    grad: Array,
+    out: Array | None = None,
+    *,
+    lr: float,
+    momentum_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    backend: str | None = None,
+) -> None:
+    """One SGD step in place; without ``momentum_decay``, ``momentum`` may be None and is not touched.
+
+    Types as for :func:`adam_step`. Before the first step the momentum holds zeros.
+    """
+    scalars = SgdScalars(
+        grad_scale=to_single(check_number("grad_scale", grad_scale)),
+        weight_decay=to_single(check_number("weight_decay", weight_decay)),
+        momentum_decay=to_single(check_number("momentum_decay", momentum_decay, below=1.0)),
+        lr=to_single(check_number("lr", lr)),
+    )
+    if momentum is None and momentum_decay:
+        raise InvalidArgument("momentum: expected an array, because momentum_decay is not zero; found None")
+    states = [view("param", param)]
+    if momentum is not None:
+        states.append(view("momentum", momentum))
+    source, target = view("grad", grad), None if out is None else view("out", out)
+    _check_step(states, source, target)
+    used = states[1].array if momentum_decay else None
+    choose(states[0], backend).sgd((states[0].array, used), source.array, target and target.array, scalars)
+
+
+def sumsq_finite(x: Array, out: Array) -> None:
+    """Add ``x``'s sum of squares to ``out[0]``, and set ``out[1]`` to one if any element is not finite.
+
+    ``out`` is two float32 numbers on ``x``'s device; the host waits for nothing.
+    """
+    source, target = view("x", x), view("out", out)
+    check_together((source, target))
+    check_dtype(source, FLOATS)
+    check_dtype(target, ("float32",))
+    check_flat(source, source.numel)
+    check_flat(target, 2)
+    check_written([target], [source])
+    choose(source, None).sumsq_finite(source.array, target.array)
+
+
+def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0) -> None:
+    """Add ``grad``, of any float type, times ``scale`` to a float32 accumulator."""
+    factor = to_single(check_number("scale", scale))
+    target, source = view("accumulator", accumulator), view("grad", grad)
+    check_together((target, source))
+    check_dtype(target, ("float32",))
+    check_dtype(source, FLOATS)
+    for item in (target, source):
+        check_flat(item, target.numel)
+    check_written([target], [source])
+    choose(target, None).accumulate(target.array, source.array, factor)
+
+
+def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]) -> None:
+    """Copy each tensor into the chunk, from its offset on; offsets count the chunk's elements."""
+    whole, parts, spans = _check_pieces(tensors, chunk, offsets)
+    check_written([whole], parts)
+    for one, other in zip(sorted(spans), sorted(spans)[1:], strict=False):
+        if other[0] < one[1]:
+            raise InvalidArgument(f"offsets: pieces {one} and {other} of the chunk overlap")
+    backend = choose(whole, None)
+    for part, (start, stop) in zip(parts, spans, strict=True):
+        backend.copy(whole.array[start:stop], part.array)
+
+
+def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array]) -> None:
+    """Copy out of the chunk into each tensor, from its offset on; offsets count the chunk's elements."""
+    whole, parts, spans = _check_pieces(tensors, chunk, offsets)
+    check_written(parts, [whole])
+    backend = choose(whole, None)
+    for part, (start, stop) in zip(parts, spans, strict=True):
+        backend.copy(part.array, whole.array[start:stop])
+
+
+def set_threads(count: int) -> None:
+    """Use that many threads, in every backend that can use several.
+
+    The number is the library's own, so in PyTorch it holds for all its work in this process.
+    """
+    check_count("count", count)
+    for name, state in backends().items():
+        if state == "available":
+            load(name).set_threads(count)
+
+
+def _check_step(states: Sequence[View], grad: View, out: View | None) -> None:
+    everything = [*states, grad, *([] if out is None else [out])]
+    check_together(everything)
+    for state in states:
+        check_dtype(state, ("float32",))
+    check_dtype(grad, FLOATS)
+    if out is not None:
+        check_dtype(out, HALVES)
+    for item in everything:
+        check_flat(item, states[0].numel)
+    if out is None:
+        check_written(states, [grad])
+    elif out.is_same_as(grad):  # its element is read before the new parameter is written over it
+        check_written([*states, out], [])
+    else:
+        check_written([*states, out], [grad])
+
+
+def _check_pieces(
+    tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]
+) -> tuple[View, list[View], list[tuple[int, int]]]:
+    whole = view("chunk", chunk)
+    parts = [view(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
+    if len(parts) != len(offsets):
+        raise InvalidArgument(f"offsets: expected one for each of {len(parts)} tensors, found {len(offsets)}")
+    check_together([whole, *parts])
+    check_flat(whole, whole.numel)
+    spans: list[tuple[int, int]] = []
+    for part, offset in zip(parts, offsets, strict=True):
+        check_dtype(part, (whole.dtype,))
+        check_contiguous(part)
+        if not 0 <= offset <= whole.numel - part.numel:
+            raise InvalidArgument(
+                f"{part.name}: {part.numel} elements from offset {offset} do not lie in a chunk of {whole.numel}"
+            )
+        spans.append((offset, offset + part.numel))
+    return whole, parts, spans

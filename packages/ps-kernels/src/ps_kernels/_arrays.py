@@ -1,0 +1,150 @@
+"""What an array is, whichever library it belongs to, and the checks that every call makes first."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeAlias
+
+from ps_kernels._errors import InvalidArgument
+
+Array: TypeAlias = Any  # a numpy.ndarray or a torch.Tensor; neither library need be installed
+FLOATS = ("float32", "float16", "bfloat16")
+HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One argument: the array, and what the checks need to know of it."""
+
+    name: str
+    array: Array
+    library: str
+    device: str
+    dtype: str
+    shape: tuple[int, ...]
+    contiguous: bool
+    writeable: bool
+    address: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements there are."""
+        return math.prod(self.shape)
+
+    def overlaps(self, other: View) -> bool:
+        """Whether the two share a byte."""
+        return (
+            self.device == other.device
+            and min(self.nbytes, other.nbytes) > 0
+            and self.address < other.address + other.nbytes
+            and other.address < self.address + self.nbytes
+        )
+
+    def is_same_as(self, other: View) -> bool:
+        """Whether the two are one array, so that writing an element after reading it is safe."""
+        return (self.address, self.nbytes, self.dtype) == (other.address, other.nbytes, other.dtype)
+
+
+def view(name: str, array: Array) -> View:
+    """Look at an argument; raises if it is not an array of a known library."""
+    # An array's library is loaded already, so looking it up never loads one.
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _view_torch(name, array)
+    if numpy is not None and isinstance(array, numpy.ndarray):
+        return _view_numpy(name, array)
+    raise InvalidArgument(f"{name}: expected a torch tensor or a numpy array, found {type(array).__name__}")
+
+
+def _view_torch(name: str, tensor: Array) -> View:
+    return View(
+        name=name,
+        array=tensor.detach(),
+        library="torch",
+        device=str(tensor.device),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        contiguous=tensor.is_contiguous(),
+        writeable=True,
+        address=tensor.data_ptr(),
+        nbytes=tensor.numel() * tensor.element_size(),
+    )
+
+
+def _view_numpy(name: str, array: Array) -> View:
+    native = "<" if sys.byteorder == "little" else ">"
+    names = {f"{native}f4": "float32", f"{native}f2": "float16", f"{native}u2": "bfloat16"}
+    return View(
+        name=name,
+        array=array,
+        library="numpy",
+        device="cpu",
+        dtype=names.get(array.dtype.str, array.dtype.str),
+        shape=array.shape,
+        contiguous=array.flags.c_contiguous and array.flags.aligned,
+        writeable=array.flags.writeable,
+        address=array.ctypes.data,
+        nbytes=array.nbytes,
+    )
+
+
+def check_dtype(item: View, allowed: Sequence[str]) -> None:
+    """The element type is one of those allowed."""
+    if item.dtype not in allowed:
+        hint = " (numpy holds bfloat16 as uint16)" if "bfloat16" in allowed and item.library == "numpy" else ""
+        raise InvalidArgument(f"{item.name}: expected {' or '.join(allowed)}, found {item.dtype}{hint}")
+
+
+def check_flat(item: View, numel: int) -> None:
+    """One-dimensional, contiguous, of the given length."""
+    if item.shape != (numel,):
+        raise InvalidArgument(f"{item.name}: expected shape ({numel},), found {item.shape}")
+    check_contiguous(item)
+
+
+def check_contiguous(item: View) -> None:
+    """Contiguous and aligned."""
+    if not item.contiguous:
+        raise InvalidArgument(f"{item.name}: not contiguous; pass a contiguous copy and write back what it holds")
+
+
+def check_together(items: Sequence[View]) -> None:
+    """One library, one device."""
+    first = items[0]
+    for item in items:
+        if (item.library, item.device) != (first.library, first.device):
+            raise InvalidArgument(
+                f"{item.name}: expected a {first.library} array on {first.device} like {first.name}, "
+                f"found a {item.library} array on {item.device}"
+            )
+
+
+def check_written(written: Iterable[View], read: Iterable[View]) -> None:
+    """What is written can be, and shares no byte with anything else."""
+    targets = tuple(written)
+    for item in targets:
+        if not item.writeable:
+            raise InvalidArgument(f"{item.name}: read-only, and the result goes there")
+    pairs = [*combinations(targets, 2), *((target, source) for target in targets for source in read)]
+    for one, other in pairs:
+        if one.overlaps(other):
+            raise InvalidArgument(f"{one.name} and {other.name} share memory; expected separate arrays")
+
+
+def check_number(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
+    """A number of the interval from ``least`` up to, and without, ``below``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+        raise InvalidArgument(f"{name}: expected a number in [{least:g}, {below:g}), found {value!r}")
+    return float(value)
+
+
+def check_count(name: str, value: int) -> int:
+    """A whole number from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(f"{name}: expected a whole number from 1, found {value!r}")
+    return value

@@ -1,0 +1,132 @@
+"""The backend for NumPy arrays; bfloat16 is held as uint16. Keeps [Note: order of arithmetic]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ps_kernels._arrays import Array
+from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
+
+Singles = NDArray[np.float32]
+_PIECE_NUMEL = 1 << 15
+"""Elements worked on at a time: five arrays of these fit in a core's second-level cache."""
+
+
+def to_singles(x: Array) -> Singles:
+    """A new float32 array of the same values."""
+    if x.dtype == np.uint16:
+        widened: Singles = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return widened
+    singles: Singles = x.astype(np.float32)
+    return singles
+
+
+def round_into(out: Array, x: Singles) -> None:
+    """Store float32 values in a 16-bit array, rounded to nearest even; a nan stays one."""
+    if out.dtype != np.uint16:
+        out[...] = x
+        return
+    bits = x.view(np.uint32)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = (bits + half) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    out[...] = np.where(np.isnan(x), quiet, rounded)
+
+
+class NumpyBackend:
+    """One thread, in pieces that stay in the cache."""
+
+    def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
+        """One step on parameter, momentum and variance."""
+        for piece in _pieces(grad.size):
+            with np.errstate(all="ignore"):
+                p, m, v = (state[piece] for state in states)
+                g = to_singles(grad[piece])
+                g *= np.float32(s.grad_scale)
+                if s.coupled_decay:
+                    g += p * np.float32(s.coupled_decay)
+                if s.decay_factor != 1:
+                    p *= np.float32(s.decay_factor)
+                m *= np.float32(s.beta1)
+                m += g * np.float32(s.one_minus_beta1)
+                square = g * np.float32(s.one_minus_beta2)
+                square *= g
+                v *= np.float32(s.beta2)
+                v += square
+                denominator = np.sqrt(v)
+                denominator /= np.float32(s.sqrt_bc2)
+                denominator += np.float32(s.eps)
+                update = m / denominator
+                update *= np.float32(s.step_size)
+                p -= update
+                if out is not None:
+                    round_into(out[piece], p)
+
+    def sgd(self, states: tuple[Array, Array | None], grad: Array, out: Array | None, s: SgdScalars) -> None:
+        """One step on parameter and momentum."""
+        param, momentum = states
+        for piece in _pieces(grad.size):
+            with np.errstate(all="ignore"):
+                p, g = param[piece], to_singles(grad[piece])
+                g *= np.float32(s.grad_scale)
+                if s.weight_decay:
+                    g += p * np.float32(s.weight_decay)
+                if momentum is not None:
+                    m = momentum[piece]
+                    m *= np.float32(s.momentum_decay)
+                    m += g
+                    g = m
+                p -= g * np.float32(s.lr)
+                if out is not None:
+                    round_into(out[piece], p)
+
+    def sumsq_finite(self, x: Array, out: Array) -> None:
+        """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
+        sums = np.zeros(-(-x.size // BLOCK_NUMEL), np.float32)
+        with np.errstate(all="ignore"):
+            for index, start in enumerate(range(0, x.size, BLOCK_NUMEL)):
+                values = to_singles(x[start : start + BLOCK_NUMEL])
+                if not np.isfinite(values).all():
+                    out[1] = 1
+                values *= values
+                sums[index] = _fold(values)
+            out[:1] += _fold(sums)
+
+    def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
+        """Add the scaled gradient."""
+        for piece in _pieces(grad.size):
+            with np.errstate(all="ignore"):
+                g = to_singles(grad[piece])
+                g *= np.float32(scale)
+                target = accumulator[piece]
+                target += g
+
+    def copy(self, into: Array, source: Array) -> None:
+        """Copy elements; each side of any shape, both of one length."""
+        into.reshape(-1)[...] = source.reshape(-1)
+
+    def set_threads(self, count: int) -> None:
+        """NumPy's elementwise work always uses one thread."""
+
+
+def make_backend() -> NumpyBackend:
+    """The backend of this module."""
+    return NumpyBackend()
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    return (slice(start, start + _PIECE_NUMEL) for start in range(0, numel, _PIECE_NUMEL))
+
+
+def _fold(values: Singles) -> np.float32:
+    """The sum, halving: zeros up to a power of two change nothing, so the block need not be full."""
+    size = 1 << max(values.size - 1, 0).bit_length()
+    folded = np.zeros(size, np.float32)
+    folded[: values.size] = values
+    while folded.size > 1:
+        half = folded.size // 2
+        folded = folded[:half] + folded[half:]
+    return np.float32(folded[0])

@@ -1,0 +1,129 @@
+"""The backend for PyTorch tensors, on any device that PyTorch knows. Keeps [Note: order of arithmetic].
+
+Only operations that round once are used: no ``addcmul``, no ``add`` with ``alpha``, which may be fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
+
+_CPU_PIECE_NUMEL = 1 << 17
+"""Elements worked on at a time: small enough for the cache, large enough for PyTorch to share among its threads."""
+_DEVICE_PIECE_NUMEL = 1 << 24
+"""Away from the CPU a launch costs more than the cache saves."""
+
+
+class TorchBackend:
+    """On the current stream of the tensors' device, in pieces."""
+
+    @torch.no_grad()
+    def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
+        """One step on parameter, momentum and variance."""
+        param, momentum, variance = states
+        sqrt_bc2 = _divisor(s.sqrt_bc2, param)
+        for piece, g, scratch in _pieces(param):
+            p, m, v = param[piece], momentum[piece], variance[piece]
+            g.copy_(grad[piece]).mul_(s.grad_scale)
+            if s.coupled_decay:
+                g.add_(torch.mul(p, s.coupled_decay, out=scratch))
+            if s.decay_factor != 1:
+                p.mul_(s.decay_factor)
+            m.mul_(s.beta1).add_(torch.mul(g, s.one_minus_beta1, out=scratch))
+            torch.mul(g, s.one_minus_beta2, out=scratch).mul_(g)
+            v.mul_(s.beta2).add_(scratch)
+            _root(v, scratch).div_(sqrt_bc2).add_(s.eps)
+            torch.div(m, scratch, out=scratch).mul_(s.step_size)
+            p.sub_(scratch)
+            if out is not None:
+                out[piece].copy_(p)
+
+    @torch.no_grad()
+    def sgd(self, states: tuple[Tensor, Tensor | None], grad: Tensor, out: Tensor | None, s: SgdScalars) -> None:
+        """One step on parameter and momentum."""
+        param, momentum = states
+        for piece, g, scratch in _pieces(param):
+            p = param[piece]
+            g.copy_(grad[piece]).mul_(s.grad_scale)
+            if s.weight_decay:
+                g.add_(torch.mul(p, s.weight_decay, out=scratch))
+            update = g if momentum is None else momentum[piece].mul_(s.momentum_decay).add_(g)
+            p.sub_(torch.mul(update, s.lr, out=scratch))
+            if out is not None:
+                out[piece].copy_(p)
+
+    @torch.no_grad()
+    def sumsq_finite(self, x: Tensor, out: Tensor) -> None:
+        """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
+        numel = x.numel()
+        sums = torch.zeros(-(-numel // BLOCK_NUMEL), dtype=torch.float32, device=x.device)
+        at_once = BLOCK_NUMEL * (2 if x.device.type == "cpu" else 256)
+        for start in range(0, numel, at_once):
+            values = x[start : start + at_once].to(torch.float32)
+            torch.maximum(out[1], torch.isfinite(values).all().logical_not(), out=out[1])
+            blocks = torch.zeros(-(-values.numel() // BLOCK_NUMEL), BLOCK_NUMEL, dtype=torch.float32, device=x.device)
+            torch.mul(values, values, out=blocks.view(-1)[: values.numel()])
+            first = start // BLOCK_NUMEL
+            sums[first : first + len(blocks)] = _fold(blocks)
+        size = 1 << max(len(sums) - 1, 0).bit_length()
+        padded = torch.zeros(1, size, dtype=torch.float32, device=x.device)
+        padded[0, : len(sums)] = sums
+        out[:1].add_(_fold(padded))
+
+    @torch.no_grad()
+    def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
+        """Add the scaled gradient."""
+        for piece, g, _ in _pieces(accumulator):
+            accumulator[piece].add_(g.copy_(grad[piece]).mul_(scale))
+
+    @torch.no_grad()
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy elements; each side of any shape, both of one length."""
+        into.view(-1).copy_(source.view(-1))
+
+    def set_threads(self, count: int) -> None:
+        """Use that many threads."""
+        torch.set_num_threads(count)
+
+
+def make_backend() -> TorchBackend:
+    """The backend of this module."""
+    return TorchBackend()
+
+
+def _divisor(value: float, like: Tensor) -> Tensor:
+    """A tensor to divide by: dividing by a plain number on CUDA multiplies by its rounded reciprocal instead."""
+    return torch.full((1,), value, dtype=torch.float32, device=like.device)
+
+
+def _root(x: Tensor, out: Tensor) -> Tensor:
+    """The square root, rounded correctly.
+
+    On the CPU PyTorch leaves single-precision roots to a vector library that errs by a bit in one of five; a
+    double-precision root, right to a bit of its own, always rounds to the right single.
+    """
+    if x.device.type != "cpu":
+        return torch.sqrt(x, out=out)
+    return out.copy_(x.to(torch.float64).sqrt_())
+
+
+def _pieces(like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each piece of a tensor, with two float32 work spaces of its length."""
+    numel = like.numel()
+    most = min(numel, _CPU_PIECE_NUMEL if like.device.type == "cpu" else _DEVICE_PIECE_NUMEL)
+    spaces = torch.empty(2, most, dtype=torch.float32, device=like.device)
+    for start in range(0, numel, max(most, 1)):
+        count = min(most, numel - start)
+        yield slice(start, start + count), spaces[0, :count], spaces[1, :count]
+
+
+def _fold(blocks: Tensor) -> Tensor:
+    """The sum of each row, whose length is a power of two, by halving."""
+    while blocks.shape[1] > 1:
+        half = blocks.shape[1] // 2
+        blocks = blocks[:, :half] + blocks[:, half:]
+    return blocks[:, 0]

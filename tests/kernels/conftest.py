@@ -1,0 +1,46 @@
+"""The same numbers as numpy arrays and as torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+def _as_numpy(values: np.ndarray) -> np.ndarray:
+    return values.copy()
+
+
+def _as_torch(values: np.ndarray) -> torch.Tensor:
+    tensor = torch.from_numpy(values.copy())
+    return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def library(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(library: str) -> Callable[[np.ndarray], Any]:
+    """Turn a numpy array into the library's own; bfloat16 is uint16 in numpy."""
+    return _as_numpy if library == "numpy" else _as_torch
+
+
+@pytest.fixture
+def bits() -> Callable[[Any], np.ndarray]:
+    """Any array's bits, with every nan made the same one."""
+
+    def look(array: Any) -> np.ndarray:
+        if isinstance(array, torch.Tensor):
+            array = (array.view(torch.int16) if array.dtype == torch.bfloat16 else array).numpy()
+            array = array.view(np.uint16) if array.dtype == np.int16 else array
+        if array.dtype == np.uint16:
+            return np.where((array & 0x7FFF) > 0x7F80, 0x7FC0, array)
+        words = array.view({2: np.uint16, 4: np.uint32}[array.itemsize])
+        return np.where(np.isnan(array), 0, words + 1)
+
+    return look

@@ -1,0 +1,119 @@
+"""Norms, copies, sums, rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ps_kernels
+from ps_kernels import _backends, _numpy
+
+Make = Callable[[np.ndarray], Any]
+
+
+def naive_sum_of_squares(x: np.ndarray) -> np.float32:
+    """[Note: order of arithmetic], read literally: blocks of 65,536, upper on lower half, again over the blocks."""
+    numbers = [np.float32(y) * np.float32(y) for y in x]
+    while len(numbers) > 1:
+        sums = []
+        for start in range(0, len(numbers), 1 << 16):
+            block = numbers[start : start + (1 << 16)]
+            block += [np.float32(0)] * ((1 << 16) - len(block))
+            while len(block) > 1:
+                half = len(block) // 2
+                block = [a + b for a, b in zip(block[:half], block[half:], strict=True)]
+            sums += block
+        numbers = sums
+    return numbers[0]
+
+
+@pytest.mark.parametrize("numel", [2, 3, 1000, (1 << 16) + 5])
+def test_sum_of_squares_in_the_order_of_the_note(make: Make, numel: int) -> None:
+    x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
+    out = make(np.zeros(2, np.float32))
+    ps_kernels.sumsq_finite(make(x), out)
+    assert out[0] == naive_sum_of_squares(x)
+    assert out[1] == 0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 65_536, 200_001])
+def test_sums_of_squares_agree_and_add_up(numel: int) -> None:
+    x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
+    out, tensor_out = np.ones(2, np.float32), torch.ones(2)
+    ps_kernels.sumsq_finite(x, out)
+    ps_kernels.sumsq_finite(torch.from_numpy(x), tensor_out)
+    assert out.tolist() == tensor_out.tolist()
+    assert out[0] == pytest.approx(1 + (x.astype(np.float64) ** 2).sum(), rel=1e-6)
+    assert out[1] == 1, "the flag is never taken back"
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.uint16])
+@pytest.mark.parametrize("where", [0, 70_000])
+def test_a_number_that_is_not_finite_is_flagged(make: Make, bad: float, kind: type, where: int) -> None:
+    x = np.zeros(70_001, np.float32)
+    x[where] = bad
+    x = (x.view(np.uint32) >> 16).astype(np.uint16) if kind is np.uint16 else x.astype(kind)
+    out = make(np.zeros(2, np.float32))
+    ps_kernels.sumsq_finite(make(x), out)
+    assert out[1] == 1
+
+
+def test_squares_that_overflow_are_not_flagged(make: Make) -> None:
+    out = make(np.zeros(2, np.float32))
+    ps_kernels.sumsq_finite(make(np.full(3, 1e30, np.float32)), out)
+    assert out.tolist() == [np.inf, 0]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.uint16])
+def test_accumulate(make: Make, kind: type) -> None:
+    grad = np.full(40_000, 0x3FC0, np.uint16) if kind is np.uint16 else np.full(40_000, 1.5, kind)
+    accumulator = make(np.full(40_000, 2.0, np.float32))
+    ps_kernels.accumulate(accumulator, make(grad), scale=0.5)
+    ps_kernels.accumulate(accumulator, make(grad))
+    assert set(accumulator.tolist()) == {4.25}
+
+
+def test_gather_and_scatter_are_inverse(make: Make) -> None:
+    pieces = [np.arange(6, dtype=np.float32).reshape(2, 3), np.full((), 9, np.float32), np.zeros((0, 4), np.float32)]
+    chunk = make(np.full(12, -1, np.float32))
+    ps_kernels.gather([make(piece) for piece in pieces], chunk, [4, 0, 12])
+    assert chunk.tolist() == [9, -1, -1, -1, 0, 1, 2, 3, 4, 5, -1, -1]
+    back = [make(np.full_like(piece, 7)) for piece in pieces]
+    ps_kernels.scatter(chunk, [4, 0, 12], back)
+    assert [x.tolist() for x in back] == [piece.tolist() for piece in pieces]
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    """Every upper half with each lower half that decides, against torch."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        x = (upper | np.uint32(lower)).view(np.float32)
+        ours = np.empty(1 << 16, np.uint16)
+        _numpy.round_into(ours, x)
+        theirs = torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        numbers = ~np.isnan(x)
+        np.testing.assert_array_equal(ours[numbers], theirs[numbers])
+        assert ((ours[~numbers] & 0x7FFF) > 0x7F80).all(), "a nan stays a nan"
+
+
+def test_backends_say_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ps_kernels.backends()
+    assert list(found) == ["cuda", "avx512", "avx2", "neon", "scalar", "torch", "numpy"]
+    assert {name for name, state in found.items() if state == "available"} == {"torch", "numpy"}
+    monkeypatch.setattr(_backends, "find_spec", lambda name: None)
+    assert ps_kernels.backends()["numpy"] == "numpy is not installed: pip install ps-kernels[numpy]"
+    ps_kernels.set_threads(1)  # nothing to set, no error
+
+
+def test_set_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        ps_kernels.set_threads(before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        ps_kernels.set_threads(before)

@@ -1,0 +1,130 @@
+"""A call that cannot be done says what was expected and found, and has written nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ps_kernels
+from ps_kernels import BackendMissing, InvalidArgument
+
+
+def floats(numel: int = 4, kind: Any = np.float32) -> np.ndarray:
+    return np.ones(numel, kind)
+
+
+def adam(**changes: Any) -> None:
+    """A sound call, apart from the changes; what it would write must be as it was afterwards."""
+    arrays: dict[str, Any] = {name: floats() for name in ("param", "momentum", "variance", "grad")}
+    arrays["out"] = np.zeros(4, np.uint16)
+    numbers: dict[str, Any] = {"step": 1, "lr": 0.1}
+    for name, value in changes.items():
+        (arrays if name in arrays else numbers)[name] = value
+    before = {name: array.copy() for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    try:
+        ps_kernels.adam_step(*arrays.values(), **numbers)
+    finally:
+        for name, array in before.items():
+            np.testing.assert_array_equal(arrays[name], array)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"param": [1.0]}, "param: expected a torch tensor or a numpy array, found list"),
+    ({"momentum": floats(3)}, "momentum: expected shape (4,), found (3,)"),
+    ({"param": np.ones((2, 2), np.float32)}, "param: expected shape (4,), found (2, 2)"),
+    ({"variance": floats(kind=np.float64)}, "variance: expected float32, found <f8"),
+    ({"grad": floats(kind=np.float64)}, "grad: expected float32 or float16 or bfloat16, found <f8 (numpy holds"),
+    ({"out": floats()}, "out: expected float16 or bfloat16, found float32"),
+    ({"grad": floats(8)[::2]}, "grad: not contiguous"),
+    ({"grad": torch.ones(4)}, "grad: expected a numpy array on cpu like param, found a torch array on cpu"),
+    ({"step": 0}, "step: expected a whole number from 1, found 0"),
+    ({"step": 1.0}, "step: expected a whole number from 1, found 1.0"),
+    ({"step": True}, "step: expected a whole number from 1, found True"),
+    ({"lr": -1.0}, "lr: expected a number in [0, inf), found -1.0"),
+    ({"lr": float("nan")}, "lr: expected a number in [0, inf), found nan"),
+    ({"lr": True}, "lr: expected a number"),
+    ({"lr": "fast"}, "lr: expected a number"),
+    ({"beta1": 1.0}, "beta1: expected a number in [0, 1), found 1.0"),
+    ({"grad_scale": float("inf")}, "grad_scale: expected a number in [0, inf), found inf"),
+    ({"backend": "magic"}, "backend: expected one of cuda, "),
+    ({"backend": "torch"}, "backend 'torch': cannot work on param, which is a numpy array"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_adam_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        adam(**changes)
+
+
+def test_a_backend_that_is_not_there() -> None:
+    with pytest.raises(BackendMissing, match="backend 'cuda': not part of this release"):
+        adam(backend="cuda")
+
+
+def test_the_backend_may_be_named() -> None:
+    param = floats()
+    ps_kernels.sgd_step(param, None, floats(), lr=0.5, backend="numpy")
+    assert param.tolist() == [0.5] * 4
+
+
+def test_shared_memory_is_refused() -> None:
+    block = floats(8)
+    with pytest.raises(InvalidArgument, match="param and momentum share memory"):
+        adam(param=block[:4], momentum=block[3:7])
+    with pytest.raises(InvalidArgument, match="variance and grad share memory"):
+        adam(variance=block[:4], grad=block[:4])
+    halves = floats(8, np.float16)
+    with pytest.raises(InvalidArgument, match="out and grad share memory"):
+        adam(out=halves[:4], grad=halves[1:5])
+
+
+def test_what_cannot_be_written_is_refused() -> None:
+    frozen = floats()
+    frozen.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="param: read-only"):
+        adam(param=frozen)
+    adam_grad = floats()
+    adam_grad.flags.writeable = False
+    ps_kernels.sgd_step(floats(), None, adam_grad, lr=0.1)
+
+
+def test_momentum_is_needed_where_it_decays() -> None:
+    with pytest.raises(InvalidArgument, match="momentum: expected an array, because momentum_decay"):
+        ps_kernels.sgd_step(floats(), None, floats(), lr=0.1, momentum_decay=0.9)
+
+
+CALLS: list[tuple[Callable[[], None], str]] = [
+    (lambda: ps_kernels.sumsq_finite(floats(), floats(3)), "out: expected shape (2,), found (3,)"),
+    (lambda: ps_kernels.sumsq_finite(np.ones((2, 2), np.float32), floats(2)), "x: expected shape (4,), found (2, 2)"),
+    (lambda: ps_kernels.accumulate(floats(), floats(5)), "grad: expected shape (4,), found (5,)"),
+    (lambda: ps_kernels.accumulate(floats(), floats(), scale=-1), "scale: expected a number"),
+    (lambda: ps_kernels.gather([floats()], floats(6), [3]), "tensors[0]: 4 elements from offset 3 do not lie in"),
+    (lambda: ps_kernels.gather([floats()], floats(6), [-1]), "tensors[0]: 4 elements from offset -1 do not lie in"),
+    (lambda: ps_kernels.gather([floats()], floats(6), []), "offsets: expected one for each of 1 tensors, found 0"),
+    (lambda: ps_kernels.gather([floats(2), floats(2)], floats(6), [0, 1]), "offsets: pieces (0, 2) and (1, 3)"),
+    (lambda: ps_kernels.gather([floats(2, np.float16)], floats(6), [0]), "tensors[0]: expected float32, found float16"),
+    (lambda: ps_kernels.scatter(floats(6), [0], [torch.ones(2)]), "tensors[0]: expected a numpy array on cpu"),
+    (lambda: ps_kernels.scatter(floats(6), [0], [np.ones((4, 4), np.float32)[:, :1]]), "tensors[0]: not contiguous"),
+    (lambda: ps_kernels.set_threads(0), "count: expected a whole number from 1, found 0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_other_calls_refuse(call: Callable[[], None], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        call()
+
+
+def test_pieces_out_of_the_chunk_itself_are_refused() -> None:
+    chunk = floats(6)
+    with pytest.raises(InvalidArgument, match=re.escape("chunk and tensors[0] share memory")):
+        ps_kernels.gather([chunk[:2]], chunk, [4])
+    twice = floats(2)
+    with pytest.raises(InvalidArgument, match=re.escape("tensors[0] and tensors[1] share memory")):
+        ps_kernels.scatter(chunk, [0, 2], [twice, twice])

@@ -1,0 +1,188 @@
+"""Optimizer steps: the pure-Python reference, numpy and torch give the same bits; torch.optim agrees within 2 ulp."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ps_kernels
+from ps_kernels._order import AdamArguments
+from ps_kernels._torch import make_backend
+from ps_core import _floats, _optim, _options
+
+BOUNDARY = 131_072 + 97
+"""Longer than any backend's piece."""
+
+
+def states(numel: int, seed: int) -> list[np.ndarray]:
+    """Parameter, momentum, variance and gradient of many magnitudes, denormal and signed zero included."""
+    rng = np.random.default_rng(seed)
+    p, m, g = (rng.standard_normal((3, numel)) * 10.0 ** rng.integers(-9, 3, (3, numel))).astype(np.float32)
+    v = (rng.standard_normal(numel) ** 2 * 10.0 ** rng.integers(-12, 2, numel)).astype(np.float32)
+    g[:4] = [0.0, -0.0, 1e-41, -1e-41]
+    return [p, m, v, g]
+
+
+def as_bf16(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_adam_is_the_reference_bitwise(
+    make: Callable[[np.ndarray], Any],
+    bits: Callable[[Any], np.ndarray],
+    decoupled: bool,
+    weight_decay: float,
+    kind: str,
+) -> None:
+    numel, scale = 801, 0.37
+    p, m, v, g = states(numel, seed=1)
+    g = {"float32": g, "bfloat16": as_bf16(g), "float16": g.astype(np.float16)}[kind]
+    singles = g.astype(np.float32) if kind != "bfloat16" else (g.astype(np.uint32) << 16).view(np.float32)
+    ours = [make(x) for x in (p, m, v, g)]
+    out = make(np.zeros(numel, np.uint16))
+    kind_of = _options.AdamW if decoupled else _options.Adam
+    optimizer = kind_of(lr=3e-3, betas=(0.8, 0.99), eps=1e-7, weight_decay=weight_decay)
+    theirs = [array("f", x.tolist()) for x in (p, m, v)]
+    for step in (1, 2, 3):
+        ps_kernels.adam_step(
+            *ours,
+            out,
+            step=step,
+            lr=3e-3,
+            beta1=0.8,
+            beta2=0.99,
+            eps=1e-7,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+            grad_scale=scale,
+        )
+        theirs = list(_optim.step_run(optimizer, step, scale, *theirs, array("f", singles.tolist())))
+        for mine, other in zip(ours, theirs, strict=False):
+            np.testing.assert_array_equal(bits(mine), bits(np.array(other, np.float32)))
+        np.testing.assert_array_equal(bits(out), np.array(_floats.to_bf16(theirs[0]), np.uint16))
+    assert not np.array_equal(np.asarray(theirs[0]), p)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_sgd_is_the_reference_bitwise(
+    make: Callable[[np.ndarray], Any], bits: Callable[[Any], np.ndarray], momentum: float, weight_decay: float
+) -> None:
+    p, m, v, g = states(501, seed=2)
+    ours, out = [make(x) for x in (p, m, g)], make(np.zeros(501, np.float16))
+    optimizer = _options.SGD(lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    theirs = [array("f", x.tolist()) for x in (p, m, v)]
+    for step in (2, 3):
+        ps_kernels.sgd_step(*ours, out, lr=0.3, momentum_decay=momentum, weight_decay=weight_decay, grad_scale=0.7)
+        theirs = list(_optim.step_run(optimizer, step, 0.7, *theirs, array("f", g.tolist())))
+        for mine, other in zip(ours[:2], theirs, strict=False):
+            np.testing.assert_array_equal(bits(mine), bits(np.array(other, np.float32)))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(bits(out), bits(np.array(theirs[0], np.float32).astype(np.float16)))
+    assert momentum or np.array_equal(np.asarray(ours[1]), m)
+
+
+@pytest.mark.parametrize("out_kind", [np.uint16, np.float16, None])
+def test_libraries_agree_across_pieces(bits: Callable[[Any], np.ndarray], out_kind: type | None) -> None:
+    numpy_arrays = states(BOUNDARY, seed=3)
+    for extreme in (np.inf, -np.inf, np.nan, 3e38):
+        numpy_arrays[3][int(np.random.default_rng(5).integers(BOUNDARY))] = extreme
+    tensors = [torch.from_numpy(x.copy()) for x in numpy_arrays]
+    out = None if out_kind is None else np.zeros(BOUNDARY, out_kind)
+    tensor_out = None if out is None else torch.from_numpy(out.copy())
+    if out_kind is np.uint16:
+        assert tensor_out is not None
+        tensor_out = tensor_out.view(torch.bfloat16)
+    for step in (1, 2):
+        for arrays, into in ((numpy_arrays, out), (tensors, tensor_out)):
+            ps_kernels.adam_step(*arrays, into, step=step, lr=1e-2, weight_decay=0.01)
+            ps_kernels.sgd_step(arrays[0], arrays[1], arrays[3], into, lr=1e-2, momentum_decay=0.5)
+    for one, other in zip(numpy_arrays, tensors, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+    if out is not None:
+        np.testing.assert_array_equal(bits(out), bits(tensor_out))
+
+
+def test_any_cut_gives_the_same_bits(make: Callable[[np.ndarray], Any], bits: Callable[[Any], np.ndarray]) -> None:
+    start = states(1000, seed=4)
+    whole, parts = [make(x) for x in start], [make(x) for x in start]
+    ps_kernels.adam_step(*whole, step=5, lr=1e-3)
+    for cut in (slice(0, 1), slice(1, 130), slice(130, 1000)):
+        ps_kernels.adam_step(*(x[cut] for x in parts), step=5, lr=1e-3)
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
+def test_out_may_be_the_gradient(make: Callable[[np.ndarray], Any], bits: Callable[[Any], np.ndarray]) -> None:
+    p, m, v, g = states(700, seed=6)
+    apart, over = [make(x) for x in (p, m, v, as_bf16(g))], [make(x) for x in (p, m, v, as_bf16(g))]
+    out = make(np.zeros(700, np.uint16))
+    ps_kernels.adam_step(*apart, out, step=1, lr=1e-3)
+    ps_kernels.adam_step(*over, over[3], step=1, lr=1e-3)
+    np.testing.assert_array_equal(bits(over[3]), bits(out))
+    np.testing.assert_array_equal(bits(over[0]), bits(apart[0]))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_agrees_with_torch_optim(decoupled: bool) -> None:
+    rng = torch.Generator().manual_seed(7)
+    param = torch.randn(5000, generator=rng)
+    momentum, variance = torch.zeros(5000), torch.zeros(5000)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    for step in range(1, 6):
+        grad = torch.randn(5000, generator=rng) * 1e-2
+        theirs = torch.nn.Parameter(param.clone())
+        theirs.grad = grad.clone()
+        optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, fused=True)
+        optimizer.state[theirs] = {
+            "step": torch.tensor(float(step - 1)),
+            "exp_avg": momentum.clone(),
+            "exp_avg_sq": variance.clone(),
+        }
+        optimizer.step()
+        before = param.clone()
+        ps_kernels.adam_step(param, momentum, variance, grad, step=step, lr=1e-3, weight_decay=0.1, decoupled=decoupled)
+        size = torch.maximum(param.abs(), (param - before).abs())
+        ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
+        assert ((param - theirs.detach()).abs() <= 2 * ulp).all()
+        assert ((param - before).abs() > 4 * ulp).float().mean() > 0.99
+
+
+def test_sgd_agrees_with_torch_optim() -> None:
+    rng = torch.Generator().manual_seed(8)
+    theirs = torch.nn.Parameter(torch.randn(5000, generator=rng))
+    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.1)
+    momentum = torch.zeros(5000)
+    for _ in range(4):
+        param = theirs.detach().clone()
+        theirs.grad = torch.randn(5000, generator=rng)
+        grad = theirs.grad.clone()
+        optimizer.step()
+        ps_kernels.sgd_step(param, momentum, grad, lr=0.1, momentum_decay=0.9, weight_decay=0.1)
+        torch.testing.assert_close(param, theirs.detach(), rtol=1e-6, atol=1e-6)
+        momentum.copy_(optimizer.state[theirs]["momentum_buffer"])
+
+
+def test_a_step_leaves_no_graph() -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    ps_kernels.sgd_step(param, None, torch.ones(8), lr=0.5)
+    assert param.tolist() == [0.5] * 8
+    assert param.requires_grad
+    assert param.grad_fn is None
+
+
+def test_a_device_without_bytes_takes_the_same_operations() -> None:
+    """Away from the CPU the roots are the device's own; on the meta device only types and shapes are checked."""
+    arrays = [torch.zeros(100, device="meta") for _ in range(4)]
+    scalars = AdamArguments(
+        step=1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True, grad_scale=1.0
+    ).scalars()
+    make_backend().adam((arrays[0], arrays[1], arrays[2]), arrays[3], None, scalars)
