@@ -1,0 +1,478 @@
+"""An executor that wants a plan to fail.
+
+It runs one segment instruction by instruction, in any order that queues and waits allow, on symbolic bytes: every
+slot's range holds tokens, fresh and vacated ranges hold poison. It knows nothing of clocks or races; it reports what
+goes wrong in the one order it ran. `find_fault` tries many orders; `find_fault_directed` tries, besides, both orders
+of every two instructions that touch the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Copy,
+    Decide,
+    Gather,
+    Instr,
+    Norm,
+    Op,
+    Plan,
+    Queue,
+    ReduceScatter,
+    Release,
+    Reserve,
+    Run,
+    Segment,
+    Shift,
+    Step,
+)
+from ps_core._program import Extent, Kind, Program, SegmentName
+
+Token = tuple[Extent, int] | str
+"""A version of an extent, or words for bytes that nobody may read."""
+
+POISON = "poison"
+RUNS_ON = {
+    ("device", "host"): Queue.D2H,
+    ("host", "device"): Queue.H2D,
+    ("host", "disk"): Queue.DISK_W,
+    ("disk", "host"): Queue.DISK_R,
+}
+
+
+class Broken(Exception):
+    """Something the executor cannot do, or a result that is wrong."""
+
+
+@dataclass(slots=True)
+class Room:
+    """A live slot and what is in it."""
+
+    tier: int
+    offset: int
+    size: int
+    token: Token = POISON
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+@dataclass
+class Machine:
+    """One process carrying out one segment."""
+
+    program: Program
+    plan: Plan
+    segment: SegmentName
+    rooms: dict[int, Room] = field(default_factory=dict)
+    reserved: set[int] = field(default_factory=set)
+    done_visits: int = 0
+    collectives: int = 0
+    decisions: int = 0
+    parts: set[int] = field(default_factory=set)
+    tide: int = 0
+    declared: list[int] = field(default_factory=list)
+
+    def start(self, instrs: Sequence[Instr]) -> None:
+        """Home as the segment finds it."""
+        entry = self.program.entry(self.segment)
+        for number, held in enumerate(self.plan.home):
+            token: Token = (held.extent, entry[held.extent]) if held.extent in entry else POISON
+            self._place(number, Room(held.tier, held.offset, held.bytes, token))
+        self.declared = [instr.op.nonmodel_bytes for instr in instrs if isinstance(instr.op, Run)]
+
+    # Space.
+
+    def _place(self, number: int, room: Room) -> None:
+        if room.size <= 0 or room.size % 128 or room.offset % 128 or room.offset < 0:
+            raise Broken(f"slot {number} is not aligned")
+        if not 0 <= room.tier < len(self.plan.tiers):
+            raise Broken(f"no tier {room.tier}")
+        top = self.plan.tiers[room.tier].capacity_bytes - (self.tide if room.tier == 0 else 0)
+        if room.end > top:
+            raise Broken(f"slot {number} ends at {room.end}, above {top}")
+        for other, theirs in self.rooms.items():
+            if other != number and theirs.tier == room.tier and theirs.offset < room.end and room.offset < theirs.end:
+                raise Broken(f"slots {number} and {other} overlap")
+        self.rooms[number] = room
+
+    def _tide_to(self, size: int) -> None:
+        self.tide = size
+        top = self.plan.tiers[0].capacity_bytes - size
+        for number, room in self.rooms.items():
+            if room.tier == 0 and room.end > top:
+                raise Broken(f"the tide reaches slot {number}")
+
+    def _room(self, number: int) -> Room:
+        if number not in self.rooms:
+            raise Broken(f"slot {number} is not there")
+        return self.rooms[number]
+
+    def _take(self, number: int, extent: Extent, version: int) -> Room:
+        room = self._room(number)
+        if room.token != (extent, version):
+            raise Broken(f"slot {number}: wanted {extent} {version}, read {room.token}")
+        return room
+
+    def _put(self, number: int, extent: Extent, version: int) -> Room:
+        room = self._room(number)
+        if room.size < self._bytes(extent):
+            raise Broken(f"slot {number} is too small")
+        room.token = (extent, version)
+        return room
+
+    def _bytes(self, extent: Extent) -> int:
+        many = self.program.trace.activations if extent.kind is Kind.ACT else self.program.layout.groups
+        if not 0 <= extent.index < len(many):
+            raise Broken(f"no such extent: {extent}")
+        return self.program.bytes_of(extent)
+
+    def _together(self, queue: Queue, *numbers: int, tier: int | None = None) -> None:
+        """All slots different and on one tier that this queue works on."""
+        tiers = {self._room(number).tier for number in numbers}
+        if len(tiers) != 1 or len(set(numbers)) != len(numbers):
+            raise Broken(f"slots {numbers} do not go together")
+        found = tiers.pop()
+        if tier is not None:
+            if found != tier:
+                raise Broken(f"slots {numbers} are on tier {found}")
+            return
+        able = Queue.COMPUTE if found == 0 else Queue.CPU
+        if queue is not able or (found and self.plan.tiers[found].name == "disk"):
+            raise Broken(f"{queue.name} cannot compute on tier {found}")
+
+    def _gradients(self, group: int) -> int:
+        if not 0 <= group < len(self.program.layout.groups) or not self.program.gradient_visits[group]:
+            raise Broken(f"group {group} has no gradient")
+        return len(self.program.gradient_visits[group])
+
+    def _collective(self, queue: Queue, seq: int) -> None:
+        if queue is not Queue.COLL or seq != self.collectives:
+            raise Broken(f"collective {seq} on {queue.name}, after {self.collectives}")
+        self.collectives += 1
+
+    # Instructions.
+
+    def do(self, instr: Instr) -> None:
+        """Carry out one instruction."""
+        queue, op = Queue(instr.queue), instr.op
+        match op:
+            case Reserve(slot, tier, offset, size):
+                if slot in self.reserved or slot < len(self.plan.home):
+                    raise Broken(f"slot number {slot} is used twice")
+                self.reserved.add(slot)
+                self._place(slot, Room(tier, offset, size))
+            case Release(slot):
+                self._room(slot)
+                del self.rooms[slot]
+            case Shift(slot, offset):
+                room = self._room(slot)
+                host = self.plan.tiers[room.tier].name == "host"
+                if queue is not (Queue.COMPUTE if room.tier == 0 else Queue.CPU if host else Queue.DISK_W):
+                    raise Broken(f"{queue.name} cannot shift on tier {room.tier}")
+                self._place(slot, Room(room.tier, offset, room.size, room.token))
+            case Copy():
+                self._copy(queue, op)
+            case Run():
+                self._run(queue, op)
+            case Step():
+                self._step(queue, op)
+            case _:
+                self._reduce(queue, op)
+
+    def _copy(self, queue: Queue, op: Copy) -> None:
+        source, target = self._room(op.source), self._room(op.target)
+        names = self.plan.tiers[source.tier].name, self.plan.tiers[target.tier].name
+        if RUNS_ON.get(names) is not queue:
+            raise Broken(f"{queue.name} cannot copy from {names[0]} to {names[1]}")
+        if op.bytes != self._bytes(op.extent):
+            raise Broken(f"{op.bytes} bytes are not all of {op.extent}")
+        self._take(op.source, op.extent, op.version)
+        self._put(op.target, op.extent, op.version)
+
+    def _run(self, queue: Queue, op: Run) -> None:
+        visits = self.program.segment_visits(self.segment)
+        if self.done_visits == len(visits) or visits[self.done_visits].index != op.visit or queue is not Queue.COMPUTE:
+            raise Broken(f"moment {op.visit} on {queue.name} after {self.done_visits} moments")
+        visit = visits[self.done_visits]
+        uses = self.program.uses(self.segment, visit)
+        if op.nonmodel_bytes < visit.nonmodel_bytes:
+            raise Broken("the moment takes more than it was given")
+        self._tide_to(op.nonmodel_bytes)
+        if len(op.slots) != len(uses):
+            raise Broken(f"moment {op.visit} has {len(uses)} uses")
+        if uses:
+            self._together(queue, *op.slots, tier=0)
+        for number, use in zip(op.slots, uses, strict=True):
+            if use.before is not None:
+                self._take(number, use.extent, use.before)
+            self._put(number, use.extent, use.after)
+        self.done_visits += 1
+        following = self.declared[self.done_visits : self.done_visits + 1]
+        self._tide_to(min(op.nonmodel_bytes, *following) if following else 0)
+
+    def _reduce(self, queue: Queue, op: Op) -> None:
+        program, last = self.program, self.segment is SegmentName.MICRO_LAST
+        match op:
+            case Gather(group, shard, full, seq):
+                self._collective(queue, seq)
+                self._together(queue, shard, full, tier=0)
+                self._take(shard, Extent(program.weight, group), 0)
+                self._put(full, Extent(Kind.FULL, group), 0)
+            case ReduceScatter(group, source, wire, shard, seq):
+                self._collective(queue, seq)
+                self._together(queue, source, wire, shard, tier=0)
+                count = self._gradients(group)
+                whole, part = (Kind.FULL, program.weight) if program.overwrites else (Kind.GRAD, Kind.RGRAD)
+                self._room(wire).token = POISON
+                room = self._take(source, Extent(whole, group), count)
+                if self._room(wire).size < self._bytes(Extent(whole, group)):
+                    raise Broken(f"the wire slot is smaller than {room.size}")
+                self._put(shard, Extent(part, group), count)
+            case Accumulate(group, gradient, accumulator, first):
+                self._together(queue, gradient, accumulator)
+                self._take(gradient, Extent(program.local_gradient, group), self._gradients(group))
+                self._total(group, accumulator, first)
+            case Norm(group, slot):
+                self._together(queue, slot)
+                self._take(slot, *self._final(group))
+                self.parts.add(group)
+            case Decide(seq):
+                self._collective(queue, seq)
+                self.decisions += 1
+                if not last or self.parts != set(program.stepped):
+                    raise Broken(f"decided on {sorted(self.parts)} of {program.stepped}")
+            case Cast(group, master, weight):
+                self._together(queue, master, weight)
+                self._take(master, Extent(Kind.P32, group), 0)
+                self._put(weight, Extent(Kind.P16, group), program.rebuilt(group))
+
+    def _total(self, group: int, accumulator: int, first: bool) -> None:
+        extent = Extent(Kind.ACC, group)
+        starts = self.segment is SegmentName.MICRO_FIRST or self.program.accumulate == 1
+        if first and starts:
+            self._put(accumulator, extent, 1)
+        elif first:
+            self._room(accumulator).token = "a sum that lost its beginning"
+        else:
+            room = self._room(accumulator)
+            known = not starts and room.token == (extent, 1)
+            room.token = (extent, 2) if known else "a sum of something else"
+
+    def _final(self, group: int) -> tuple[Extent, int]:
+        count = self._gradients(group)
+        if self.program.overwrites:
+            return Extent(self.program.weight, group), count
+        return Extent(Kind.ACC, group), 1 if self.program.accumulate == 1 else 2
+
+    def _step(self, queue: Queue, op: Step) -> None:
+        count, program = self._gradients(op.group), self.program
+        kinds = program.home_kinds(op.group)
+        if len(op.slots) != len(kinds):
+            raise Broken(f"a step of {op.group} takes {len(kinds)} slots")
+        self._together(queue, *op.slots)
+        for kind, number in zip(kinds, op.slots, strict=True):
+            extent = Extent(kind, op.group)
+            if kind is Kind.ACC:
+                self._take(number, extent, 1)
+            elif kind is Kind.P16:
+                if program.overwrites:
+                    self._take(number, extent, count)
+                self._put(number, extent, program.rebuilt(op.group))
+            else:
+                self._take(number, extent, 0)
+                self._put(number, extent, 1)
+
+    def finish(self) -> None:
+        """Home as the next segment wants it, and nothing else."""
+        if self.done_visits != len(self.program.segment_visits(self.segment)):
+            raise Broken("moments are missing")
+        if self.decisions != (self.segment is SegmentName.MICRO_LAST):
+            raise Broken(f"{self.decisions} decisions")
+        leave = self.program.exit(self.segment)
+        left = {(room.tier, room.offset, room.size): room.token for room in self.rooms.values()}
+        for held in self.plan.home:
+            token = left.pop((held.tier, held.offset, held.bytes), "no slot")
+            if token == "no slot" or (held.extent in leave and token != (held.extent, leave[held.extent])):
+                raise Broken(f"home of {held.extent}: {token}")
+        if left:
+            raise Broken(f"left behind: {left}")
+
+
+# ---------------------------------------------------------------- orders
+
+Choice = Callable[[list[int]], int]
+"""Picks one of the places that can run now."""
+
+
+def execute(program: Program, plan: Plan, segment: Segment, choose: Choice) -> str | None:
+    """Run a segment in the order ``choose`` picks; what went wrong, or None."""
+    machine = Machine(program, plan, segment.name)
+    instrs = segment.instrs
+    try:
+        machine.start(instrs)
+        for place in _order(instrs, choose):
+            machine.do(instrs[place])
+        machine.finish()
+    except Broken as broken:
+        return str(broken)
+    return None
+
+
+def _order(instrs: Sequence[Instr], choose: Choice) -> Iterator[int]:
+    queues: dict[Queue, list[int]] = {}
+    for place in reversed(range(len(instrs))):
+        queues.setdefault(instrs[place].queue, []).append(place)
+    unfinished = {instr.id for instr in instrs}
+    if len(unfinished) < len(instrs):
+        raise Broken("two instructions have one id")
+    known = frozenset(unfinished)
+    while unfinished:
+        ready = [
+            row[-1]
+            for row in queues.values()
+            if row and all(other in known and other not in unfinished for other in instrs[row[-1]].after)
+        ]
+        if not ready:
+            raise Broken("deadlock")
+        place = choose(ready)
+        queues[instrs[place].queue].pop()
+        unfinished.discard(instrs[place].id)
+        yield place
+
+
+def at_random(rng: random.Random) -> Choice:
+    """Any that can run."""
+    return rng.choice
+
+
+def by_queue(instrs: Sequence[Instr], rng: random.Random) -> Choice:
+    """One queue runs ahead of all others as far as it can, then the next: some as early, some as late as possible."""
+    ranks = {queue: rng.random() for queue in Queue}
+    return lambda ready: min(ready, key=lambda place: ranks[instrs[place].queue])
+
+
+def by_rank(instrs: Sequence[Instr], rng: random.Random) -> Choice:
+    """A random rank for every instruction."""
+    ranks = [rng.random() for _ in instrs]
+    return lambda ready: min(ready, key=ranks.__getitem__)
+
+
+def by_delay(instrs: Sequence[Instr], rng: random.Random) -> Choice:
+    """One instruction waits until nothing else can run."""
+    last = rng.randrange(len(instrs))
+    return lambda ready: min(ready, key=lambda place: (place == last, place))
+
+
+def find_fault(program: Program, plan: Plan, segment: Segment, rng: random.Random, orders: int = 24) -> str | None:
+    """What goes wrong in one of many orders; None: nothing was seen."""
+    instrs = segment.instrs
+    found = execute(program, plan, segment, min)
+    makers = (by_queue, by_rank, by_delay, lambda _, rng: at_random(rng))
+    for turn in range(orders if instrs else 0):
+        if found is not None:
+            return found
+        found = execute(program, plan, segment, makers[turn % len(makers)](instrs, rng))
+    return found
+
+
+def find_fault_directed(program: Program, plan: Plan, segment: Segment) -> str | None:
+    """What goes wrong when two instructions that share bytes run in either order, one right after the other."""
+    instrs = segment.instrs
+    if not instrs:
+        return execute(program, plan, segment, min)
+    before = _ancestors(instrs)
+    touched = _touched(plan, instrs)
+    for first in range(len(instrs)):
+        for second in range(first):
+            if before[first] >> second & 1 or before[second] >> first & 1:
+                continue
+            if not _meet(touched[first], touched[second]):
+                continue
+            for pair in ((first, second), (second, first)):
+                found = execute(program, plan, segment, _toward(pair, before))
+                if found is not None:
+                    return found
+    return None
+
+
+def _toward(pair: tuple[int, int], before: list[int]) -> Choice:
+    """First all that the two wait for, then the two, then the rest."""
+    needed = before[pair[0]] | before[pair[1]]
+    rank = {pair[0]: 1, pair[1]: 2}
+    return lambda ready: min(ready, key=lambda place: (0 if needed >> place & 1 else rank.get(place, 3), place))
+
+
+def _ancestors(instrs: Sequence[Instr]) -> list[int]:
+    """For each place, the set (as bits) of places that must run before it."""
+    places = {instr.id: place for place, instr in enumerate(instrs)}
+    before = [0] * len(instrs)
+    last: dict[Queue, int] = {}
+    done: list[int] = []
+    try:
+        done = list(_order(instrs, min))
+    except Broken:
+        return before
+    queued = [-1] * len(instrs)
+    for place, instr in enumerate(instrs):
+        queued[place] = last.get(instr.queue, -1)
+        last[instr.queue] = place
+    for place in done:
+        for other in (*(places[wait] for wait in instrs[place].after), *([queued[place]] if queued[place] >= 0 else [])):
+            before[place] |= before[other] | 1 << other
+    return before
+
+
+def slots_of(op: Op) -> tuple[int, ...]:
+    """Every slot number an instruction names."""
+    match op:
+        case Reserve() | Release() | Shift() | Norm():
+            return (op.slot,)
+        case Copy():
+            return (op.source, op.target)
+        case Gather():
+            return (op.shard, op.full)
+        case ReduceScatter():
+            return (op.source, op.wire, op.shard)
+        case Run() | Step():
+            return op.slots
+        case Accumulate():
+            return (op.gradient, op.accumulator)
+        case Cast():
+            return (op.master, op.weight)
+        case Decide():
+            return ()
+
+
+def _touched(plan: Plan, instrs: Sequence[Instr]) -> list[list[tuple[int, int, int]]]:
+    """The ranges an instruction may touch: (tier, start, end); norms and decisions meet at an address of their own."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for number, held in enumerate(plan.home):
+        spans.setdefault(number, []).append((held.tier, held.offset, held.offset + held.bytes))
+    for instr in instrs:
+        if isinstance(instr.op, Reserve):
+            op = instr.op
+            spans.setdefault(op.slot, []).append((op.tier, op.offset, op.offset + op.bytes))
+    for instr in instrs:
+        if isinstance(instr.op, Shift):
+            for tier, start, end in spans.get(instr.op.slot, [])[:1]:
+                spans[instr.op.slot].append((tier, instr.op.offset, instr.op.offset + end - start))
+    rows = []
+    for instr in instrs:
+        row = [span for number in slots_of(instr.op) for span in spans.get(number, [])]
+        if isinstance(instr.op, Run):
+            row.append((0, plan.tiers[0].capacity_bytes - instr.op.nonmodel_bytes, plan.tiers[0].capacity_bytes))
+        if isinstance(instr.op, Norm | Decide):
+            row.append((-1, 0, 1))
+        rows.append(row)
+    return rows
+
+
+def _meet(left: list[tuple[int, int, int]], right: list[tuple[int, int, int]]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in left for b in right)
