@@ -6,7 +6,8 @@ holds changes in a fixed order, so a whole number, its *version*, says exactly w
 
     weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
              0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
-             K gradient moments. K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
+             K gradient moments (a last read of the payload after these is one more: until then a gradient is kept
+             aside). K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
              (fp32: P32 itself is the weight, and a step takes it from 0 to 1.)
     FULL     0 = gathered parameters; with ``overwrites`` 1..K as above. The chunk goes from 0 to K in one
              reduce-scatter.
@@ -161,7 +162,7 @@ class Program:
     def visits(self) -> tuple[Visit, ...]:
         """All moments, forward then backward, tensors replaced by their groups."""
         owner = self.layout.group_of
-        return tuple(
+        rows = tuple(
             Visit(
                 index,
                 moment.name,
@@ -175,6 +176,18 @@ class Program:
             )
             for index, moment in enumerate(self.trace.moments)
         )
+        return self._with_late_reads(rows) if self.training and self.overwrites else rows
+
+    @staticmethod
+    def _with_late_reads(rows: tuple[Visit, ...]) -> tuple[Visit, ...]:
+        """A payload read after the last gradient: what is kept aside until then arrives there."""
+        last_gradient = {group: row.index for row in rows for group in row.grads}
+        last_read = {group: row.index for row in rows for group in row.reads}
+        late: dict[int, tuple[int, ...]] = defaultdict(tuple)
+        for group, index in last_gradient.items():
+            if last_read.get(group, -1) > index:
+                late[last_read[group]] += (group,)
+        return tuple(row._replace(grads=(*row.grads, *late[row.index])) for row in rows)
 
     @cached_property
     def gradient_visits(self) -> tuple[tuple[int, ...], ...]:
