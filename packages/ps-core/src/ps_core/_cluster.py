@@ -24,8 +24,8 @@ DEVICE_RESERVE_NCCL_BYTES = 1200 * 10**6
 class Cluster:
     """Equal GPUs spread evenly over equal nodes, one process a GPU.
 
-    ``device_memory`` is each GPU's, ``host_memory`` and ``disk`` a node's. ``device_memory`` 0 means no accelerator (the CPU computes, ``gpus`` counts processes); ``host_memory`` 0 and
-    ``disk`` 0 mean there is no such tier.
+    ``device_memory`` is each GPU's, ``host_memory`` and ``disk`` a node's. ``device_memory`` 0 means no accelerator
+    (the CPU computes, ``gpus`` counts processes); ``host_memory`` 0 and ``disk`` 0 mean that there is no such tier.
     """
 
     gpus: int = 1

@@ -6,8 +6,8 @@ Every queue does one thing at a time, in list order; an instruction starts when 
 instruction also waits for every earlier segment's instruction that touched bytes it touches, non-model bytes of the
 tide included. That join is kept per *cell*, a stretch of a tier's addresses that no slot begins or ends inside: what
 matters of a segment is when each cell was last touched, and for each instruction the cells it is the first (of its
-queue) to touch. A slot reserved within a segment joins at its `Reserve` and is left at its `Release`: a sound plan puts
-all its other users between.
+queue) to touch. A slot that is reserved and released within the segment joins at its `Reserve` and is left at its
+`Release`: a sound plan puts all its other users between.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ class _Scan:
     def __init__(self, plan: Plan, segment: Segment) -> None:
         self.joins: dict[int, list[Span]] = {}
         self.leaves: dict[Span, dict[Queue, int]] = {}
-        self._home = len(plan.home)
+        ops = [instr.op for instr in segment.instrs]
+        self._passing = {op.slot for op in ops if isinstance(op, Reserve)}
+        self._passing &= {op.slot for op in ops if isinstance(op, Release)}
         self._where = {
             slot: Span(held.tier, held.offset, held.offset + held.bytes) for slot, held in enumerate(plan.home)
         }
@@ -190,7 +192,7 @@ class _Scan:
         self._leave_tide()
 
     def _walk(self, instrs: tuple[Instr, ...]) -> None:
-        home, where = self._home, self._where
+        passing, where = self._passing, self._where
         ahead = [run.nonmodel_bytes for _, run in self._runs]
         highest, tide, ran = 0, 0, 0
         for place, instr in enumerate(instrs):
@@ -203,7 +205,7 @@ class _Scan:
                 self._shift(place, instr.queue, op)
             else:
                 for slot in slots_of(op):
-                    if slot < home:
+                    if slot not in passing:
                         self._touch(where[slot], place, instr.queue)
                 if isinstance(op, Run):
                     if op.nonmodel_bytes > highest:
@@ -233,7 +235,7 @@ class _Scan:
 
     def _release(self, place: int, queue: Queue, op: Release) -> None:
         span = self._where[op.slot]
-        if op.slot < self._home:
+        if op.slot not in self._passing:
             self._touch(span, place, queue)
         self.leaves[span][queue] = place
         self._used[span.tier] -= span.end - span.start

@@ -1,0 +1,77 @@
+"""From GPUs, nodes and memory to what one process may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ps_core._cluster import Cluster
+from ps_core._errors import InvalidInput
+from ps_core._plan import Tier, check_tiers
+
+GIB = 2**30
+
+
+def floor(count: float) -> int:
+    return int(count) // 128 * 128
+
+
+def test_one_gpu_keeps_its_named_reserves() -> None:
+    cluster = Cluster(device_memory=32 * GIB, host_memory=240 * GIB)
+    assert cluster.tiers() == (
+        Tier("device", floor(32 * GIB - 0.6e9)),
+        Tier("host", floor(240 * GIB - 4e9 - 2.5e9)),
+    )
+
+
+def test_ranks_of_a_node_divide_host_and_disk() -> None:
+    cluster = Cluster(gpus=16, nodes=2, device_memory=40 * GIB, host_memory=1000 * GIB, disk=4096 * GIB)
+    assert cluster.ranks_per_node == 8
+    tiers = cluster.tiers()
+    check_tiers(tiers)
+    assert tiers == (
+        Tier("device", floor(40 * GIB - 1.2e9)),
+        Tier("host", floor((1000 * GIB - 4e9 - 8 * 2.5e9) / 8)),
+        Tier("disk", 512 * GIB),
+    )
+
+
+def test_reserves_can_be_set() -> None:
+    cluster = Cluster(
+        gpus=2, device_memory=1024, host_memory=4096, device_reserve=0, host_reserve=1024, host_reserve_per_rank=512
+    )
+    assert cluster.tiers() == (Tier("device", 1024), Tier("host", 1024))
+
+
+def test_tiers_that_are_not_there() -> None:
+    assert [tier.name for tier in Cluster(device_memory=GIB, host_memory=0).tiers()] == ["device"]
+    assert [tier.name for tier in Cluster(device_memory=0, host_memory=64 * GIB).tiers()] == ["host"]
+    both = Cluster(device_memory=0, host_memory=64 * GIB, disk=GIB)
+    assert [tier.name for tier in both.tiers()] == ["host", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpus": 0}, "gpus must be at least 1, found 0"),
+        ({"nodes": 0}, "nodes must be at least 1, found 0"),
+        ({"gpus": 6, "nodes": 4}, "6 GPUs cannot be spread evenly over 4 nodes"),
+        ({"device_memory": -1}, "device_memory cannot be negative"),
+        ({"device_reserve": -1}, "device_reserve cannot be negative"),
+        ({"nonmodel_overhead": -0.1}, "nonmodel_overhead must be"),
+        ({"nonmodel_overhead": float("nan")}, "nonmodel_overhead must be"),
+        ({"device_memory": 0, "host_memory": 0}, "needs device memory or host memory"),
+        ({"host_memory": 0, "disk": 1}, "a disk is reached through host memory"),
+    ],
+)
+def test_impossible_clusters_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        Cluster(**{"device_memory": 32 * GIB, "host_memory": 64 * GIB, **change})
+
+
+def test_a_reserve_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"device memory of 512.0 MiB is no more than the 572.2 MiB kept in reserve"):
+        Cluster(device_memory=GIB // 2, host_memory=64 * GIB).tiers()
+    with pytest.raises(InvalidInput, match="host memory of"):
+        Cluster(gpus=8, device_memory=8 * GIB, host_memory=16 * GIB).tiers()

@@ -1,0 +1,111 @@
+"""Machine files: what they hold, and what is said of damaged ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ps_core._errors import InvalidInput
+from ps_core._machine import MACHINES, NUMBERS, Machine, default_machine, machine, machine_from_toml
+
+GIB = 2**30
+WHOLE = MACHINES["v100"].to_toml()
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        machine_from_toml(text, source="m.toml")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_built_in_machines_survive_toml(name: str) -> None:
+    assert machine_from_toml(MACHINES[name].to_toml()) == MACHINES[name]
+    assert machine(name) is MACHINES[name]
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(1e-9, 1e30), min_size=len(NUMBERS), max_size=len(NUMBERS)))
+def test_any_figures_survive_toml(numbers: list[float]) -> None:
+    made = replace(MACHINES["t4"], **dict(zip(NUMBERS, numbers, strict=True)))
+    assert machine_from_toml(made.to_toml()) == made
+
+
+def test_built_in_figures_are_plausible() -> None:
+    for entry in MACHINES.values():
+        assert entry.matmul_flops_fp32 < entry.matmul_flops
+        assert entry.disk_write_bandwidth <= entry.disk_read_bandwidth < entry.h2d_bandwidth <= entry.host_bandwidth
+        assert entry.h2d_bandwidth < entry.device_bandwidth or entry.name == "cpu"
+        assert entry.internode_bandwidth <= entry.collective_bandwidth
+
+
+def test_optional_fields_have_defaults() -> None:
+    lines = [line for line in WHOLE.splitlines() if not line.startswith(("latency_s", "moment_overhead_s"))]
+    assert machine_from_toml("\n".join(lines)) == replace(MACHINES["v100"], latency_s=20e-6, moment_overhead_s=100e-6)
+
+
+def test_a_base_fills_in_the_rest() -> None:
+    made = machine_from_toml('base = "h200"\nh2d_bandwidth = 4e11\n')
+    assert made == replace(MACHINES["h200"], name="h200, adapted", h2d_bandwidth=4e11)
+    assert machine_from_toml('base = "h200"\nname = "mine"').name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name = [", "m.toml: not TOML"),
+        ('base = "abacus"', "unknown base 'abacus'"),
+        ("base = 3", "unknown base 3"),
+        (WHOLE + "horse_power = 3", "unknown key 'horse_power'"),
+        ('name = "x"', "'memory_bytes' is missing"),
+        (WHOLE.replace('"v100"', "7"), "name must be a text"),
+        (WHOLE.replace('"v100"', '"a\\nb"'), "name must be a plain text"),
+        ('base = "t4"\nh2d_bandwidth = 0', "h2d_bandwidth must be a number above 0, found 0"),
+        ('base = "t4"\nh2d_bandwidth = -1.5', "found -1.5"),
+        ('base = "t4"\nh2d_bandwidth = true', "found True"),
+        ('base = "t4"\nh2d_bandwidth = "fast"', "found 'fast'"),
+        ('base = "t4"\nh2d_bandwidth = inf', "found inf"),
+        ('base = "t4"\nh2d_bandwidth = nan', "found nan"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+def test_files_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "t4"')
+    assert machine(str(path)).matmul_flops == MACHINES["t4"].matmul_flops
+    for name in ("missing.toml", "."):
+        with pytest.raises(InvalidInput, match="cannot read machine file"):
+            machine(str(tmp_path / name))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="cannot read machine file"):
+        machine(str(path))
+    with pytest.raises(InvalidInput, match=r"unknown machine 'v1000' .known: v100, "):
+        machine("v1000")
+
+
+@pytest.mark.parametrize(
+    ("gib", "name"),
+    [(4, "laptop"), (8, "rtx4060"), (16, "t4"), (24, "rtx4090"), (32, "v100"), (40, "a100-40"), (80, "a100-80")],
+)
+def test_the_nearest_machine_by_memory(gib: int, name: str) -> None:
+    assert default_machine(gib * GIB).name == name
+
+
+def test_no_accelerator_is_a_cpu_and_much_memory_an_h200() -> None:
+    assert default_machine(0).name == "cpu"
+    assert default_machine(139 * GIB).name == "h200"
+    assert default_machine(1).name == "laptop"
+
+
+def test_a_name_must_be_printable() -> None:
+    with pytest.raises(InvalidInput, match="plain text"):
+        Machine(**{key: getattr(MACHINES["t4"], key) for key in NUMBERS}, name="")
