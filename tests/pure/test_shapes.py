@@ -118,6 +118,8 @@ def test_impossible_shapes_are_refused() -> None:
         replace(LLAMA, family=Family.GPT2)
     with pytest.raises(InvalidInput, match="vocabulary must be a whole number"):
         shape("gpt2", vocabulary=True)
+    with pytest.raises(InvalidInput, match="layers must be a whole number from 1 to 10000, found 999999"):
+        shape("gpt-999999x64")
     with pytest.raises(InvalidInput, match="hidden must be a whole number"):
         replace(LLAMA, hidden=6.5)
 

@@ -16,6 +16,10 @@ from typing import NamedTuple
 from ps_core._errors import InvalidInput
 from ps_core._trace import Tensor
 
+_MOST_LAYERS = 10_000
+_MOST_WIDTH = 2**31
+"""Far beyond any model; a mistyped file should be refused, not computed with."""
+
 
 class Family(StrEnum):
     """Whose names and whose block: where norms sit, how positions enter."""
@@ -87,8 +91,9 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "positions"):
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidInput(f"{self.name}: {field} must be a whole number of at least 1, found {value!r}")
+            most = _MOST_LAYERS if field == "layers" else _MOST_WIDTH
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise InvalidInput(f"{self.name}: {field} must be a whole number from 1 to {most}, found {value!r}")
         if self.heads % self.kv_heads:
             raise InvalidInput(f"{self.name}: {self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         plain = self.family in (Family.GPT2, Family.BERT)

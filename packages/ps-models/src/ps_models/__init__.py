@@ -1,5 +1,6 @@
 """Model builders, data and the trainer."""
 
 from ps_models._version import __version__
+from ps_models.gpt import GPT, GPTConfig, GPTOutput, build
 
-__all__ = ["__version__"]
+__all__ = ["GPT", "GPTConfig", "GPTOutput", "__version__", "build"]
