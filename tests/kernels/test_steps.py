@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ps_kernels
+from ps_core import _floats, _optim, _options
 from ps_kernels._order import AdamArguments
 from ps_kernels._torch import make_backend
-from ps_core import _floats, _optim, _options
 
 BOUNDARY = 131_072 + 97
 """Longer than any backend's piece."""

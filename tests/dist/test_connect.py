@@ -1,0 +1,24 @@
+"""Joining the group: what a user can get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ps_dist
+from ps_core._errors import InvalidInput
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, True, "soon", float("nan")])
+def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
+    with pytest.raises(InvalidInput, match="timeout_s: expected a positive number of seconds, found"):
+        ps_dist.connect(timeout_s=timeout_s)
+
+
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InvalidInput, match=r"not started by torchrun: WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        ps_dist.connect()
