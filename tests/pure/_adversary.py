@@ -232,7 +232,7 @@ class Machine:
                 whole, part = (Kind.FULL, program.weight) if program.overwrites else (Kind.GRAD, Kind.RGRAD)
                 self._room(wire).token = POISON
                 room = self._take(source, Extent(whole, group), count)
-                if self._room(wire).size < self._bytes(Extent(whole, group)):
+                if self._room(wire).size < self._bytes(Extent(Kind.WIRE, group)):
                     raise Broken(f"the wire slot is smaller than {room.size}")
                 self._put(shard, Extent(part, group), count)
             case Accumulate(group, gradient, accumulator, first):
@@ -424,7 +424,10 @@ def _ancestors(instrs: Sequence[Instr]) -> list[int]:
         queued[place] = last.get(instr.queue, -1)
         last[instr.queue] = place
     for place in done:
-        for other in (*(places[wait] for wait in instrs[place].after), *([queued[place]] if queued[place] >= 0 else [])):
+        for other in (
+            *(places[wait] for wait in instrs[place].after),
+            *([queued[place]] if queued[place] >= 0 else []),
+        ):
             before[place] |= before[other] | 1 << other
     return before
 

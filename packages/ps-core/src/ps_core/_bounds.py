@@ -2,7 +2,7 @@
 
 [Note: the lower bound]
 On the compute tier: a moment's non-model bytes, the extents it uses, gathered groups and gradients that are
-half-way (they have no home to go to), and, where a group's gradient is complete, what its reduce-scatter needs. In
+half-way (they have no home to go to), and, where gradients are complete, what the largest reduce-scatter needs. In
 the whole hierarchy: every extent with a home, whatever else is alive, and the non-model bytes. On some tier with a
 processor: a group's step, and its accumulation.
 
@@ -116,12 +116,12 @@ def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[
         homeless = partial | {extent for extent in uses if extent.kind is Kind.FULL}
         complete = program.completions[visit.index] if program.training else ()
         scratch = set()
-        if program.ranks > 1:
-            for group in complete:
-                scratch |= {Extent(Kind.WIRE, group)}
-                scratch |= set() if program.overwrites else {Extent(Kind.RGRAD, group)}
+        if program.ranks > 1 and complete:
+            largest = max(complete, key=lambda group: program.layout.groups[group].shard_numel)
+            scratch |= {Extent(Kind.WIRE, largest)}
+            scratch |= set() if program.overwrites else {Extent(Kind.RGRAD, largest)}
         fixed = homeless | scratch
-        landing = {Extent(program.weight, group) for group in complete} if scratch and program.overwrites else set()
+        landing = {Extent(program.weight, largest)} if scratch and program.overwrites else set()
         yield visit, fixed | landing, (activations | fixed) - landing
         partial -= {Extent(gradient, group) for group in complete}
         activations -= {Extent(Kind.ACT, index) for index in visit.takes if program.last_takes[index] == visit.index}

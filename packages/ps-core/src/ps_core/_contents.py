@@ -250,8 +250,9 @@ class Contents:
         source, wire, shard = self._slots_on(0, op.source, op.wire, op.shard)
         whole = Extent(Kind.FULL if overwrites else Kind.GRAD, op.group)
         self._read(source, whole, version)
-        if wire.bytes < self._sizes[whole]:
-            raise Fault(f"a wire slot of {self._sizes[whole]} bytes", f"{wire.bytes}")
+        scratch = self._sizes[Extent(Kind.WIRE, op.group)]
+        if wire.bytes < scratch:
+            raise Fault(f"a wire slot of {scratch} bytes", f"{wire.bytes}")
         self._slots.write(wire, None, self._me, self._clock)
         self._write(shard, Extent(self._program.weight if overwrites else Kind.RGRAD, op.group), version)
 

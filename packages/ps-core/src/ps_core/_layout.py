@@ -70,7 +70,7 @@ def lay_out(trace: Trace, *, group_numel: int, ranks: int = 1) -> Layout:
     runs: list[tuple[int, list[int]]] = []
     open_run: dict[tuple[bool, bool], int] = {}
     filled: list[int] = []
-    for sort, unit in _units(trace):
+    for sort, unit in units(trace):
         size = sum(trace.tensors[index].numel for index in unit)
         for piece in [unit] if size <= group_numel else [[index] for index in unit]:
             numel = sum(trace.tensors[index].numel for index in piece)
@@ -86,7 +86,7 @@ def lay_out(trace: Trace, *, group_numel: int, ranks: int = 1) -> Layout:
     return Layout(ranks=ranks, groups=groups, group_of=tuple(owner[index] for index in range(len(trace.tensors))))
 
 
-def _units(trace: Trace) -> list[tuple[tuple[bool, bool], list[int]]]:
+def units(trace: Trace) -> list[tuple[tuple[bool, bool], list[int]]]:
     """Tensors in order of first use, those of one moment and one sort together; unused ones last."""
     learning = {index for moment in trace.moments for index in moment.grads}
     units: list[tuple[tuple[bool, bool], list[int]]] = []

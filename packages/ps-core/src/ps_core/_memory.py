@@ -20,7 +20,9 @@ class Piece:
     end: int
     owner: Extent | None = None
     freed: int = NEVER_FREED
-    """While free: the instruction that released it."""
+    """While free: the instruction that released it; while idle: the last known to touch it."""
+    idle: bool = False
+    """Its owner is not needed any more, but its slot has not been released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +50,45 @@ class Arena:
     ) -> Window | None:
         """The window of least worth that holds ``size`` bytes, of these the one idle longest.
 
-        A window is worth its dearest owner; ``worth`` is None for owners that must stay.
+        A window is worth its dearest owner; ``worth`` is None for owners that must stay. Only where no window is
+        free to take are owners asked about.
         """
-        pieces = self._pieces
-        marks = [
-            (FREE, piece.freed) if piece.owner is None else (worth(piece.owner), idle_since(piece.owner))
-            for piece in pieces
-        ]
-        best: tuple[float, int] | None = None
-        found = (0, 0)
-        for start, piece in enumerate(pieces):
-            dearest, latest = FREE, NEVER_FREED
-            goal = piece.offset + size
-            for stop in range(start, len(pieces)):
-                value, since = marks[stop]
-                if value is None:
-                    break
-                dearest, latest = max(dearest, value), max(latest, since)
-                if best is not None and (dearest, latest) >= best:
-                    break
-                if pieces[stop].end >= goal:
-                    best, found = (dearest, latest), (start, stop + 1)
-                    break
-        if best is None:
+        free = [(FREE, piece.freed) if piece.owner is None or piece.idle else None for piece in self._pieces]
+        found = self._cheapest(size, free)
+        if found is None:
+            marks: list[tuple[float, int] | None] = []
+            for piece, mark in zip(self._pieces, free, strict=True):
+                if mark is None and piece.owner is not None:
+                    value = worth(piece.owner)
+                    mark = None if value is None else (value, idle_since(piece.owner))
+                marks.append(mark)
+            found = self._cheapest(size, marks)
+        if found is None:
             return None
-        owners = (piece.owner for piece in pieces[found[0] : found[1]])
+        owners = (piece.owner for piece in self._pieces[found[0] : found[1]])
         return Window(*found, tuple(owner for owner in owners if owner is not None))
+
+    def _cheapest(self, size: int, marks: list[tuple[float, int] | None]) -> tuple[int, int] | None:
+        """Where the least window starts and stops; ``marks`` are None for pieces that cannot be had."""
+        pieces = self._pieces
+        best: tuple[float, int] | None = None
+        found = None
+        for start, first in enumerate(marks):
+            if first is None or (best is not None and first >= best):
+                continue
+            goal = pieces[start].offset + size
+            dearest, latest = first
+            stop = start
+            while pieces[stop].end < goal:
+                stop += 1
+                mark = marks[stop] if stop < len(marks) else None
+                if mark is None:
+                    break
+                dearest, latest = max(dearest, mark[0]), max(latest, mark[1])
+            else:
+                if best is None or (dearest, latest) < best:
+                    best, found = (dearest, latest), (start, stop + 1)
+        return found
 
     def take(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
         """Give a window (all of it free by now) to ``owner``; also what released its bytes."""
@@ -89,6 +104,7 @@ class Arena:
         """Take a piece back from its owner."""
         piece.owner = None
         piece.freed = freed
+        piece.idle = False
 
     def owned(self) -> list[Piece]:
         """Pieces that have an owner, by address."""

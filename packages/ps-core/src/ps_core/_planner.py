@@ -45,7 +45,11 @@ class Resident:
     slot: int
     version: int | None
     piece: Piece | None = None
-    dead: bool = False
+
+    @property
+    def dead(self) -> bool:
+        """Nobody needs this copy any more."""
+        return self.piece is not None and self.piece.idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +252,9 @@ class Walker:
         """A slot for the extent on a tier, whatever it holds; reserved by ``queue`` if there is none."""
         rows = self.residents.setdefault(extent, {})
         if tier in rows:
-            rows[tier].dead = False
+            piece = rows[tier].piece
+            if piece is not None:
+                piece.idle = False
             return rows[tier].slot
         arena = self._arenas.get((tier, tier == 0 and extent.kind in _BUFFERS)) or self._arenas[tier, False]
         size = self.program.bytes_of(extent)
@@ -257,11 +263,11 @@ class Walker:
             raise NoRoom(tier, self.now, size)
         for victim in window.victims:
             self.evict(victim, tier, queue)
-        piece, freed = arena.take(window, size, extent)
+        taken, freed = arena.take(window, size, extent)
         slot = self._slots
         self._slots += 1
-        self.emit(queue, Reserve(slot, tier, piece.offset, size), writes=(slot,), also=freed)
-        rows[tier] = Resident(slot, None, piece)
+        self.emit(queue, Reserve(slot, tier, taken.offset, size), writes=(slot,), also=freed)
+        rows[tier] = Resident(slot, None, taken)
         self.ranker.loaded(extent)
         return slot
 
@@ -279,7 +285,7 @@ class Walker:
             return None
         row = self.residents[extent][tier]
         version = self.versions.get(extent)
-        if row.dead or row.version != version:
+        if row.version != version:
             return FREE
         if version and extent.kind in _BUFFERS:
             return None
@@ -306,8 +312,15 @@ class Walker:
     def discard(self, extent: Extent) -> None:
         """Nobody needs the extent any more: its bytes may be taken."""
         self.versions.pop(extent, None)
-        for row in self.residents.get(extent, {}).values():
-            row.dead = True
+        for tier in self.residents.get(extent, {}):
+            self.abandon(extent, tier)
+
+    def abandon(self, extent: Extent, tier: int) -> None:
+        """Nobody needs the copy on this tier any more (a home slot stays all the same)."""
+        row = self.residents[extent][tier]
+        if row.piece is not None:
+            row.piece.idle = True
+            row.piece.freed = self.out.last_access(row.slot)
 
     def wrote(self, extent: Extent, tier: int, version: int) -> None:
         """Note that the copy on this tier is now the extent's newest version."""

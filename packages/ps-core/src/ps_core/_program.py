@@ -38,6 +38,10 @@ from ps_core._trace import Phase, Trace
 from ps_core._units import align_up
 
 
+WIRE_BYTES = 256 * 2**20
+"""At most so much scratch in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
+
+
 class Precision(StrEnum):
     """What parameters are computed in. The 16-bit ones keep fp32 masters."""
 
@@ -209,13 +213,10 @@ class Program:
 
     @cached_property
     def completions(self) -> tuple[tuple[int, ...], ...]:
-        """For each moment, the groups whose gradient is then complete, and free to leave: with ``overwrites`` only
-        once nothing reads the payload any more.
-        """
+        """For each moment, the groups whose gradient is then complete and free to leave."""
         done: list[list[int]] = [[] for _ in self.trace.moments]
         for group in self.stepped:
-            last = self.gradient_visits[group][-1]
-            done[max(last, self.last_reads[group]) if self.overwrites else last].append(group)
+            done[self.gradient_visits[group][-1]].append(group)
         return tuple(map(tuple, done))
 
     @cached_property
@@ -249,7 +250,8 @@ class Program:
             return align_up(self.trace.activations[index].bytes)
         numel = self.layout.groups[index].shard_numel
         if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
-            return numel * self.ranks * self.weight_bytes
+            size = numel * self.ranks * self.weight_bytes
+            return min(size, WIRE_BYTES) if kind is Kind.WIRE else size
         return numel * (self.weight_bytes if kind in (Kind.P16, Kind.RGRAD) else 4)
 
     def home_kinds(self, group: int) -> tuple[Kind, ...]:

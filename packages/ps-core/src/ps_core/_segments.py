@@ -152,8 +152,8 @@ class _Moments(Walker):
             if program.ranks == 1:
                 self._measure()
             self.bring_home(weight)
-            for tier, row in self.residents[weight].items():
-                row.dead = row.dead or (row.piece is not None and tier != self.home_tier(weight))
+            for tier in self.residents[weight]:
+                self.abandon(weight, tier)
             return
         gradient = Extent(program.local_gradient, group)
         if program.ranks > 1:

@@ -1,0 +1,295 @@
+"""Finding a good plan: group size, what stays on the accelerator, and where optimizer steps run.
+
+Candidates are planned and simulated; the one with the least predicted step time wins, moved bytes deciding between
+equals. What a placement chooses is few numbers: how many groups live wholly on the compute tier (the first ones of a
+forward pass: no upload before it, no gradient to send after it), and which of the others have their optimizer states
+streamed up for a step on the accelerator while the CPU steps the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ps_core._bounds import check_fits, largest_extent_bytes, lower_bounds
+from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._layout import Layout, lay_out, units
+from ps_core._machine import Machine
+from ps_core._placement import Placement, filled
+from ps_core._plan import Plan, Tier, check_tiers
+from ps_core._planner import NoRoom, make_frame
+from ps_core._policy import Policy
+from ps_core._program import Extent, Precision, Program
+from ps_core._segments import make_plan
+from ps_core._simulate import Prediction, simulate
+from ps_core._tight import tight_plan
+from ps_core._trace import Trace
+from ps_core._verify import verify
+
+_GROUP_FACTORS = (1.52, 1.01, 0.52, 3.04, 6.08, 12.2)
+"""Group sizes tried, in units of the trace's typical unit (for a GPT its feed-forward half: 1.5 is a layer)."""
+_QUICK_FACTORS = (1.52, 0.52)
+_MOST_GROUPS = 700
+_STREAM_STRIDES = (4, 3, 2)
+_SAME = 1.005
+"""Step times this near are equal: moved bytes decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a trace is to be trained; what `find_plan` may not change."""
+
+    ranks: int = 1
+    ranks_per_node: int | None = None
+    """None: all processes share one node."""
+    precision: Precision = Precision.BF16
+    accumulate: int = 1
+    training: bool = True
+    policy: Policy = Policy.BELADY
+    group_numel: int | None = None
+    """None: searched."""
+    nonmodel_overhead: float = 0.0
+    quick: bool = False
+    """Look at few candidates: for asking whether something fits, and roughly how fast it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A verified plan and what it promises."""
+
+    program: Program
+    plan: Plan
+    prediction: Prediction
+    placement: Placement | None
+    """None: the tight planner's, which keeps no fixed placement of work."""
+
+
+def find_plan(trace: Trace, tiers: tuple[Tier, ...], machine: Machine, *, setup: Setup) -> Planned:
+    """The best plan found for a trace on these tiers, verified; `DoesNotFit` if there is none."""
+    check_tiers(tiers)
+    programs = list(_programs(trace, setup))
+    found = _best(programs, tiers, machine, setup)
+    if found is None:
+        return _tight(programs, tiers, machine, setup)
+    program, placement = found
+    plan = make_plan(make_frame(program, tiers, placement, setup.policy))
+    return _checked(program, plan, machine, setup, placement)
+
+
+def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup) -> Planned:
+    """The same layout and placement under another eviction policy, to compare."""
+    if planned.placement is None:
+        raise InvalidInput("a plan for tight memory has no policy to exchange")
+    plan = make_plan(make_frame(planned.program, planned.plan.tiers, planned.placement, policy))
+    return _checked(planned.program, plan, machine, replace(setup, policy=policy), planned.placement)
+
+
+def _checked(
+    program: Program, plan: Plan, machine: Machine, setup: Setup, placement: Placement | None
+) -> Planned:
+    verify(program, plan)
+    prediction = simulate(program, plan, machine, ranks_per_node=setup.ranks_per_node)
+    return Planned(program=program, plan=plan, prediction=prediction, placement=placement)
+
+
+# Layouts.
+
+
+def _programs(trace: Trace, setup: Setup) -> Iterator[Program]:
+    seen: set[tuple[int, ...]] = set()
+    for numel in _group_sizes(trace, setup):
+        layout = lay_out(trace, group_numel=numel, ranks=setup.ranks)
+        shape = tuple(group.numel for group in layout.groups)
+        if shape not in seen:
+            seen.add(shape)
+            yield _program(trace, layout, setup)
+
+
+def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
+    return Program(
+        trace=trace,
+        layout=layout,
+        precision=setup.precision,
+        accumulate=setup.accumulate,
+        training=setup.training,
+        nonmodel_overhead=setup.nonmodel_overhead,
+    )
+
+
+def _group_sizes(trace: Trace, setup: Setup) -> list[int]:
+    if setup.group_numel is not None:
+        return [setup.group_numel]
+    sizes = sorted(sum(trace.tensors[index].numel for index in unit) for _, unit in units(trace))
+    half, typical = sum(sizes) / 2, 1
+    for size in sizes:
+        typical = size
+        half -= size
+        if half <= 0:
+            break
+    factors = _QUICK_FACTORS if setup.quick else _GROUP_FACTORS
+    least = trace.parameters / _MOST_GROUPS
+    return sorted({max(1, int(max(typical * factor, least))) for factor in factors})
+
+
+# Placements.
+
+_Score = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A placement that works, and how well."""
+
+    score: _Score
+    resident: int
+    stride: int
+
+
+class _Scorer:
+    """Placements of one program, each planned and simulated once."""
+
+    def __init__(self, program: Program, tiers: tuple[Tier, ...], machine: Machine, setup: Setup) -> None:
+        self.program = program
+        self.tiers = tiers
+        self._machine = machine
+        self._setup = setup
+        self._known: dict[tuple[int, int], _Score | NoRoom] = {}
+
+    def placement(self, resident: int, stride: int) -> Placement:
+        """The first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none does)."""
+        groups = len(self.program.layout.groups)
+        streamed = frozenset(range(resident, groups, stride)) if stride else frozenset()
+        lower = None
+        if len(self.tiers) == 3:
+            largest = max((self._bytes(group) for group in range(groups)), default=0)
+            lower = self.tiers[1].capacity_bytes - 3 * largest
+        return filled(self.program, self.tiers, resident=resident, lower_bytes=lower, streamed=streamed)
+
+    def _bytes(self, group: int) -> int:
+        return sum(self.program.bytes_of(Extent(kind, group)) for kind in self.program.home_kinds(group))
+
+    def score(self, resident: int, stride: int = 0) -> _Score | NoRoom:
+        """Predicted step time and moved bytes, or which tier is too small."""
+        key = (resident, stride)
+        if key not in self._known:
+            try:
+                frame = make_frame(self.program, self.tiers, self.placement(*key), self._setup.policy)
+                plan = make_plan(frame, dict.fromkeys(self.program.iteration()))
+            except NoRoom as refusal:
+                self._known[key] = refusal
+            else:
+                per_node = self._setup.ranks_per_node
+                told = simulate(self.program, plan, self._machine, ranks_per_node=per_node, iterations=2)
+                self._known[key] = told.step_time_s, sum(told.moved_bytes.values())
+        return self._known[key]
+
+    def limits(self) -> tuple[int, int]:
+        """The fewest groups that must, and the most that can, be resident, as far as home alone tells."""
+        groups = len(self.program.layout.groups)
+        sizes = [self._bytes(group) for group in range(groups)]
+        if len(self.tiers) == 1:
+            return groups, groups
+        above = self.tiers[0].capacity_bytes - lower_bounds(self.program, self.tiers)[0].needed_bytes
+        most = 0
+        while most < groups and sizes[most] <= above:
+            above -= sizes[most]
+            most += 1
+        below = sum(tier.capacity_bytes for tier in self.tiers[1:])
+        least = groups
+        while least and sizes[least - 1] <= below:
+            least -= 1
+            below -= sizes[least]
+        return least, most
+
+    def explore(self, points: int) -> _Found | None:
+        """The best number of resident groups, from a grid and then nearer to its best point."""
+        least, most = self.limits()
+        most = max(least, most)
+        best = self._grid(least, most, points)
+        step = (most - least) // (points - 1)
+        while best is not None and step > 1:
+            step = -(-step // 2) if step > 2 else 1
+            for resident in (best.resident - step, best.resident + step):
+                if least <= resident <= most:
+                    best = self._better(best, resident, 0)
+        return best
+
+    def _grid(self, least: int, most: int, points: int) -> _Found | None:
+        while True:
+            places = sorted({least + (most - least) * place // (points - 1) for place in range(points)})
+            best: _Found | None = None
+            for resident in places:
+                best = self._better(best, resident, 0)
+            few = [place for place in places if self._lacks(place, below=True)]
+            many = [place for place in places if self._lacks(place, below=False)]
+            low, high = max(few, default=least - 1), min(many, default=most + 1)
+            if best is not None or high - low <= 1 or (low < least and high <= least) or (low, high) == (least, most):
+                return best
+            if (max(low, least), min(high, most)) == (least, most):
+                return best
+            least, most = max(low, least), min(high, most)
+
+    def _lacks(self, resident: int, *, below: bool) -> bool:
+        score = self.score(resident)
+        return isinstance(score, NoRoom) and (score.tier > 0) is below
+
+    def _better(self, best: _Found | None, resident: int, stride: int) -> _Found | None:
+        score = self.score(resident, stride)
+        if isinstance(score, NoRoom):
+            return best
+        found = _Found(score, resident, stride)
+        return found if best is None or _beats(found.score, best.score) else best
+
+    def stream(self, best: _Found) -> _Found:
+        """Whether stepping some of the lower groups on the compute tier helps."""
+        if self.tiers[0].name != "device" or len(self.tiers) == 1 or not self.program.stepped:
+            return best
+        for stride in _STREAM_STRIDES:
+            found = self._better(best, best.resident, stride)
+            if found is best or found is None:
+                return best
+            best = found
+        return best
+
+
+def _beats(score: _Score, other: _Score) -> bool:
+    if score[0] > other[0] * _SAME:
+        return False
+    return score[0] * _SAME < other[0] or (score[1], score[0]) < (other[1], other[0])
+
+
+def _best(
+    programs: list[Program], tiers: tuple[Tier, ...], machine: Machine, setup: Setup
+) -> tuple[Program, Placement] | None:
+    scorers = [_Scorer(program, tiers, machine, setup) for program in programs]
+    leader: tuple[_Scorer, _Found] | None = None
+    for scorer in scorers:
+        found = scorer.explore(2)
+        if found is not None and (leader is None or _beats(found.score, leader[1].score)):
+            leader = scorer, found
+    if leader is None:
+        return None
+    scorer, found = leader
+    if not setup.quick:
+        found = scorer.explore(5) or found
+    found = scorer.stream(found)
+    return scorer.program, scorer.placement(found.resident, found.stride)
+
+
+def _tight(programs: list[Program], tiers: tuple[Tier, ...], machine: Machine, setup: Setup) -> Planned:
+    """The plan for tight memory, with the smallest groups first; `DoesNotFit` names the least that is lacking."""
+    refusal: DoesNotFit | None = None
+    for program in sorted(programs, key=largest_extent_bytes):
+        try:
+            check_fits(program, tiers)
+            return _checked(program, tight_plan(program, tiers), machine, setup, None)
+        except DoesNotFit as error:
+            if refusal is None or _missing(error) < _missing(refusal):
+                refusal = error
+    if refusal is None:
+        raise InvalidInput("nothing to plan: no group size to try")
+    raise refusal
+
+
+def _missing(error: DoesNotFit) -> int:
+    return error.needed_bytes - error.available_bytes
