@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from _adversary import Machine, find_fault, find_fault_directed
-
 from ps_core._plan import Held, Instr, Op, Plan, Queue, Segment
 from ps_core._program import Extent, Kind, Program, SegmentName
 
@@ -49,8 +48,7 @@ def _drop(instrs: list[Instr], rng: random.Random) -> list[Instr]:
     gone = instrs.pop(rng.randrange(len(instrs)))
     if rng.random() < 0.2:
         return instrs  # whoever waits for it waits for ever
-    heirs = [replace(instr, after=_instead(instr.after, gone.id, gone.after)) for instr in instrs]
-    return heirs
+    return [replace(instr, after=_instead(instr.after, gone.id, gone.after)) for instr in instrs]
 
 
 def _instead(after: tuple[int, ...], old: int, new: tuple[int, ...]) -> tuple[int, ...]:
