@@ -71,8 +71,9 @@ def run_docs(session: nox.Session) -> None:
     pytest(session, "tests/docs")
 
 
-def run_bench(session: nox.Session) -> None:
-    pytest(session, "benchmarks", options=("--benchmark-columns=min,median,rounds", "--benchmark-sort=name"))
+def run_bench_once(session: nox.Session) -> None:
+    """Every benchmark once, untimed, so that none of them rots."""
+    pytest(session, "benchmarks", options=("--benchmark-disable",))
 
 
 def run_gpu(session: nox.Session) -> None:
@@ -108,7 +109,8 @@ def imports(session: nox.Session) -> None:
 def pure(session: nox.Session) -> None:
     """The pure core, where neither torch nor numpy is installed; every branch of it."""
     install(session, *CORE, *PYTEST)
-    absent = "from importlib.util import find_spec; assert not any(map(find_spec, ('torch', 'numpy', 'cupy', 'ps_kernels')))"
+    unwanted = ("torch", "numpy", "cupy", "ps_kernels")
+    absent = f"from importlib.util import find_spec; assert not [n for n in {unwanted} if find_spec(n)]"
     session.run("python", "-c", absent)
     gate = () if session.posargs else ("--cov", "--cov-report=term-missing", "--cov-fail-under=100")
     pytest(session, "tests/pure", options=gate)
@@ -165,9 +167,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Time planning, verifying and simulating."""
-    install(session, *CORE, *PYTEST, "pytest-benchmark")
-    run_bench(session)
+    """Time what is worth timing."""
+    install(session, *ALL, *PYTEST, "pytest-benchmark")
+    pytest(session, "benchmarks", options=("--benchmark-columns=min,median,rounds", "--benchmark-sort=name"))
 
 
 @nox.session
@@ -183,6 +185,7 @@ def tests(session: nox.Session) -> None:
     for name in ("pure", "demo"):
         session.notify(name)
     install(session, *ALL, *PYTEST, *TOOLS)
-    for step in (run_lint, run_types, run_imports, run_kernels, run_dist, run_meta, run_docs, run_gpu):
+    checks = (run_lint, run_types, run_imports, run_kernels, run_engine, run_dist, run_models, run_meta, run_docs)
+    for step in (*checks, run_bench_once, run_gpu):
         session.log(step.__name__.removeprefix("run_"))
         step(session)

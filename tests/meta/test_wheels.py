@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -92,15 +91,15 @@ def test_what_a_wheel_holds(root: Path, wheelhouse: Path, package: str) -> None:
     assert f"{module}/py.typed" in wanted
     assert held == wanted
     assert len(licences) == 1
-    assert [text.split() for text in scripts] == ([["[console_scripts]", "pstar", "=", "ps_core.cli:main"]] * (module == "ps_core"))
+    script = ["[console_scripts]\npstar = ps_core.cli:main"]
+    assert [text.strip() for text in scripts] == (script if package == "ps-core" else [])
 
 
 @pytest.mark.parametrize("wanted", ["ps-core[torch]", "ps-kernels[numpy,torch]", "ps-dist", "ps-models"])
 def test_an_extra_resolves_from_the_wheelhouse(root: Path, wheelhouse: Path, wanted: str) -> None:
     """With torch and numpy installed already, the wheelhouse alone has all that is left."""
-    options = ("--dry-run", "--ignore-installed", "--no-deps") if importlib.util.find_spec("torch") is None else ("--dry-run",)
-    said = pip("install", *options, "--no-index", "--find-links", wheelhouse, "-c", root / "constraints.txt", wanted)
-    assert "Would install" in said or "already satisfied" in said
+    constraints = root / "constraints.txt"
+    pip("install", "--dry-run", "--no-index", "--find-links", wheelhouse, "-c", constraints, wanted)
 
 
 def test_the_core_installs_alone_and_brings_nothing(wheelhouse: Path, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""What the documentation shows works: every ``$ pstar`` line of a console block, every Python block of a README."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The contents of a page's fenced blocks in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[list[str]]:
+    """The ``$ pstar`` lines of a console block; a backslash at the end goes on with the next line."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [shlex.split(line.removeprefix("$ "), comments=True) for line in lines if line.startswith("$ pstar")]
+
+
+CONSOLE = [(page, block) for page in PAGES for block in blocks(page, "console") if commands(block)]
+PYTHON = [(page, block) for page in PAGES for block in blocks(page, "python")]
+
+
+def name(value: object) -> str | None:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else None
+
+
+@pytest.mark.parametrize(("page", "block"), CONSOLE, ids=name)
+def test_console(page: Path, block: str, tmp_path: Path) -> None:
+    """The lines of one block run in one folder, so that one may read what another wrote."""
+    pstar = Path(sys.executable).with_name("pstar")
+    for command in commands(block):
+        done = subprocess.run(
+            [pstar, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, f"{page.name}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
+        assert done.stdout or list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=name)
+def test_python(page: Path, block: str, tmp_path: Path) -> None:
+    """As one process of one, so that what torchrun would set is there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        cwd=tmp_path,
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{page.name}: {done.stderr}"
+
+
+def test_a_block_is_read_as_it_is_typed() -> None:
+    block = "$ pstar plan gpt2 \\\n    --gpus 1  # one\nfits\n$ ls\n$ pstar doctor\n"
+    assert commands(block) == [["pstar", "plan", "gpt2", "--gpus", "1"], ["pstar", "doctor"]]
+    assert len(PYTHON) >= 2
