@@ -8,8 +8,7 @@ that wants them, not where the victim was last used, so no queue stands still fo
 is as-early-as-possible prefetch, as deep as memory allows, without a clock.
 
 Home slots never move, and home's bytes are never lent out, so every segment can end where it began, and a victim
-always has somewhere to go. All else of a tier is an arena (the compute tier's below high tide). With several
-processes the gathered groups have an arena of their own, lest small shards cut it up.
+always has somewhere to go. All else of a tier is arena (the compute tier's below high tide).
 """
 
 from __future__ import annotations
@@ -19,24 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ps_core._emit import Emitter
+from ps_core._frame import Frame, NoRoom
 from ps_core._memory import FREE, Arena, Piece, Window
-from ps_core._placement import Placement, lay_home
-from ps_core._plan import Copy, Held, Op, Plan, Queue, Release, Reserve, Segment, Tier, link
-from ps_core._policy import NEVER, Policy, Ranker
-from ps_core._program import Extent, Kind, Program, SegmentName
-
-_BUFFERS = (Kind.FULL, Kind.WIRE, Kind.GRAD)
-
-
-class NoRoom(Exception):
-    """A placement leaves too little room on a tier; the search tries another."""
-
-    def __init__(self, tier: int, visit: int, needed_bytes: int) -> None:
-        super().__init__(f"tier {tier}, moment {visit}: no room for {needed_bytes} bytes")
-        self.tier = tier
-        self.visit = visit
-        self.needed_bytes = needed_bytes
-
+from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
+from ps_core._policy import NEVER, Ranker
+from ps_core._program import Extent, Kind, SegmentName
 
 @dataclass(slots=True)
 class Resident:
@@ -50,110 +36,6 @@ class Resident:
     def dead(self) -> bool:
         """Nobody needs this copy any more."""
         return self.piece is not None and self.piece.idle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What stays the same while a plan's segments are made."""
-
-    program: Program
-    tiers: tuple[Tier, ...]
-    placement: Placement
-    policy: Policy
-    home: tuple[Held, ...]
-    home_ends: tuple[int, ...]
-    line_bytes: int
-    """End of the compute tier's arena while moments run: capacity less the highest tide."""
-    buffer_bytes: int
-    """The part of that arena kept for gathered groups."""
-    deep: bool
-    """Whether there is room to gather for the next moment while this one runs."""
-    kept: frozenset[int]
-    """Groups the static policy never gives up."""
-
-
-def make_frame(
-    program: Program, tiers: tuple[Tier, ...], placement: Placement, policy: Policy = Policy.BELADY
-) -> Frame:
-    """Fix home and the arenas; `NoRoom` if home alone is too large for a tier."""
-    home, ends = lay_home(program, placement, tiers)
-    peak = max((visit.nonmodel_bytes for visit in program.visits), default=0)
-    line = (tiers[0].capacity_bytes - peak) & -128
-    for tier, end in enumerate(ends):
-        if end > (tiers[tier].capacity_bytes if tier else line):
-            raise NoRoom(tier, -1, end)
-    arena = line - ends[0]
-    buffers, deep = _split(program, placement, arena)
-    kept: set[int] = set()
-    if policy is Policy.STATIC:
-        kept = _static_set(program, placement, arena - buffers)
-    return Frame(
-        program=program,
-        tiers=tiers,
-        placement=placement,
-        policy=policy,
-        home=home,
-        home_ends=tuple(ends),
-        line_bytes=line,
-        buffer_bytes=buffers,
-        deep=deep,
-        kept=frozenset(kept),
-    )
-
-
-def _split(program: Program, placement: Placement, arena: int) -> tuple[int, bool]:
-    """How much of the compute tier's arena is for gathered groups, and whether that allows gathering ahead.
-
-    Shards are small and dear (they cross the link), gathered groups large and cheap: all shards that live below stay
-    where there is room for them, and what is over keeps groups gathered from forward to backward.
-    """
-    if program.ranks == 1:
-        return 0, False
-    least, deep = _buffer_need(program)
-    groups = range(len(placement.weights))
-    shards = [program.bytes_of(Extent(program.weight, group)) for group in groups]
-    below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight, group)]
-    largest = max(shards, default=0)
-    passing = 3 * max(below, default=0 if program.overwrites else largest)
-    spare = program.ranks * largest
-    for kept, buffers in ((sum(below) + passing, deep + spare), (passing, deep + spare), (passing, deep)):
-        if kept + buffers <= arena:
-            return arena - kept if kept > passing or not below else buffers, True
-    return max(min(least + spare, arena - passing), 0), False
-
-
-def _buffer_need(program: Program) -> tuple[int, int]:
-    """Bytes of gathered groups at once: at the least, and with the next moment's gathered ahead."""
-    if program.ranks == 1:
-        return 0, 0
-    least = deep = 0
-    before: dict[Extent, int] = {}
-    partial: dict[Extent, int] = {}
-    for visit in program.visits:
-        uses = program.uses(SegmentName.MICRO_LAST, visit)
-        held = {use.extent: program.bytes_of(use.extent) for use in uses if use.extent.kind in _BUFFERS}
-        gradient = Kind.FULL if program.overwrites else Kind.GRAD
-        partial |= {Extent(gradient, group): program.bytes_of(Extent(gradient, group)) for group in visit.grads}
-        least = max(least, sum((held | partial).values()))
-        deep = max(deep, sum((before | held | partial).values()))
-        for group in program.completions[visit.index]:
-            wire = program.bytes_of(Extent(gradient, group))
-            least = max(least, sum((held | partial).values()) + wire)
-            deep = max(deep, sum((before | held | partial).values()) + wire)
-            del partial[Extent(gradient, group)]
-        before = held
-    return least, deep
-
-
-def _static_set(program: Program, placement: Placement, room: int) -> set[int]:
-    kept = set()
-    sizes = [program.bytes_of(Extent(program.weight, group)) for group in range(len(placement.weights))]
-    room -= 3 * max(sizes, default=0)
-    for group, size in enumerate(sizes):
-        if placement.home_tier(program.weight, group) and size <= room:
-            kept.add(group)
-            room -= size
-    return kept
 
 
 class Walker:
@@ -176,21 +58,7 @@ class Walker:
             self._home[held.extent] = held.tier
             self.residents[held.extent] = {held.tier: Resident(slot, self.versions.get(held.extent))}
         self._pins: dict[tuple[Extent, int], int] = {}
-        self._arenas = self._make_arenas()
-
-    def _make_arenas(self) -> dict[tuple[int, bool], Arena]:
-        """By tier, and whether for gathered groups."""
-        frame = self.frame
-        tops = [frame.line_bytes, *(tier.capacity_bytes & -128 for tier in frame.tiers[1:])]
-        if self.segment not in (SegmentName.EVAL,) and not self.segment.is_micro:
-            tops[0] = frame.tiers[0].capacity_bytes & -128
-            return {(tier, False): Arena(frame.home_ends[tier], top) for tier, top in enumerate(tops)}
-        arenas = {(tier, False): Arena(frame.home_ends[tier], top) for tier, top in enumerate(tops)}
-        if frame.buffer_bytes:
-            fence = tops[0] - frame.buffer_bytes
-            arenas[0, False] = Arena(frame.home_ends[0], fence)
-            arenas[0, True] = Arena(max(fence, frame.home_ends[0]), tops[0])
-        return arenas
+        self._arenas = frame.arenas(segment)
 
     # What is where.
 
@@ -256,8 +124,8 @@ class Walker:
             if piece is not None:
                 piece.idle = False
             return rows[tier].slot
-        arena = self._arenas.get((tier, tier == 0 and extent.kind in _BUFFERS)) or self._arenas[tier, False]
-        size = self.program.bytes_of(extent)
+        arena = self._arena(extent, tier)
+        size = self.frame.slot_bytes(extent, tier)
         window = self._window(arena, tier, size)
         if window is None:
             raise NoRoom(tier, self.now, size)
@@ -287,7 +155,7 @@ class Walker:
         version = self.versions.get(extent)
         if row.version != version:
             return FREE
-        if version and extent.kind in _BUFFERS:
+        if version and extent.kind in (Kind.FULL, Kind.GRAD):
             return None
         worth = self.ranker.worth(extent, self.now)
         if version and self.segment.is_micro and extent.kind is self.program.weight:
@@ -303,11 +171,11 @@ class Walker:
             self.at(extent, tier + 1)
         assert row.piece is not None, "home slots are no victims"
         freed = self.emit(queue, Release(row.slot), writes=(row.slot,))
-        self._arena_of(extent, tier).free(row.piece, freed)
+        self._arena(extent, tier).free(row.piece, freed)
         del self.residents[extent][tier]
 
-    def _arena_of(self, extent: Extent, tier: int) -> Arena:
-        return self._arenas.get((tier, tier == 0 and extent.kind in _BUFFERS)) or self._arenas[tier, False]
+    def _arena(self, extent: Extent, tier: int) -> Arena:
+        return self._arenas[tier, self.frame.zone(extent, tier)]
 
     def discard(self, extent: Extent) -> None:
         """Nobody needs the extent any more: its bytes may be taken."""

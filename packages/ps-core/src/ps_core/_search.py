@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from ps_core._bounds import check_fits, largest_extent_bytes, lower_bounds
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._frame import NoRoom, make_frame
 from ps_core._layout import Layout, lay_out, units
 from ps_core._machine import Machine
 from ps_core._placement import Placement, filled
 from ps_core._plan import Plan, Tier, check_tiers
-from ps_core._planner import NoRoom, make_frame
 from ps_core._policy import Policy
 from ps_core._program import Extent, Precision, Program
 from ps_core._segments import make_plan
@@ -31,6 +31,8 @@ _GROUP_FACTORS = (1.52, 1.01, 0.52, 3.04, 6.08, 12.2)
 _QUICK_FACTORS = (1.52, 0.52)
 _MOST_GROUPS = 700
 _STREAM_STRIDES = (4, 3, 2)
+_GRID = 4
+"""Points of the first look at how many groups to keep resident."""
 _SAME = 1.005
 """Step times this near are equal: moved bytes decide."""
 
@@ -199,16 +201,20 @@ class _Scorer:
         while least and sizes[least - 1] <= below:
             least -= 1
             below -= sizes[least]
-        return least, most
+        return least, max(least, most)
 
-    def explore(self, points: int) -> _Found | None:
+    def glance(self) -> _Found | None:
+        """A good number of resident groups, looking at few."""
+        least, most = self.limits()
+        return self._grid(least, max(least, most - (most - least) // 4), 2)
+
+    def explore(self) -> _Found | None:
         """The best number of resident groups, from a grid and then nearer to its best point."""
         least, most = self.limits()
-        most = max(least, most)
-        best = self._grid(least, most, points)
-        step = (most - least) // (points - 1)
+        best = self._grid(least, most, _GRID)
+        step = (most - least) // (_GRID - 1)
         while best is not None and step > 1:
-            step = -(-step // 2) if step > 2 else 1
+            step = -(-step // 2)
             for resident in (best.resident - step, best.resident + step):
                 if least <= resident <= most:
                     best = self._better(best, resident, 0)
@@ -264,14 +270,14 @@ def _best(
     scorers = [_Scorer(program, tiers, machine, setup) for program in programs]
     leader: tuple[_Scorer, _Found] | None = None
     for scorer in scorers:
-        found = scorer.explore(2)
+        found = scorer.glance()
         if found is not None and (leader is None or _beats(found.score, leader[1].score)):
             leader = scorer, found
     if leader is None:
         return None
     scorer, found = leader
     if not setup.quick:
-        found = scorer.explore(5) or found
+        found = scorer.explore() or found
     found = scorer.stream(found)
     return scorer.program, scorer.placement(found.resident, found.stride)
 

@@ -1,0 +1,180 @@
+"""What stays the same while a plan's segments are made: home, and how the rest of each tier is divided.
+
+With several processes the compute tier's arena has three zones: shards, gathered groups, and the scratch of
+reduce-scatters. Their sizes differ too much to share addresses. Slots there are a little larger than need be, so that
+groups of nearly the same size (layers with and without a bias, an embedding) can follow each other exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ps_core._memory import Arena
+from ps_core._placement import Placement, lay_home
+from ps_core._plan import Held, Tier
+from ps_core._policy import Policy
+from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._units import align_up
+
+_SIZE_CLASSES = 32
+
+
+class NoRoom(Exception):
+    """A placement leaves too little room on a tier; the search tries another."""
+
+    def __init__(self, tier: int, visit: int, needed_bytes: int) -> None:
+        super().__init__(f"tier {tier}, moment {visit}: no room for {needed_bytes} bytes")
+        self.tier = tier
+        self.visit = visit
+        self.needed_bytes = needed_bytes
+
+
+class Zone(StrEnum):
+    """The parts of a tier outside home."""
+
+    MAIN = "main"
+    GATHERED = "gathered"
+    SCRATCH = "scratch"
+
+
+_ZONES = {Kind.FULL: Zone.GATHERED, Kind.GRAD: Zone.GATHERED, Kind.WIRE: Zone.SCRATCH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A program on tiers, with everything decided but the moves."""
+
+    program: Program
+    tiers: tuple[Tier, ...]
+    placement: Placement
+    policy: Policy
+    home: tuple[Held, ...]
+    home_ends: tuple[int, ...]
+    line_bytes: int
+    """End of the compute tier's arena while moments run: capacity less the highest tide."""
+    gathered_bytes: int
+    """Of that arena, kept for gathered groups."""
+    scratch_bytes: int
+    """Of that arena, kept for reduce-scatters."""
+    deep: bool
+    """Whether there is room to gather for the next moment while this one runs."""
+    kept: frozenset[int]
+    """Groups the static policy never gives up."""
+    classes: tuple[int, int]
+    """Slots on the compute tier are multiples of these: for shards, for gathered groups."""
+
+    def arenas(self, segment: SegmentName) -> dict[tuple[int, Zone], Arena]:
+        """Fresh arenas for one segment: the compute tier's below high tide if the segment runs moments."""
+        bottoms = self.home_ends
+        arenas = {
+            (tier, Zone.MAIN): Arena(bottoms[tier], row.capacity_bytes & -128) for tier, row in enumerate(self.tiers)
+        }
+        if segment.is_micro or segment is SegmentName.EVAL:
+            scratch = self.line_bytes - self.scratch_bytes
+            gathered = scratch - self.gathered_bytes
+            arenas[0, Zone.MAIN] = Arena(bottoms[0], gathered)
+            arenas[0, Zone.GATHERED] = Arena(gathered, scratch)
+            arenas[0, Zone.SCRATCH] = Arena(scratch, self.line_bytes)
+        return arenas
+
+    def zone(self, extent: Extent, tier: int) -> Zone:
+        """Where on a tier an extent's slots come from."""
+        alone = tier > 0 or self.program.ranks == 1
+        return Zone.MAIN if alone else _ZONES.get(extent.kind, Zone.MAIN)
+
+    def slot_bytes(self, extent: Extent, tier: int) -> int:
+        """Bytes of a slot for the extent outside home."""
+        size = self.program.bytes_of(extent)
+        if tier or extent.kind in (Kind.ACT, Kind.WIRE, Kind.P32, Kind.M, Kind.V, Kind.ACC):
+            return size
+        return align_up(size, self.classes[self.zone(extent, tier) is Zone.GATHERED])
+
+
+def make_frame(
+    program: Program, tiers: tuple[Tier, ...], placement: Placement, policy: Policy = Policy.BELADY
+) -> Frame:
+    """Fix home and the arenas; `NoRoom` if home alone is too large for a tier."""
+    home, ends = lay_home(program, placement, tiers)
+    peak = max((visit.nonmodel_bytes for visit in program.visits), default=0)
+    line = (tiers[0].capacity_bytes - peak) & -128
+    for tier, end in enumerate(ends):
+        if end > (tiers[tier].capacity_bytes if tier else line):
+            raise NoRoom(tier, -1, end)
+    arena = line - ends[0]
+    groups = program.stepped if program.ranks > 1 else ()
+    scratch = max((program.bytes_of(Extent(Kind.WIRE, group)) for group in groups), default=0)
+    classes = _classes(program)
+    gathered, deep = _gathered(program, placement, arena - scratch, classes)
+    return Frame(
+        program=program,
+        tiers=tiers,
+        placement=placement,
+        policy=policy,
+        home=home,
+        home_ends=tuple(ends),
+        line_bytes=line,
+        gathered_bytes=min(gathered, max(arena - scratch, 0)),
+        scratch_bytes=min(scratch, arena),
+        deep=deep,
+        kept=_static_set(program, placement, arena - scratch - gathered) if policy is Policy.STATIC else frozenset(),
+        classes=classes,
+    )
+
+
+def _classes(program: Program) -> tuple[int, int]:
+    groups = range(len(program.layout.groups))
+    shard = max((program.bytes_of(Extent(program.weight, group)) for group in groups), default=0)
+    return align_up(shard // _SIZE_CLASSES + 1), align_up(shard * program.ranks // _SIZE_CLASSES + 1)
+
+
+def _gathered(program: Program, placement: Placement, arena: int, classes: tuple[int, int]) -> tuple[int, bool]:
+    """How much of the compute tier's arena is for gathered groups, and whether that allows gathering ahead.
+
+    Shards are small and dear (they cross the link), gathered groups large and cheap: all shards that live below stay
+    where there is room for them, and what is over keeps groups gathered from forward to backward.
+    """
+    if program.ranks == 1:
+        return 0, False
+    least, deep = _gathered_needs(program, classes[1])
+    groups = range(len(placement.weights))
+    shards = [align_up(program.bytes_of(Extent(program.weight, group)), classes[0]) for group in groups]
+    below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight, group)]
+    passing = 3 * max(below, default=0 if program.overwrites else max(shards, default=0))
+    if sum(below) + passing + deep <= arena:
+        return arena - sum(below) - passing, True
+    if passing + deep <= arena:
+        return deep, True
+    return max(min(least, arena - passing), 0), False
+
+
+def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
+    """Bytes of gathered groups at once: at the least, and with the next moment's gathered ahead."""
+    segment = SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
+    gradient = Kind.FULL if program.overwrites else Kind.GRAD
+    least = deep = 0
+    before: set[Extent] = set()
+    partial: set[Extent] = set()
+
+    def room(extents: set[Extent]) -> int:
+        return sum(align_up(program.bytes_of(extent), size_class) for extent in extents)
+
+    for visit in program.segment_visits(segment):
+        held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}
+        partial |= {Extent(gradient, group) for group in visit.grads}
+        least = max(least, room(held | partial))
+        deep = max(deep, room(before | held | partial))
+        partial -= {Extent(gradient, group) for group in program.completions[visit.index]}
+        before = held
+    return least, deep
+
+
+def _static_set(program: Program, placement: Placement, room: int) -> frozenset[int]:
+    kept = set()
+    sizes = [program.bytes_of(Extent(program.weight, group)) for group in range(len(placement.weights))]
+    room -= 3 * max(sizes, default=0)
+    for group, size in enumerate(sizes):
+        if placement.home_tier(program.weight, group) and size <= room:
+            kept.add(group)
+            room -= size
+    return frozenset(kept)
