@@ -47,6 +47,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         loss_chunk_tokens=draw(st.integers(1, 100)),
         materialised_attention=draw(st.booleans()),
         dropout=draw(st.booleans()),
+        fused=draw(st.booleans()),
         gradient_buffers=draw(st.booleans()),
     )
 
@@ -239,7 +240,11 @@ def test_bytes_of_the_options() -> None:
 
     assert gain("layer 0 mlp", materialised_attention=True) == scores
     assert gain("layer 0 attention backward", materialised_attention=True) == 3 * scores
-    assert gain("layer 0 mlp", dropout=True) == 2 * tokens * 64
+    assert gain("embedding", dropout=True) == tokens * 64
+    assert gain("layer 0 mlp", dropout=True) == 3 * tokens * 64
+    assert gain("layer 0 attention", fused=False) == 0
+    assert gain("layer 0 mlp", fused=False) == 3 * 2 * tokens * 256
+    assert gain("layer 0 mlp backward", fused=False) == 4 * 2 * tokens * 256
     assert gain("layer 0 mlp backward", gradient_buffers=False) == -2 * 64 * 256
     assert gain("head", chunked_loss=True, loss_chunk_tokens=16) == -12 * (64 - 16) * 96
     assert gain("head", logit_bytes=10) == -2 * 64 * 96
@@ -251,6 +256,12 @@ def test_bytes_of_the_options() -> None:
     block = x + 2 * x + 2 * queries + 2 * keys + queries + keys + 64 * (8 + 4 * 4 + 4 * 6)
     block += x + 4 * 2 * 64 * 160 + 64 * 8
     assert peak("layer 1 attention", TINY_QWEN) - peak("layer 0 attention", TINY_QWEN) == block
+    # Norms in pieces: before the block's two branches (64 wide each), of queries (128) and of keys (64).
+    for precision_bytes, piece in ((2, 2 + 4), (4, 4)):
+        whole, pieces = (
+            peak("layer 0 mlp", TINY_QWEN, precision_bytes=precision_bytes, fused=fused) for fused in (True, False)
+        )
+        assert pieces - whole == piece * tokens * (64 + 64 + 128 + 64)
 
 
 @pytest.mark.parametrize("found", [shape("gpt2"), shape("gpt-175b"), shape("bert-base"), TINY_QWEN])

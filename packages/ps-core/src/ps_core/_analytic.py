@@ -15,7 +15,10 @@ computed element, ``h`` hidden size, ``q`` and ``k`` width of all query heads an
       materialised                + e a B S S                                 softmax output
     MLP keeps                     eT(h + 2f) + 8T, gated eT(h + 4f) + 8T      norm output, activation's input and output
                                                                               (and the second projection, the product)
-    dropout                       + Th attention, + Th MLP                    byte masks
+    dropout                       + Th attention, Th MLP, Th embedding        byte masks
+    not fused: a norm of width w  + ewT, and 4wT if e < 4                     rotary families: values before scaling
+                                                                              and an fp32 copy of the input
+    not fused: activation         + 3eTf kept, + eTf at work                  GPT-2: 0.5x, tanh, 1 + tanh
     no-grad forward of attention  eT(2q + 2k + h), materialised + 2e a B S S  the widest operator, in and out
     no-grad forward of the MLP    eT(h + 2f), gated eT(h + 3f)                the same
     backward of attention         eT(h + 2q + 2k) + 4T(q + a)                 gradients alive at the attention kernel,
@@ -49,7 +52,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ps_core._errors import InvalidInput
-from ps_core._shapes import Part, TransformerShape, placed_tensors
+from ps_core._shapes import Family, Norm, Part, TransformerShape, placed_tensors
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 
 
@@ -73,6 +76,9 @@ class Workload:
     materialised_attention: bool = False
     """Attention that writes its scores to memory."""
     dropout: bool = False
+    fused: bool = True
+    """Whether norms and activations are single operators. In transformers GPT-2's activation and the rotary families'
+    norms are not, and keep what their pieces need."""
     gradient_buffers: bool = True
     """Whether a gradient arrives in memory of its own before it is stored; False if kernels write it in place."""
 
@@ -124,7 +130,7 @@ class _Costs:
 
     @cached_property
     def embedding_kept(self) -> int:
-        return self.state + 8 * self.work.tokens if self.shape.post_norm else 0
+        return self.masks + (self.state + 8 * self.work.tokens if self.shape.post_norm else 0)
 
     @cached_property
     def projected(self) -> int:
@@ -136,13 +142,26 @@ class _Costs:
         shape, tokens = self.shape, self.work.tokens
         kept = 2 * self.state + self.projected + (8 + 4 * shape.heads) * tokens + self.scores
         if shape.qk_norm:
-            kept += self.elements(shape.query_width + shape.kv_width) + 4 * (shape.heads + shape.kv_heads) * tokens
-        return kept + self.masks
+            width = shape.query_width + shape.kv_width
+            kept += self.elements(width) + 4 * (shape.heads + shape.kv_heads) * tokens + self.norm_pieces(width)
+        return kept + self.masks + self.norm_pieces(shape.hidden)
 
     @cached_property
     def mlp_kept(self) -> int:
-        wide = 4 if self.shape.gated_mlp else 2
-        return self.elements(self.shape.hidden + wide * self.shape.ffn) + 8 * self.work.tokens + self.masks
+        shape, wide = self.shape, (4 if self.shape.gated_mlp else 2) + (3 if self.composed_activation else 0)
+        kept = self.elements(shape.hidden + wide * shape.ffn) + 8 * self.work.tokens
+        return kept + self.masks + self.norm_pieces(shape.hidden)
+
+    @property
+    def composed_activation(self) -> bool:
+        """Whether the activation is made of several operators."""
+        return self.shape.family is Family.GPT2 and not self.work.fused
+
+    def norm_pieces(self, width: int) -> int:
+        """What a norm over that width keeps if it is made of several operators."""
+        if self.work.fused or self.shape.norm is Norm.LAYER:
+            return 0
+        return self.elements(width) + (4 * self.work.tokens * width if self.work.precision_bytes < 4 else 0)
 
     @cached_property
     def masks(self) -> int:
@@ -154,7 +173,7 @@ class _Costs:
 
     @cached_property
     def mlp_forward(self) -> int:
-        wide = 3 if self.shape.gated_mlp else 2
+        wide = 3 if self.shape.gated_mlp or self.composed_activation else 2
         return self.elements(self.shape.hidden + wide * self.shape.ffn)
 
     @cached_property
@@ -164,7 +183,8 @@ class _Costs:
 
     @cached_property
     def mlp_backward(self) -> int:
-        return self.elements(self.shape.hidden + (2 if self.shape.gated_mlp else 1) * self.shape.ffn)
+        wide = 2 if self.shape.gated_mlp or self.composed_activation else 1
+        return self.elements(self.shape.hidden + wide * self.shape.ffn)
 
     @cached_property
     def loss_rows(self) -> int:
