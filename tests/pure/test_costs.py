@@ -34,6 +34,7 @@ from ps_core._trace import Moment, Phase, Tensor, Trace
 MACHINE = Machine(
     name="powers",
     memory_bytes=1,
+    host_memory_bytes=1,
     matmul_flops=2.0**10,
     matmul_flops_fp32=2.0**9,
     device_bandwidth=2.0**8,

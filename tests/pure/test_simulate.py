@@ -49,6 +49,7 @@ NUMEL = 64  # 16-bit: one slot of 128 bytes
 LEFT = Machine(
     name="powers",
     memory_bytes=1,
+    host_memory_bytes=1,
     matmul_flops=1.0,
     matmul_flops_fp32=1.0,
     device_bandwidth=128.0,
@@ -396,8 +397,8 @@ def slow_clock(program: Program, plan: Plan, machine: Machine, iterations: int) 
 
 
 def random_machine(rng: random.Random) -> Machine:
-    figures = {key: float(rng.randint(1, 64)) for key in LEFT.__slots__ if key not in ("name", "memory_bytes")}
-    return Machine(name="random", memory_bytes=1, **{**figures, "latency_s": 1e-3, "moment_overhead_s": 1e-3})
+    figures = {key: float(rng.randint(1, 64)) for key in LEFT.__slots__ if key.endswith(("_bandwidth", "_flops", "_fp32"))}
+    return Machine(name="random", memory_bytes=1, host_memory_bytes=1, **{**figures, "latency_s": 1e-3, "moment_overhead_s": 1e-3})
 
 
 def pipelined(program: Program, tiers: tuple[Tier, ...], resident: int) -> Plan:

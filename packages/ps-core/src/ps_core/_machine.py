@@ -21,10 +21,13 @@ GIGA = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Rates per second: operations (``_flops``) or bytes. ``memory_bytes``, the accelerator's, only helps find it."""
+    """Rates per second: operations (``_flops``) or bytes."""
 
     name: str
     memory_bytes: int
+    """Of one accelerator. It finds the machine nearest to a budget, and is the budget where none is given."""
+    host_memory_bytes: int
+    """Of a usual node; likewise."""
     matmul_flops: float
     """16-bit matrix work inside a transformer block, of one GPU."""
     matmul_flops_fp32: float
@@ -129,6 +132,7 @@ _BUILT_IN = (
     Machine(
         name="v100",
         memory_bytes=32 * GIB,
+        host_memory_bytes=240 * GIB,
         matmul_flops=60 * TERA,
         matmul_flops_fp32=13 * TERA,
         device_bandwidth=780 * GIGA,
@@ -145,6 +149,7 @@ _BUILT_IN = (
     Machine(
         name="a100-40",
         memory_bytes=40 * GIB,
+        host_memory_bytes=1000 * GIB,
         matmul_flops=160 * TERA,
         matmul_flops_fp32=17 * TERA,
         device_bandwidth=1350 * GIGA,
@@ -160,6 +165,7 @@ _BUILT_IN = (
     Machine(
         name="a100-80",
         memory_bytes=80 * GIB,
+        host_memory_bytes=1000 * GIB,
         matmul_flops=170 * TERA,
         matmul_flops_fp32=17 * TERA,
         device_bandwidth=1700 * GIGA,
@@ -177,6 +183,7 @@ _BUILT_IN = (
     Machine(
         name="h100",
         memory_bytes=80 * GIB,
+        host_memory_bytes=2000 * GIB,
         matmul_flops=500 * TERA,
         matmul_flops_fp32=45 * TERA,
         device_bandwidth=2900 * GIGA,
@@ -193,6 +200,7 @@ _BUILT_IN = (
     Machine(
         name="h200",
         memory_bytes=140 * GIB,
+        host_memory_bytes=1500 * GIB,
         matmul_flops=600 * TERA,
         matmul_flops_fp32=45 * TERA,
         device_bandwidth=4100 * GIGA,
@@ -209,6 +217,7 @@ _BUILT_IN = (
     Machine(
         name="rtx4090",
         memory_bytes=24 * GIB,
+        host_memory_bytes=64 * GIB,
         matmul_flops=120 * TERA,
         matmul_flops_fp32=40 * TERA,
         device_bandwidth=880 * GIGA,
@@ -224,6 +233,7 @@ _BUILT_IN = (
     Machine(
         name="rtx4060",
         memory_bytes=8 * GIB,
+        host_memory_bytes=16 * GIB,
         matmul_flops=30 * TERA,
         matmul_flops_fp32=10 * TERA,
         device_bandwidth=235 * GIGA,
@@ -239,6 +249,7 @@ _BUILT_IN = (
     Machine(
         name="laptop",
         memory_bytes=6 * GIB,
+        host_memory_bytes=16 * GIB,
         matmul_flops=18 * TERA,
         matmul_flops_fp32=6 * TERA,
         device_bandwidth=170 * GIGA,
@@ -254,6 +265,7 @@ _BUILT_IN = (
     Machine(
         name="t4",
         memory_bytes=16 * GIB,
+        host_memory_bytes=48 * GIB,
         matmul_flops=22 * TERA,
         matmul_flops_fp32=4 * TERA,
         device_bandwidth=240 * GIGA,
@@ -270,6 +282,7 @@ _BUILT_IN = (
     Machine(
         name="cpu",
         memory_bytes=1,
+        host_memory_bytes=64 * GIB,
         matmul_flops=1 * TERA,
         matmul_flops_fp32=0.4 * TERA,
         device_bandwidth=40 * GIGA,

@@ -1,0 +1,127 @@
+"""What to try: remedies for what does not fit, and remarks on what does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from ps_core._errors import InvalidInput
+from ps_core._forecast import Forecast, Subject, Training, bounds, surely_fits
+from ps_core._trace import Trace
+from ps_core._units import format_bytes
+
+_IDLE = 0.1
+"""A part of the step the GPU may wait without a remark."""
+_FULL = 0.99
+_WAITS = {
+    "host->device": "uploads over the link",
+    "device->host": "downloads over the link",
+    "disk->host": "reads from disk",
+    "host->disk": "writes to disk",
+    "collectives": "the other GPUs",
+    "cpu": "the optimizer step on the CPU",
+}
+_ROUND = 2**34
+"""Memory is suggested in whole 16 GiB."""
+
+
+def advice(found: Forecast) -> tuple[str, ...]:
+    """What would make a plan that fits faster, and what its owner should know."""
+    told = found.planned.prediction
+    said = list(found.planned.plan.notes)
+    idle = told.stalled_s / told.step_time_s if told.step_time_s else 0.0
+    if idle > _IDLE:
+        busy = {name: told.busy_s[name] for name in _WAITS}
+        name = max(busy, key=lambda key: busy[key])
+        said.append(
+            f"the GPU waits {idle:.0%} of the step, most of all for {_WAITS[name]} ({busy[name]:.3g} s of work); "
+            "a larger --batch or --accumulate spreads that over more tokens"
+        )
+    if found.offloads and not isinstance(found.training.offload_checkpoints, bool):
+        said.append("checkpoints leave the GPU between forward and backward (--no-offload-checkpoints keeps them)")
+    full = [tier.name for tier in found.planned.plan.tiers if told.peak_bytes[tier.name] > _FULL * tier.capacity_bytes]
+    if "host" in full:
+        said.append("host memory is full to within 1 %: nothing else of size may run there (--reserve-host sets more)")
+    return tuple(said)
+
+
+def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, ...]:
+    """Changes after which there is a plan, by the planner's promise, the mildest first."""
+    said = []
+    for label, changed in islice(_changes(subject, training), most):
+        need = max(bounds(subject, changed), key=lambda need: need.needed_bytes / need.available_bytes)
+        said.append(
+            f"{label} (predicted: fits; {need.where} then needs at least "
+            f"{format_bytes(need.needed_bytes)} of {format_bytes(need.available_bytes)})"
+        )
+    return tuple(said)
+
+
+def _changes(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    """At most one change of each sort that fits, so that remedies are of different sorts."""
+    for sort in (_options, _batches, _memories, _clusters):
+        for label, changed in sort(subject, training):
+            if surely_fits(subject, changed):
+                yield label, changed
+                break
+
+
+def _options(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    if isinstance(subject, Trace):
+        return
+    leaner = training
+    labels = []
+    if not leaner.checkpointing:
+        leaner = replace(leaner, checkpointing=True)
+        labels.append("--checkpointing")
+        yield " ".join(labels), leaner
+    if not leaner.chunked_loss:
+        leaner = replace(leaner, chunked_loss=True)
+        labels.append("--chunked-loss")
+        yield " ".join(labels), leaner
+    if leaner.offload_checkpoints is False:
+        leaner = replace(leaner, offload_checkpoints=True)
+        labels.append("--offload-checkpoints")
+        yield " ".join(labels), leaner
+
+
+def _batches(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    if isinstance(subject, Trace):
+        return
+    batch = training.batch // 2
+    while batch:
+        yield f"--batch {batch}", replace(training, batch=batch)
+        batch //= 2
+
+
+def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    cluster = training.cluster
+    for quarters in (5, 6, 8, 16):
+        size = -(-cluster.host_memory * quarters // 4 // _ROUND) * _ROUND
+        if size:
+            label = f"--host-memory {size // 2**30}GiB"
+            yield label, replace(training, cluster=replace(cluster, host_memory=size))
+    if not cluster.disk and cluster.host_memory:
+        for disk in (2**40, 2**42, 2**44):
+            yield f"--disk {disk // 2**40}TiB", replace(training, cluster=replace(cluster, disk=disk))
+    if cluster.device_memory:
+        for factor in (2, 4):
+            size = -(-cluster.device_memory * factor // 2**30)
+            label = f"--device-memory {size}GiB"
+            yield label, replace(training, cluster=replace(cluster, device_memory=size * 2**30))
+
+
+def _clusters(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    cluster = training.cluster
+    for factor in (2, 4, 8, 16):
+        gpus, nodes = cluster.gpus * factor, cluster.nodes
+        if cluster.ranks_per_node * factor > 8:
+            nodes = cluster.nodes * factor
+        label = f"--gpus {gpus}" + (f" --nodes {nodes}" if nodes > 1 else "")
+        try:
+            changed = replace(training, cluster=replace(cluster, gpus=gpus, nodes=nodes))
+            changed.cluster.tiers()
+        except InvalidInput:
+            continue
+        yield label, changed
