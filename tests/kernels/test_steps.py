@@ -13,7 +13,7 @@ import torch
 import ps_kernels
 from ps_core import _floats, _optim, _options
 from ps_kernels._order import AdamArguments
-from ps_kernels._torch import make_backend
+from ps_kernels._torch import TorchBackend, double_root, numpy_root
 
 BOUNDARY = 131_072 + 97
 """Longer than any backend's piece."""
@@ -179,10 +179,22 @@ def test_a_step_leaves_no_graph() -> None:
     assert param.grad_fn is None
 
 
-def test_a_device_without_bytes_takes_the_same_operations() -> None:
+@pytest.mark.parametrize("root", [double_root, numpy_root])
+def test_roots_are_rounded_correctly(root: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    x = torch.from_numpy(np.random.default_rng(9).integers(0, 0x7F80_0001, 200_000, np.uint32).view(np.float32))
+    x[:4] = torch.tensor([0.0, -0.0, -1.0, torch.nan])
+    with np.errstate(invalid="ignore"):
+        right = np.sqrt(x.numpy().astype(np.float64)).astype(np.float32)
+    out = torch.empty_like(x)
+    np.testing.assert_array_equal(root(x, out).numpy(), right)
+    np.testing.assert_array_equal(np.signbit(out.numpy()[:2]), [False, True])
+
+
+@pytest.mark.parametrize("root", [double_root, numpy_root])
+def test_another_device_takes_the_same_operations(root: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Away from the CPU the roots are the device's own; on the meta device only types and shapes are checked."""
-    arrays = [torch.zeros(100, device="meta") for _ in range(4)]
+    p, m, v, g = (torch.zeros(100, device="meta") for _ in range(4))
     scalars = AdamArguments(
         step=1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True, grad_scale=1.0
     ).scalars()
-    make_backend().adam((arrays[0], arrays[1], arrays[2]), arrays[3], None, scalars)
+    TorchBackend(root).adam((p, m, v), g, None, scalars)
