@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ps_core._errors import InvalidInput
 from ps_core._units import parse_bytes
@@ -79,10 +79,9 @@ class SGD:
 
 
 Optimizer: TypeAlias = Adam | AdamW | SGD
-OptimizerT = TypeVar("OptimizerT", Adam, AdamW, SGD)
 
 
-def for_parameter(optimizer: OptimizerT, name: str, parameter: object = None) -> OptimizerT:
+def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> Optimizer:
     """The optimizer as it is for one parameter: the first matching group's values over the common ones."""
     for group in optimizer.groups:
         if group.match(name, parameter):

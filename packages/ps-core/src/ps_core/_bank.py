@@ -1,0 +1,158 @@
+"""One process's memory as bytes: tiers, slots, the tide; freed bytes are poisoned, stale contents are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import Held, Instr, Plan, Reserve, Shift
+from ps_core._program import Extent
+
+POISON = 0xFF
+"""Fills what nobody may read: not-a-number in every precision."""
+
+SlotKey: TypeAlias = tuple[int, int]
+"""A segment's serial number and its number for the slot (-1: before the first segment)."""
+
+
+class Tag(NamedTuple):
+    """What a slot holds: an extent's version, as a segment counts it."""
+
+    extent: Extent
+    version: int
+    serial: int
+
+
+@dataclass(slots=True)
+class Slot:
+    """A range of one tier, and what is in it (None: poison)."""
+
+    tier: int
+    offset: int
+    bytes: int
+    tag: Tag | None = None
+
+
+class Bank:
+    """The tiers of one process. Breaking a rule of the plan's memory raises `PlanMismatch`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.tiers = plan.tiers
+        self.slots: dict[SlotKey, Slot] = {}
+        self.tide_bytes = 0
+        self._bytes = [bytearray([POISON]) * extent for extent in used_extents(plan)]
+        for number, held in enumerate(plan.home):
+            self._own(held.tier, held.offset, held.bytes)
+            self.slots[-1, number] = Slot(held.tier, held.offset, held.bytes)
+
+    def used_bytes(self, tier: int) -> int:
+        """Bytes of the tier's slots."""
+        return sum(slot.bytes for slot in self.slots.values() if slot.tier == tier)
+
+    def slot(self, key: SlotKey) -> Slot:
+        """A slot that exists."""
+        if key not in self.slots:
+            raise PlanMismatch(f"slot {key[1]} is used while it is not reserved")
+        return self.slots[key]
+
+    def reserve(self, key: SlotKey, op: Reserve) -> None:
+        """Take a fresh range."""
+        if key in self.slots or not 0 <= op.tier < len(self.tiers):
+            raise PlanMismatch(f"slot {op.slot} cannot be reserved (again, or on tier {op.tier})")
+        self._own(op.tier, op.offset, op.bytes)
+        self.slots[key] = Slot(op.tier, op.offset, op.bytes)
+
+    def at_home(self, held: Held) -> SlotKey | None:
+        """The slot that takes just a home's place, whatever its number."""
+        for key, slot in self.slots.items():
+            if (slot.tier, slot.offset, slot.bytes) == (held.tier, held.offset, held.bytes):
+                return key
+        return None
+
+    def claim(self, key: SlotKey, held: Held) -> None:
+        """Let a segment have a home slot, which an earlier one may have left under another number."""
+        there = self.at_home(held)
+        if there is not None:
+            self.slots[key] = self.slots.pop(there)
+
+    def release(self, key: SlotKey) -> None:
+        """Give a range back, poisoned."""
+        slot = self.slot(key)
+        self._poison(slot.tier, slot.offset, slot.bytes)
+        del self.slots[key]
+
+    def shift(self, key: SlotKey, op: Shift) -> None:
+        """Move a slot within its tier, poisoning what it leaves."""
+        slot = self.slot(key)
+        self._own(slot.tier, op.offset, slot.bytes, but=slot)
+        data = bytes(self.view(slot))
+        self._poison(slot.tier, slot.offset, slot.bytes)
+        slot.offset = op.offset
+        self.view(slot)[:] = data
+
+    def view(self, slot: Slot) -> memoryview:
+        """A slot's bytes."""
+        return memoryview(self._bytes[slot.tier])[slot.offset : slot.offset + slot.bytes]
+
+    def rise(self, nonmodel_bytes: int) -> None:
+        """Let non-model data have the top of the compute tier, destroying what it finds there; or less of it."""
+        start = self.tiers[0].capacity_bytes - nonmodel_bytes
+        if start < 0:
+            raise PlanMismatch(f"{nonmodel_bytes} non-model bytes do not fit {self.tiers[0].name}")
+        self.tide_bytes = 0
+        self._own(0, start, nonmodel_bytes)
+        self.tide_bytes = nonmodel_bytes
+        end = len(self._bytes[0])
+        if start < end:
+            self._poison(0, start, end - start)
+
+    def _poison(self, tier: int, offset: int, count: int) -> None:
+        self._bytes[tier][offset : offset + count] = bytes([POISON]) * count
+
+    def _own(self, tier: int, offset: int, count: int, but: Slot | None = None) -> None:
+        """Check that a range may be owned: within the budget, and nobody else's."""
+        end, name = offset + count, self.tiers[tier].name
+        top = self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)
+        if offset < 0 or count < 0 or end > top:
+            raise PlanMismatch(f"{offset} to {end} is not within the {top} bytes that model data may use on {name}")
+        for other in self.slots.values():
+            if other.tier == tier and other is not but and offset < other.offset + other.bytes and other.offset < end:
+                raise PlanMismatch(f"{offset} to {end} on {name} overlaps a slot at {other.offset}")
+
+
+def used_extents(plan: Plan) -> list[int]:
+    """For each tier, the end of the highest address the plan ever uses, within the budget."""
+    ends = [0] * len(plan.tiers)
+    for tier, _, end in ranges_of(plan.home):
+        ends[tier] = max(ends[tier], end)
+    for segment in plan.segments:
+        for rows in slot_ranges(plan, segment.instrs).values():
+            for tier, _, end in rows:
+                ends[tier] = max(ends[tier], end)
+    return [min(end, tier.capacity_bytes) for end, tier in zip(ends, plan.tiers, strict=True)]
+
+
+Range: TypeAlias = tuple[int, int, int]
+"""Tier, start, end."""
+
+
+def ranges_of(home: Iterable[Held]) -> Iterator[Range]:
+    """The ranges of home slots."""
+    return ((held.tier, held.offset, held.offset + held.bytes) for held in home)
+
+
+def slot_ranges(plan: Plan, instrs: Iterable[Instr]) -> dict[int, list[Range]]:
+    """Every range each slot occupies at some time in a segment; only ranges on tiers there are."""
+    found = {number: [row] for number, row in enumerate(ranges_of(plan.home))}
+    sizes = {number: held.bytes for number, held in enumerate(plan.home)}
+    for instr in instrs:
+        op = instr.op
+        if isinstance(op, Reserve) and 0 <= op.tier < len(plan.tiers):
+            sizes[op.slot] = op.bytes
+            found.setdefault(op.slot, []).append((op.tier, op.offset, op.offset + op.bytes))
+        elif isinstance(op, Shift) and op.slot in found:
+            tier = found[op.slot][0][0]
+            found[op.slot].append((tier, op.offset, op.offset + sizes[op.slot]))
+    return found

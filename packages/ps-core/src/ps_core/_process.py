@@ -1,0 +1,157 @@
+"""One simulated process: its memory, what its slots hold, and what it remembers between instructions."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from ps_core._bank import Bank, Slot, SlotKey, Tag
+from ps_core._errors import PlanMismatch
+from ps_core._floats import Floats, pack, unpack
+from ps_core._learning import Decision, Network, Saved, Training, last_reads
+from ps_core._lifecycle import Lifecycle
+from ps_core._plan import Plan
+from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+
+FP32 = Precision.FP32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """One segment of the run: which it is, and whose data it works on."""
+
+    serial: int
+    name: SegmentName
+    iteration: int
+    micro: int
+    loss_scale: float
+    decision: Decision | None
+
+
+@dataclass(slots=True)
+class Process:
+    """A rank's memory, and what it remembers between instructions."""
+
+    rank: int
+    network: Network
+    program: Program
+    plan: Plan
+    training: Training
+    bank: Bank = field(init=False)
+    lifecycle: Lifecycle | None
+    """None where segments overlap, and tensors' events with them."""
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    parts: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """Norm parts by group."""
+    legs: list[SegmentName] = field(default_factory=list)
+    """Names of the segments begun so far, by serial number."""
+    claimed: set[SlotKey] = field(default_factory=set)
+    """Home slots that segments have used."""
+    saved: Saved = field(default_factory=dict)
+    aside: dict[int, Floats] = field(default_factory=dict)
+    """Partial gradients of tensors whose payload is still to be read."""
+    over: set[int] = field(default_factory=set)
+    """Tensors whose gradient lies over their payload by now."""
+    running: int = -1
+    """Serial number of the pass whose moments are being run."""
+    last_reads: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bank = Bank(self.plan)
+        self.last_reads = last_reads(self.program.trace)
+        first = SegmentName.EVAL if not self.program.training else self.program.segments[0]
+        entry = self.program.entry(first)
+        for number, held in enumerate(self.plan.home):
+            slot = self.bank.slots[-1, number]
+            if held.extent in entry:
+                self.bank.view(slot)[:] = self.initial(held.extent)
+                slot.tag = Tag(held.extent, entry[held.extent], 0)
+
+    # Contents.
+
+    def initial(self, extent: Extent) -> bytes:
+        """What an extent holds before anything has run."""
+        kind, index = extent
+        if kind in (Kind.M, Kind.V):
+            return bytes(self.program.bytes_of(extent))
+        group = self.program.layout.groups[index]
+        values = array("f")
+        for tensor in group.tensors:
+            values.extend(self.network.initial(tensor))
+        values.extend(bytes(group.shard_numel * self.program.ranks - group.numel))
+        start = self.rank * group.shard_numel
+        return pack(values[start : start + group.shard_numel], self.precision(kind))
+
+    def precision(self, kind: Kind) -> Precision:
+        """What a kind of payload is stored in."""
+        return FP32 if kind in (Kind.P32, Kind.M, Kind.V, Kind.ACC) else self.program.precision
+
+    def key(self, leg: Leg, slot: int) -> SlotKey:
+        """A slot of a leg's segment among all slots."""
+        key = (leg.serial, slot)
+        if slot < len(self.plan.home) and key not in self.claimed:
+            self.claimed.add(key)
+            self.bank.claim(key, self.plan.home[slot])
+        return key
+
+    def holding(self, leg: Leg, number: int, extent: Extent, version: int | None, tier: int | None = None) -> Slot:
+        """A slot that must hold just this (version None: anything), on this tier if one is named."""
+        slot = self.bank.slot(self.key(leg, number))
+        if tier is not None and slot.tier != tier:
+            raise PlanMismatch(f"{leg.name.value}: slot {number} is on tier {slot.tier}, expected {tier}")
+        self.check(leg, slot, extent, version)
+        return slot
+
+    def check(self, leg: Leg, slot: Slot, extent: Extent, version: int | None) -> None:
+        """`PlanMismatch` unless a slot has room for an extent, and holds this version of it (None: anything)."""
+        where = f"process {self.rank}, {leg.name.value}, slot at {slot.offset} of tier {slot.tier}"
+        if slot.bytes < self.program.bytes_of(extent):
+            raise PlanMismatch(f"{where}: too small for {extent.kind.value} of {extent.index}")
+        found = None if slot.tag is None else self._as_seen_by(leg.serial, slot.tag)
+        if version is not None and found != (extent, version):
+            wanted = f"{extent.kind.value} of {extent.index} in version {version}"
+            raise PlanMismatch(f"{where}: expected {wanted}, found {found or 'poison'}")
+
+    def _as_seen_by(self, serial: int, tag: Tag) -> tuple[Extent, int] | None:
+        """What a slot written in an earlier segment holds as a later one counts versions."""
+        version: int | None = tag.version
+        for earlier in range(tag.serial, serial):
+            if self.program.exit(self.legs[earlier]).get(tag.extent) != version:
+                return None
+            version = self.program.entry(self.legs[earlier + 1]).get(tag.extent)
+        return None if version is None else (tag.extent, version)
+
+    def read(self, slot: Slot, extent: Extent) -> Floats:
+        """The values of an extent that a slot holds."""
+        return unpack(self.bank.view(slot)[: self.program.bytes_of(extent)], self.precision(extent.kind))
+
+    def write(self, leg: Leg, slot: Slot, extent: Extent, version: int, values: Floats | None = None) -> None:
+        """Note what a slot now holds, and put it there unless that is done."""
+        if values is not None:
+            self.put(slot, extent.kind, 0, values)
+        slot.tag = Tag(extent, version, leg.serial)
+
+    def put(self, slot: Slot, kind: Kind, offset: int, values: Floats) -> None:
+        """Write values from an element offset on."""
+        data = pack(values, self.precision(kind))
+        start = offset * (len(data) // len(values)) if values else 0
+        self.bank.view(slot)[start : start + len(data)] = data
+
+    def begin(self, leg: Leg) -> None:
+        """A pass over the moments begins with nothing saved."""
+        self.running = leg.serial
+        self.saved, self.aside, self.over = {}, {}, set()
+        if leg.name is not SegmentName.EVAL:
+            self.parts.clear()
+
+    def pieces(self, group: int) -> list[tuple[int, int, int]]:
+        """The tensors of this process's shard: each with its first element in the shard, and the one after its last."""
+        row = self.program.layout.groups[group]
+        first = self.rank * row.shard_numel
+        found = []
+        for tensor, offset in zip(row.tensors, row.offsets, strict=True):
+            start = max(offset - first, 0)
+            end = min(offset + self.program.trace.tensors[tensor].numel - first, row.shard_numel)
+            if start < end:
+                found.append((tensor, start, end))
+        return found

@@ -1,0 +1,370 @@
+"""The reference: executes a plan on real bytes, in any order the plan allows.
+
+Simulated processes share nothing but collectives. What completes next is chosen among everything that `after` and the
+queues allow, by a seeded generator or by always preferring moves, or computation; see [Note: what a plan means] in
+`_plan`. Whatever the order, the result must equal that of `train_unconstrained`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ps_core._bank import Range, slot_ranges
+from ps_core._errors import PlanMismatch
+from ps_core._floats import Floats, pack
+from ps_core._learning import Decision, Network, Scaler, Trained, Training, check_network
+from ps_core._lifecycle import Lifecycle
+from ps_core._operations import carry_out, gather, reduce_scatter
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Copy,
+    Decide,
+    Gather,
+    Instr,
+    Norm,
+    Op,
+    Plan,
+    Queue,
+    ReduceScatter,
+    Release,
+    Reserve,
+    Run,
+    Shift,
+    Step,
+)
+from ps_core._process import Leg, Process
+from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+
+
+class Order(StrEnum):
+    """Which of the instructions that may complete next does."""
+
+    RANDOM = "random"
+    EARLIEST = "earliest"
+    """Moves as early as they may be, moments as late."""
+    LATEST = "latest"
+    """Moves only when nothing can be computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """One instruction that has just been carried out."""
+
+    rank: int
+    iteration: int
+    segment: SegmentName
+    instr: Instr
+    used_bytes: tuple[int, ...]
+    """Bytes of slots, by tier."""
+    tide_bytes: int
+    """Non-model bytes on the compute tier; during a moment's own event, those it ran with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a plan is executed."""
+
+    order: Order = Order.RANDOM
+    seed: int = 0
+    overlap: bool = False
+    """Let a segment begin while the one before it still moves, joined by address; else one after the other."""
+    observer: Callable[[Observed], None] | None = None
+
+
+def execute(
+    network: Network, program: Program, plan: Plan, training: Training, execution: Execution | None = None
+) -> Trained:
+    """Train by the plan; `PlanMismatch` or `IllegalTransition` where the plan does not hold."""
+    check_network(network, program)
+    return _Reference(network, program, plan, training, execution or Execution()).train()
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One segment on its way through one process."""
+
+    leg: Leg
+    queues: dict[Queue, deque[Instr]]
+    left: dict[int, list[Range]]
+    """Instructions not complete, with the addresses they touch."""
+
+    def ready(self, instr: Instr) -> bool:
+        return not any(other in self.left for other in instr.after)
+
+
+@dataclass(slots=True)
+class _Reference:
+    network: Network
+    program: Program
+    plan: Plan
+    training: Training
+    execution: Execution
+    scaler: Scaler = field(init=False)
+    processes: list[Process] = field(init=False)
+    flights: list[list[_Flight]] = field(init=False)
+    """By process, oldest segment first."""
+    legs: list[Leg] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks, watched = range(self.program.ranks), not self.execution.overlap
+        self.scaler = Scaler(self.training, self.program.precision)
+        self.rng = random.Random(self.execution.seed)
+        self.processes = [
+            Process(
+                rank=rank,
+                network=self.network,
+                program=self.program,
+                plan=self.plan,
+                training=self.training,
+                lifecycle=Lifecycle(self.program) if watched else None,
+            )
+            for rank in ranks
+        ]
+        self.flights = [[] for _ in ranks]
+
+    # The course of training.
+
+    def train(self) -> Trained:
+        norms, skipped = [], []
+        if self.program.training and SegmentName.PROLOGUE in self.program.segments:
+            self._launch(SegmentName.PROLOGUE, -1, 0)
+        for iteration in range(self.training.iterations):
+            if self.program.training:
+                decision = self._iterate(iteration)
+                norms.append(decision.norm)
+                if decision.skip:
+                    skipped.append(iteration)
+            if not self.program.training or iteration in self.training.evaluate_after:
+                self._launch(SegmentName.EVAL, iteration, -1)
+        self._land(0)
+        return self._result(tuple(norms), tuple(skipped))
+
+    def _iterate(self, iteration: int) -> Decision:
+        for micro, name in enumerate(self.program.iteration()[:-1]):
+            self._launch(name, iteration, micro)
+        while len(self.decisions) <= iteration:
+            self._complete_one()
+        decision = self.decisions[iteration]
+        self._launch(SegmentName.SKIP if decision.skip else SegmentName.STEP, iteration, 0, decision)
+        return decision
+
+    def _launch(self, name: SegmentName, iteration: int, micro: int, decision: Decision | None = None) -> None:
+        """Begin a segment on every process, once there is at most one other on its way (none without overlap)."""
+        self._land(1 if self.execution.overlap else 0)
+        leg = Leg(
+            serial=len(self.legs),
+            name=name,
+            iteration=iteration,
+            micro=micro,
+            loss_scale=self.scaler.loss_scale,
+            decision=decision,
+        )
+        self.legs.append(leg)
+        instrs = self.plan.segment(name).instrs
+        ranges = slot_ranges(self.plan, instrs)
+        for process, flights in zip(self.processes, self.flights, strict=True):
+            process.legs.append(name)
+            queues: dict[Queue, deque[Instr]] = {queue: deque() for queue in Queue}
+            left = {}
+            for instr in instrs:
+                queues[instr.queue].append(instr)
+                left[instr.id] = self._touched(instr.op, ranges) if self.execution.overlap else []
+            flights.append(_Flight(leg, queues, left))
+
+    def _touched(self, op: Op, ranges: dict[int, list[Range]]) -> list[Range]:
+        touched = [row for slot in slots_of(op) for row in ranges.get(slot, ())]
+        if isinstance(op, Run):
+            top = self.plan.tiers[0].capacity_bytes
+            touched.append((0, top - op.nonmodel_bytes, top))
+        return touched
+
+    def _land(self, most: int) -> None:
+        """Go on until at most so many segments are on their way."""
+        while max(map(len, self.flights)) > most:
+            self._complete_one()
+
+    # What completes next.
+
+    def _complete_one(self) -> None:
+        choices = list(self._choices())
+        if not choices:
+            self._sweep()
+            if not any(self.flights):
+                return
+            stuck = [instr.id for flight in self.flights[0] for line in flight.queues.values() for instr in [*line][:1]]
+            raise PlanMismatch(f"deadlock: each of the instructions {stuck} waits for another")
+        order = self.execution.order
+        if order is not Order.RANDOM:
+            wanted = [choice for choice in choices if (choice[2].queue is Queue.COMPUTE) is (order is Order.LATEST)]
+            choices = wanted or choices
+        rank, place, instr = self.rng.choice(choices)
+        if isinstance(instr.op, Gather | ReduceScatter | Decide):
+            self._together(place, instr)
+        else:
+            carry_out(self.processes[rank], self.flights[rank][place].leg, instr.op)
+            self._completed(rank, place, instr)
+        self._sweep()
+
+    def _choices(self) -> Iterator[tuple[int, int, Instr]]:
+        """What may complete now: process, place of the segment among its flights, instruction."""
+        heads = [list(self._heads(rank)) for rank in range(self.program.ranks)]
+        for rank, rows in enumerate(heads):
+            for place, instr in rows:
+                joint = isinstance(instr.op, Gather | ReduceScatter | Decide)
+                if not joint or (rank == 0 and self._met(place, instr, heads[1:])):
+                    yield rank, place, instr
+
+    def _met(self, place: int, instr: Instr, heads: list[list[tuple[int, Instr]]]) -> bool:
+        """Whether every other process has come to the same collective."""
+        serial = self.flights[0][place].leg.serial
+        return all(
+            any(found is instr and self.flights[rank][other].leg.serial == serial for other, found in rows)
+            for rank, rows in enumerate(heads, start=1)
+        )
+
+    def _heads(self, rank: int) -> Iterator[tuple[int, Instr]]:
+        flights = self.flights[rank]
+        for queue in Queue:
+            for place, flight in enumerate(flights):
+                if flight.queues[queue]:
+                    instr = flight.queues[queue][0]
+                    if flight.ready(instr) and not any(_collide(flight, instr, older) for older in flights[:place]):
+                        yield place, instr
+                    break
+
+    def _together(self, place: int, instr: Instr) -> None:
+        leg = self.flights[0][place].leg
+        if isinstance(instr.op, Gather):
+            gather(self.processes, leg, instr.op)
+        elif isinstance(instr.op, ReduceScatter):
+            reduce_scatter(self.processes, leg, instr.op)
+        else:
+            self._decide()
+        for rank, flights in enumerate(self.flights):
+            mine = next(index for index, flight in enumerate(flights) if flight.leg.serial == leg.serial)
+            self._completed(rank, mine, instr)
+
+    def _decide(self) -> None:
+        parts: list[tuple[int, bool]] = []
+        for process in self.processes:
+            if sorted(process.parts) != list(self.program.stepped):
+                raise PlanMismatch(f"norms of groups {sorted(process.parts)} decide for {list(self.program.stepped)}")
+            parts += process.parts.values()
+        self.decisions.append(self.scaler.decide(sum(part[0] for part in parts), all(part[1] for part in parts)))
+
+    def _completed(self, rank: int, place: int, instr: Instr) -> None:
+        flight, bank = self.flights[rank][place], self.processes[rank].bank
+        flight.queues[instr.queue].popleft()
+        del flight.left[instr.id]
+        if self.execution.observer is not None:
+            self.execution.observer(
+                Observed(
+                    rank=rank,
+                    iteration=flight.leg.iteration,
+                    segment=flight.leg.name,
+                    instr=instr,
+                    used_bytes=tuple(bank.used_bytes(tier) for tier in range(len(bank.tiers))),
+                    tide_bytes=instr.op.nonmodel_bytes if isinstance(instr.op, Run) else bank.tide_bytes,
+                )
+            )
+
+    def _sweep(self) -> None:
+        """Take segments that are complete off the lists, and check how they ended."""
+        for rank, flights in enumerate(self.flights):
+            while flights and not flights[0].left:
+                self._check_end(self.processes[rank], flights.pop(0).leg)
+
+    def _check_end(self, process: Process, leg: Leg) -> None:
+        if self.execution.overlap:
+            return  # the next segment may have changed home already; it checks what it reads
+        keys = [process.bank.at_home(held) for held in self.plan.home]
+        if len(process.bank.slots) != len(keys):
+            raise PlanMismatch(
+                f"{leg.name.value} ends with {len(process.bank.slots)} slots, expected {len(keys)} of home"
+            )
+        for held, key in zip(self.plan.home, keys, strict=True):
+            version = self.program.exit(leg.name).get(held.extent)
+            if key is None:
+                raise PlanMismatch(
+                    f"{leg.name.value} ends with {held.extent.kind.value} of {held.extent.index} not at home"
+                )
+            process.check(leg, process.bank.slots[key], held.extent, version)
+        if process.lifecycle is not None:
+            process.lifecycle.end(leg.name)
+
+    # What came of it.
+
+    def _result(self, norms: tuple[float, ...], skipped: tuple[int, ...]) -> Trained:
+        tensors = self.program.trace.tensors
+        learning = [index for index, tensor in enumerate(tensors) if tensor.trainable and self.program.training]
+        fp32 = Precision.FP32
+        return Trained(
+            losses=self._losses(micro=True),
+            evaluations=self._losses(micro=False),
+            norms=norms,
+            skipped=skipped,
+            weights=tuple(
+                pack(self._tensor(self.program.weight, index), self.program.precision) for index in range(len(tensors))
+            ),
+            masters=tuple(pack(self._tensor(Kind.P32, index), fp32) for index in learning),
+            momenta=tuple(pack(self._tensor(Kind.M, index), fp32) for index in learning),
+            variances=tuple(pack(self._tensor(Kind.V, index), fp32) for index in learning),
+        )
+
+    def _losses(self, *, micro: bool) -> tuple[float, ...]:
+        return tuple(
+            loss
+            for leg in self.legs
+            if leg.name.is_micro is micro
+            for process in self.processes
+            for loss in process.losses.get(leg.serial, ())
+        )
+
+    def _tensor(self, kind: Kind, tensor: int) -> Floats:
+        """A tensor's values put together from every process's home."""
+        group = self.program.layout.groups[self.program.layout.group_of[tensor]]
+        extent, whole = Extent(kind, group.index), array("f")
+        held = next(held for held in self.plan.home if held.extent == extent)
+        for process in self.processes:
+            key = process.bank.at_home(held)
+            if key is None:
+                raise PlanMismatch(f"{kind.value} of {group.index} is not at home in the end")
+            whole.extend(process.read(process.bank.slots[key], extent))
+        start = group.offsets[group.tensors.index(tensor)]
+        return whole[start : start + self.program.trace.tensors[tensor].numel]
+
+
+def _collide(flight: _Flight, instr: Instr, older: _Flight) -> bool:
+    """Whether an older segment has yet to touch bytes that an instruction touches."""
+    mine = flight.left[instr.id]
+    return any(
+        a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for theirs in older.left.values() for b in theirs for a in mine
+    )
+
+
+def slots_of(op: Op) -> Sequence[int]:
+    """The slots an instruction names."""
+    match op:
+        case Reserve() | Release() | Shift() | Norm():
+            return (op.slot,)
+        case Copy():
+            return (op.source, op.target)
+        case Gather():
+            return (op.shard, op.full)
+        case ReduceScatter():
+            return (op.source, op.wire, op.shard)
+        case Run() | Step():
+            return op.slots
+        case Accumulate():
+            return (op.gradient, op.accumulator)
+        case Cast():
+            return (op.master, op.weight)
+    return ()
