@@ -14,8 +14,9 @@ nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent
 CORE = ("-e", "packages/ps-core")
-ALL = ("-e", "packages/ps-core[torch]", "-e", "packages/ps-kernels[numpy,torch]", "-e", "packages/ps-dist")
-ALL += ("-e", "packages/ps-models")
+PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
+ALL = (*PACKAGES, "torch", "numpy")
+"""Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov")
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "hatchling", "packaging")
 DOCS = ("mkdocs-material",)
