@@ -1,7 +1,7 @@
 """An executor that wants a plan to fail.
 
 It runs one segment instruction by instruction, in any order that queues and waits allow, on symbolic bytes: every
-slot's range holds tokens, fresh and vacated ranges hold poison. It knows nothing of clocks or races; it reports what
+slot holds a token, fresh slots and those on the move hold poison. It knows nothing of clocks or races; it reports what
 goes wrong in the one order it ran. `find_fault` tries many orders; `find_fault_directed` tries, besides, both orders
 of every two instructions that touch the same bytes.
 """
@@ -77,6 +77,7 @@ class Machine:
     decisions: int = 0
     parts: set[int] = field(default_factory=set)
     tide: int = 0
+    moving: dict[int, Token] = field(default_factory=dict)
     declared: list[int] = field(default_factory=list)
 
     def start(self, instrs: Sequence[Instr]) -> None:
@@ -98,13 +99,20 @@ class Machine:
         if room.end > top:
             raise Broken(f"slot {number} ends at {room.end}, above {top}")
         for other, theirs in self.rooms.items():
-            if other != number and theirs.tier == room.tier and theirs.offset < room.end and room.offset < theirs.end:
+            if (
+                other not in (number, _ghost(number))
+                and theirs.tier == room.tier
+                and theirs.offset < room.end
+                and room.offset < theirs.end
+            ):
                 raise Broken(f"slots {number} and {other} overlap")
         self.rooms[number] = room
 
     def _tide_to(self, size: int) -> None:
         self.tide = size
         top = self.plan.tiers[0].capacity_bytes - size
+        if top < 0:
+            raise Broken(f"{size} non-model bytes on a tier of {self.plan.tiers[0].capacity_bytes}")
         for number, room in self.rooms.items():
             if room.tier == 0 and room.end > top:
                 raise Broken(f"the tide reaches slot {number}")
@@ -112,6 +120,8 @@ class Machine:
     def _room(self, number: int) -> Room:
         if number not in self.rooms:
             raise Broken(f"slot {number} is not there")
+        if number in self.moving and _ghost(number) in self.rooms:
+            raise Broken(f"slot {number} is on the move")
         return self.rooms[number]
 
     def _take(self, number: int, extent: Extent, version: int) -> Room:
@@ -176,7 +186,7 @@ class Machine:
                 host = self.plan.tiers[room.tier].name == "host"
                 if queue is not (Queue.COMPUTE if room.tier == 0 else Queue.CPU if host else Queue.DISK_W):
                     raise Broken(f"{queue.name} cannot shift on tier {room.tier}")
-                self._place(slot, Room(room.tier, offset, room.size, room.token))
+                self._begin_shift(slot, room, offset)
             case Copy():
                 self._copy(queue, op)
             case Run():
@@ -185,6 +195,19 @@ class Machine:
                 self._step(queue, op)
             case _:
                 self._reduce(queue, op)
+
+    def _begin_shift(self, number: int, room: Room, offset: int) -> None:
+        self.moving[number] = room.token
+        if offset != room.offset:
+            self.rooms[_ghost(number)] = room  # the old range is not free before the move is over
+            self.rooms[number] = Room(room.tier, room.offset, room.size)
+            self._place(number, Room(room.tier, offset, room.size, "half a move"))
+
+    def end_shift(self, number: int) -> None:
+        """A move is over: what was read when it began is now in its place."""
+        token = self.moving.pop(number)
+        self._room(number).token = token
+        self.rooms.pop(_ghost(number), None)
 
     def _copy(self, queue: Queue, op: Copy) -> None:
         source, target = self._room(op.source), self._room(op.target)
@@ -231,9 +254,9 @@ class Machine:
                 count = self._gradients(group)
                 whole, part = (Kind.FULL, program.weight) if program.overwrites else (Kind.GRAD, Kind.RGRAD)
                 self._room(wire).token = POISON
-                room = self._take(source, Extent(whole, group), count)
+                self._take(source, Extent(whole, group), count)
                 if self._room(wire).size < self._bytes(Extent(Kind.WIRE, group)):
-                    raise Broken(f"the wire slot is smaller than {room.size}")
+                    raise Broken(f"the wire slot has only {self._room(wire).size} bytes")
                 self._put(shard, Extent(part, group), count)
             case Accumulate(group, gradient, accumulator, first):
                 self._together(queue, gradient, accumulator)
@@ -305,6 +328,10 @@ class Machine:
             raise Broken(f"left behind: {left}")
 
 
+def _ghost(number: int) -> int:
+    return -1 - number
+
+
 # ---------------------------------------------------------------- orders
 
 Choice = Callable[[list[int]], int]
@@ -317,8 +344,14 @@ def execute(program: Program, plan: Plan, segment: Segment, choose: Choice) -> s
     instrs = segment.instrs
     try:
         machine.start(instrs)
+        begun: set[int] = set()
         for place in _order(instrs, choose):
-            machine.do(instrs[place])
+            op = instrs[place].op
+            if isinstance(op, Shift) and place in begun:
+                machine.end_shift(op.slot)
+            else:
+                machine.do(instrs[place])
+                begun.add(place)
         machine.finish()
     except Broken as broken:
         return str(broken)
@@ -326,6 +359,8 @@ def execute(program: Program, plan: Plan, segment: Segment, choose: Choice) -> s
 
 
 def _order(instrs: Sequence[Instr], choose: Choice) -> Iterator[int]:
+    """Places in the order chosen. Others may run while a slot is shifted, so a shift comes twice: begun, and over."""
+    begun: set[int] = set()
     queues: dict[Queue, list[int]] = {}
     for place in reversed(range(len(instrs))):
         queues.setdefault(instrs[place].queue, []).append(place)
@@ -342,8 +377,11 @@ def _order(instrs: Sequence[Instr], choose: Choice) -> Iterator[int]:
         if not ready:
             raise Broken("deadlock")
         place = choose(ready)
-        queues[instrs[place].queue].pop()
-        unfinished.discard(instrs[place].id)
+        if isinstance(instrs[place].op, Shift) and place not in begun:
+            begun.add(place)
+        else:
+            queues[instrs[place].queue].pop()
+            unfinished.discard(instrs[place].id)
         yield place
 
 
@@ -406,7 +444,13 @@ def _toward(pair: tuple[int, int], before: list[int]) -> Choice:
     """First all that the two wait for, then the two, then the rest."""
     needed = before[pair[0]] | before[pair[1]]
     rank = {pair[0]: 1, pair[1]: 2}
-    return lambda ready: min(ready, key=lambda place: (0 if needed >> place & 1 else rank.get(place, 3), place))
+
+    def choose(ready: list[int]) -> int:
+        place = min(ready, key=lambda place: (0 if needed >> place & 1 else rank.get(place, 3), place))
+        rank.pop(place, None)  # once begun, it may last
+        return place
+
+    return choose
 
 
 def _ancestors(instrs: Sequence[Instr]) -> list[int]:
@@ -416,7 +460,7 @@ def _ancestors(instrs: Sequence[Instr]) -> list[int]:
     last: dict[Queue, int] = {}
     done: list[int] = []
     try:
-        done = list(_order(instrs, min))
+        done = list(dict.fromkeys(_order(instrs, min)))
     except Broken:
         return before
     queued = [-1] * len(instrs)

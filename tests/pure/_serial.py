@@ -307,7 +307,7 @@ class Serial:
         if program.ranks > 1:
             source = Extent(Kind.FULL if program.overwrites else Kind.GRAD, group)
             origin = self.bring(source, 0)
-            wire = self.reserve(0, program.bytes_of(source))
+            wire = self.reserve(0, program.bytes_of(Extent(Kind.WIRE, group)))
             shard = self.reserve(0, program.bytes_of(target))
             op = ReduceScatter(group, origin, wire, shard, self.next())
             self.add(Queue.COLL, op, (origin,), (wire, shard))

@@ -156,7 +156,7 @@ def _check_after(slot: Slot, stamps: Iterable[Stamp], clock: Clock) -> None:
     for stamp in stamps:
         if clock[stamp.queue] < stamp.place:
             raise Fault(
-                f"an order with instruction {stamp.id}, which uses slot {slot.number}",
+                f"a wait for instruction {stamp.id}, which uses slot {slot.number}",
                 "either may come first",
                 others=(stamp.id,),
             )
