@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
@@ -187,6 +188,13 @@ def tests(session: nox.Session) -> None:
         session.notify(name)
     install(session, *ALL, *PYTEST, *TOOLS)
     checks = (run_lint, run_types, run_imports, run_kernels, run_engine, run_dist, run_models, run_meta, run_docs)
+    failed = []
     for step in (*checks, run_bench_once, run_gpu):
-        session.log(step.__name__.removeprefix("run_"))
-        step(session)
+        name = step.__name__.removeprefix("run_")
+        session.log(name)
+        try:
+            step(session)
+        except CommandFailed:
+            failed.append(name)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
