@@ -50,7 +50,7 @@ class Arena:
     ) -> Window | None:
         """The window of least worth that holds ``size`` bytes, of these the one idle longest.
 
-        A window is worth its dearest owner; ``worth`` is None for owners that must stay. Only where no window is
+        A window is worth its dearest owner, and fewer pieces are better; ``worth`` is None for owners that must stay. Only where no window is
         free to take are owners asked about.
         """
         free = [(FREE, piece.freed) if piece.owner is None or piece.idle else None for piece in self._pieces]
@@ -71,10 +71,10 @@ class Arena:
     def _cheapest(self, size: int, marks: list[tuple[float, int] | None]) -> tuple[int, int] | None:
         """Where the least window starts and stops; ``marks`` are None for pieces that cannot be had."""
         pieces = self._pieces
-        best: tuple[float, int] | None = None
+        best: tuple[float, int, int] | None = None
         found = None
         for start, first in enumerate(marks):
-            if first is None or (best is not None and first >= best):
+            if first is None or (best is not None and first > best[:2]):
                 continue
             goal = pieces[start].offset + size
             dearest, latest = first
@@ -86,8 +86,9 @@ class Arena:
                     break
                 dearest, latest = max(dearest, mark[0]), max(latest, mark[1])
             else:
-                if best is None or (dearest, latest) < best:
-                    best, found = (dearest, latest), (start, stop + 1)
+                score = (dearest, latest, stop - start)
+                if best is None or score < best:
+                    best, found = score, (start, stop + 1)
         return found
 
     def take(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -65,24 +66,44 @@ class Ranker(Generic[Key]):
         return self._used.get(key, 0)
 
 
-def demand_loads(requests: Sequence[frozenset[Key]], capacities: Sequence[int], policy: Policy) -> int:
-    """Loads of unit extents on demand: at each moment the requested ones must be in, at most that capacity held.
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What serving requests on demand costs."""
 
-    Where the capacity falls, victims leave although nothing comes in (forced evictions).
+    loads: int
+    write_backs: int
+
+
+def on_demand(
+    requests: Sequence[frozenset[Key]],
+    capacities: Sequence[int],
+    policy: Policy,
+    *,
+    start: frozenset[Key] = frozenset(),
+    writes: Sequence[frozenset[Key]] | None = None,
+) -> Traffic:
+    """Serve unit extents on demand: at each moment the requested ones must be in, and no more than that capacity.
+
+    Where the capacity falls, victims leave although nothing comes in (forced evictions). A victim changed since it
+    came in (``writes`` says at which moments) is written back.
     """
     uses: dict[Key, list[int]] = {}
     for moment, wanted in enumerate(requests):
         for key in wanted:
             uses.setdefault(key, []).append(moment)
     ranker: Ranker[Key] = Ranker(policy, uses)
-    held: set[Key] = set()
-    loads = 0
+    held, dirty = set(start), set[Key]()
+    loads = write_backs = 0
     for moment, (wanted, capacity) in enumerate(zip(requests, capacities, strict=True)):
         missing = wanted - held
         loads += len(missing)
         victims = sorted(held - wanted, key=lambda key: (ranker.worth(key, moment), repr(key)))
-        held -= set(victims[: max(0, len(held) + len(missing) - capacity)])
+        for victim in victims[: max(0, len(held) + len(missing) - capacity)]:
+            held.discard(victim)
+            write_backs += victim in dirty
+            dirty.discard(victim)
         held |= missing
+        dirty |= (writes[moment] if writes else frozenset()) & wanted
         for key in sorted(wanted, key=repr):
             (ranker.loaded if key in missing else ranker.used)(key)
-    return loads
+    return Traffic(loads, write_backs)

@@ -30,7 +30,7 @@ _GROUP_FACTORS = (1.52, 1.01, 0.52, 3.04, 6.08, 12.2)
 """Group sizes tried, in units of the trace's typical unit (for a GPT its feed-forward half: 1.5 is a layer)."""
 _QUICK_FACTORS = (1.52, 0.52)
 _MOST_GROUPS = 700
-_STREAM_STRIDES = (4, 3, 2)
+_STREAM_STRIDES = (16, 8, 4, 2)
 _GRID = 4
 """Points of the first look at how many groups to keep resident."""
 _SAME = 1.005
@@ -181,7 +181,7 @@ class _Scorer:
                 self._known[key] = refusal
             else:
                 per_node = self._setup.ranks_per_node
-                told = simulate(self.program, plan, self._machine, ranks_per_node=per_node, iterations=2)
+                told = simulate(self.program, plan, self._machine, ranks_per_node=per_node)
                 self._known[key] = told.step_time_s, sum(told.moved_bytes.values())
         return self._known[key]
 
