@@ -1,4 +1,4 @@
-"""A network that is nothing but hashes: any trace can be one, and any wrong byte anywhere changes everything after it."""
+"""A network that is nothing but hashes: any trace can be one, and one wrong byte changes everything after it."""
 
 from __future__ import annotations
 
