@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from _adversary import Machine, find_fault, find_fault_directed
+from _orders import find_fault, find_fault_directed, slots_of
 from ps_core._plan import Held, Instr, Op, Plan, Queue, Segment
 from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._verify import faults
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,6 @@ def _with_other(op: Op, name: str, instrs: list[Instr], rng: random.Random) -> O
 
 
 def _other_slot(old: int, instrs: list[Instr], rng: random.Random) -> int:
-    from _adversary import slots_of
-
     named = sorted({slot for instr in instrs for slot in slots_of(instr.op)})
     return rng.choice((old - 1, old + 1, rng.choice(named), rng.choice(named)))
 
@@ -247,6 +246,12 @@ def adversary_finds(
     return None
 
 
+def judge(program: Program, mutant: Mutant, rng: random.Random, orders: int = 24) -> tuple[str | None, str | None]:
+    """What verify says of a mutant, and what the adversary can show."""
+    said = faults(program, mutant.plan, limit=1)
+    return (str(said[0]) if said else None), adversary_finds(program, mutant, rng, orders, directed=True)
+
+
 @dataclass(slots=True)
 class Tally:
     """How many mutants of each sort there were."""
@@ -257,6 +262,15 @@ class Tally:
     rejected: int = 0
     """Equivalent as far as the adversary can tell, but not for verify."""
 
+    def add(self, verify_says: object, adversary_says: object) -> None:
+        """Count one mutant."""
+        if adversary_says:
+            self.killed += bool(verify_says)
+            self.survived += not verify_says
+        else:
+            self.accepted += not verify_says
+            self.rejected += bool(verify_says)
+
     @property
     def kill_rate(self) -> float:
         """Of those that matter."""
@@ -266,6 +280,3 @@ class Tally:
     def reject_rate(self) -> float:
         """Of the equivalents."""
         return self.rejected / max(1, self.accepted + self.rejected)
-
-
-__all__ = ["Machine", "Mutant", "Tally", "adversary_finds", "mutate", "other_extent"]
