@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -24,6 +25,8 @@ _WAITS = {
 }
 _ROUND = 2**34
 """Memory is suggested in whole 16 GiB."""
+_NODE = 8
+"""GPUs that a node usually has room for."""
 
 
 def advice(found: Forecast) -> tuple[str, ...]:
@@ -35,7 +38,7 @@ def advice(found: Forecast) -> tuple[str, ...]:
         busy = {name: told.busy_s[name] for name in _WAITS}
         name = max(busy, key=lambda key: busy[key])
         said.append(
-            f"the GPU waits {idle:.0%} of the step, most of all for {_WAITS[name]} ({busy[name]:.3g} s of work); "
+            f"compute is idle {idle:.0%} of the step, waiting most of all for {_WAITS[name]} ({busy[name]:.3g} s of work); "
             "a larger --batch or --accumulate spreads that over more tokens"
         )
     if found.offloads and not isinstance(found.training.offload_checkpoints, bool):
@@ -115,13 +118,11 @@ def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Train
 def _clusters(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
     cluster = training.cluster
     for factor in (2, 4, 8, 16):
-        gpus, nodes = cluster.gpus * factor, cluster.nodes
-        if cluster.ranks_per_node * factor > 8:
-            nodes = cluster.nodes * factor
-        label = f"--gpus {gpus}" + (f" --nodes {nodes}" if nodes > 1 else "")
-        try:
-            changed = replace(training, cluster=replace(cluster, gpus=gpus, nodes=nodes))
-            changed.cluster.tiers()
-        except InvalidInput:
-            continue
-        yield label, changed
+        gpus = cluster.gpus * factor
+        for nodes in (cluster.nodes, cluster.nodes * factor):
+            if gpus // nodes <= _NODE:
+                changed = replace(cluster, gpus=gpus, nodes=nodes)
+                label = f"--gpus {gpus}" + (f" --nodes {nodes}" if nodes > 1 else "")
+                with suppress(InvalidInput):
+                    changed.tiers()
+                    yield label, replace(training, cluster=changed)

@@ -18,6 +18,12 @@ DEVICE_RESERVE_BYTES = 600 * 10**6
 """CUDA context, cuBLAS workspaces, kernels."""
 DEVICE_RESERVE_NCCL_BYTES = 1200 * 10**6
 """The same with NCCL's channels and buffers."""
+HOST_RESERVE_BYTES = 4 * 10**9
+"""Of a node, for the operating system."""
+HOST_RESERVE_PER_RANK_BYTES = 2_500_000_000
+"""For each process's interpreter, libraries and batches."""
+FRAGMENTATION = 0.05
+"""A part of non-model bytes, added to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +41,9 @@ class Cluster:
     disk: int = 0
     device_reserve: int | None = None
     """None: `DEVICE_RESERVE_BYTES`, with several GPUs `DEVICE_RESERVE_NCCL_BYTES`."""
-    host_reserve: int = 4 * 10**9
-    """Of a node, for the operating system."""
-    host_reserve_per_rank: int = 2_500_000_000
-    """For each process's interpreter, libraries and batches."""
-    nonmodel_overhead: float = 0.05
-    """Fragmentation: a part of non-model bytes, added to them."""
+    host_reserve: int = HOST_RESERVE_BYTES
+    host_reserve_per_rank: int = HOST_RESERVE_PER_RANK_BYTES
+    nonmodel_overhead: float = FRAGMENTATION
 
     def __post_init__(self) -> None:
         for key in ("gpus", "nodes"):

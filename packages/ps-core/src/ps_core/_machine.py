@@ -25,7 +25,7 @@ class Machine:
 
     name: str
     memory_bytes: int
-    """Of one accelerator. It finds the machine nearest to a budget, and is the budget where none is given."""
+    """Of one accelerator, 0 for none. It finds the machine nearest to a budget, and is the budget if none is given."""
     host_memory_bytes: int
     """Of a usual node; likewise."""
     matmul_flops: float
@@ -56,8 +56,12 @@ class Machine:
             raise InvalidInput(f"machine: name must be a plain text, found {self.name!r}")
         for key in NUMBERS:
             value = getattr(self, key)
+            if key == "memory_bytes" and value == 0 and not isinstance(value, bool):
+                continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise InvalidInput(f"machine {self.name!r}: {key} must be a number above 0, found {value!r}")
+            if key.endswith("_bytes") and not isinstance(value, int):
+                raise InvalidInput(f"machine {self.name!r}: {key} must be a whole number, found {value!r}")
 
     def to_toml(self) -> str:
         """A file that `machine_from_toml` reads back equal."""
@@ -118,7 +122,7 @@ def default_machine(device_memory_bytes: int) -> Machine:
     """The built-in machine whose accelerator memory is nearest, by ratio; no accelerator: the CPU."""
     if device_memory_bytes <= 0:
         return MACHINES["cpu"]
-    accelerators = [entry for entry in MACHINES.values() if entry.name != "cpu"]
+    accelerators = [entry for entry in MACHINES.values() if entry.memory_bytes]
     return min(accelerators, key=lambda entry: abs(math.log(device_memory_bytes / entry.memory_bytes)))
 
 
@@ -281,7 +285,7 @@ _BUILT_IN = (
     # AVX-512 or AMX reaches 0.3 TFLOP/s a few cores in fp32 and two or three times that in bf16.
     Machine(
         name="cpu",
-        memory_bytes=1,
+        memory_bytes=0,
         host_memory_bytes=64 * GIB,
         matmul_flops=1 * TERA,
         matmul_flops_fp32=0.4 * TERA,

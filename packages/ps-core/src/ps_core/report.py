@@ -295,9 +295,11 @@ _STYLE = """
   .grid { stroke: #d7dde5 } .axis { stroke: #5b6675 } .budget { stroke: #c0392b } .budget-ink { fill: #c0392b }
   text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-size: 13px }
   .title { font-size: 18px; font-weight: 600 }
+  .budget-ink { paint-order: stroke; stroke: #ffffff; stroke-width: 4px }
   @media (prefers-color-scheme: dark) {
     .page { fill: #12161c } .ink { fill: #e8ecf1 } .soft { fill: #a3adba }
-    .grid { stroke: #2c3440 } .axis { stroke: #a3adba } .budget { stroke: #ff7b6b } .budget-ink { fill: #ff7b6b }
+    .grid { stroke: #2c3440 } .axis { stroke: #a3adba } .budget { stroke: #ff7b6b }
+    .budget-ink { fill: #ff7b6b; stroke: #12161c }
   }
 """
 

@@ -1,0 +1,202 @@
+"""What `pstar` prints: JSON documents and their readable form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ps_core._errors import DoesNotFit
+from ps_core._forecast import Forecast, Subject, Training
+from ps_core._scale import Largest
+from ps_core._trace import Trace
+from ps_core._units import format_bytes, format_count
+
+Document = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What was asked."""
+
+    subject: Subject
+    training: Training
+    assumed: tuple[str, ...] = ()
+    """What nobody said, and was taken to be so."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.subject.model if isinstance(self.subject, Trace) else self.subject.name
+
+
+def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Document:
+    """`pstar plan --json` of a model that fits."""
+    told = found.planned.prediction
+    return {
+        "model": case.model,
+        "parameters": found.trace.parameters,
+        "fits": True,
+        "missing_bytes": 0,
+        "tiers": {
+            tier.name: {"budget_bytes": tier.capacity_bytes, "peak_bytes": told.peak_bytes[tier.name]}
+            for tier in found.planned.plan.tiers
+        },
+        "moved_bytes": dict(told.moved_bytes),
+        "step_time_s": told.step_time_s,
+        "tflops_per_gpu": found.tflops_per_gpu,
+        "advice": list(advice),
+        "model_tflops_per_gpu": found.model_tflops_per_gpu,
+        "tokens_per_s": found.tokens_per_s,
+        "phases_s": {"forward": told.forward_s, "backward": told.backward_s, "update": told.update_s},
+        "stalled_s": told.stalled_s,
+        "busy_s": dict(told.busy_s),
+        "evictions": told.evictions,
+        "offload_checkpoints": found.offloads,
+        "groups": len(found.planned.program.layout.groups),
+        "predicted": True,
+        **_setting(case),
+    }
+
+
+def refusal_document(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> Document:
+    """`pstar plan --json` of a model that does not fit."""
+    return {
+        "model": case.model,
+        "parameters": case.subject.parameters,
+        "fits": False,
+        "missing_bytes": max(1, refusal.needed_bytes - refusal.available_bytes),
+        "tiers": {
+            tier.name: {"budget_bytes": tier.capacity_bytes, "peak_bytes": None}
+            for tier in case.training.cluster.tiers()
+        },
+        "moved_bytes": {},
+        "step_time_s": None,
+        "tflops_per_gpu": None,
+        "advice": list(remedies),
+        "tier": refusal.tier,
+        "moment": refusal.moment,
+        "needed_bytes": refusal.needed_bytes,
+        "available_bytes": refusal.available_bytes,
+        "proven": refusal.proven,
+        **_setting(case),
+    }
+
+
+def scale_document(found: Largest, plan: Document) -> Document:
+    """`pstar scale --json`."""
+    return {
+        "model": found.shape.name,
+        "parameters": found.shape.parameters,
+        "layers": found.shape.layers,
+        "hidden": found.shape.hidden,
+        "plan": plan,
+        "limit": found.limit,
+    }
+
+
+def nothing_document() -> Document:
+    """`pstar scale --json` where no model will do."""
+    return {"model": None, "parameters": 0, "layers": 0, "hidden": 0, "plan": None}
+
+
+def _setting(case: Case) -> Document:
+    training, cluster = case.training, case.training.cluster
+    return {
+        "machine": training.machine.name,
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "batch": training.batch,
+        "seq": training.seq,
+        "accumulate": training.accumulate,
+        "precision": training.precision.value,
+        "policy": training.policy.value,
+        "assumed": list(case.assumed),
+    }
+
+
+# ---------------------------------------------------------------- for people
+
+
+def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only: bool) -> str:
+    """`pstar plan` of a model that fits."""
+    told = found.planned.prediction
+    lines = [*_heading(case), "it fits. Everything below is predicted.", ""]
+    lines.append(f"  {'peak, each process':<20}{'used':>12}{'budget':>12}")
+    for tier in found.planned.plan.tiers:
+        peak = told.peak_bytes[tier.name]
+        lines.append(
+            f"  {tier.name:<20}{format_bytes(peak):>12}{format_bytes(tier.capacity_bytes):>12}"
+            f"  {_bar(peak / tier.capacity_bytes, ascii_only)}"
+        )
+    lines += ["", "  moved each step, each process"]
+    lines += [f"  {name:<20}{format_bytes(count):>12}" for name, count in told.moved_bytes.items()]
+    lines += [
+        "",
+        f"  {'step':<20}{_seconds(told.step_time_s):>12}  forward {_seconds(told.forward_s)}, backward "
+        f"{_seconds(told.backward_s)}, rest {_seconds(told.update_s)}; compute idle {_seconds(told.stalled_s)}",
+        f"  {'speed':<20}{found.tokens_per_s:>12,.0f}  tokens/s",
+        f"  {'':<20}{found.tflops_per_gpu:>12.4g}  TFLOPS per GPU, counting 8 per parameter and token "
+        f"({found.model_tflops_per_gpu:.4g} of model FLOPs)",
+    ]
+    lines += _bullets("advice", advice)
+    return "\n".join(lines) + "\n"
+
+
+def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> str:
+    """`pstar plan` of a model that does not fit."""
+    missing = max(1, refusal.needed_bytes - refusal.available_bytes)
+    if refusal.proven:
+        why = f"{refusal.tier}: at least {format_bytes(refusal.needed_bytes)} needed at {refusal.moment!r}"
+    else:
+        why = f"{refusal.tier}: no plan found for {format_bytes(refusal.needed_bytes)} at {refusal.moment!r}"
+    lines = [
+        *_heading(case),
+        "it does not fit.",
+        "",
+        f"  {why},",
+        f"  {format_bytes(refusal.available_bytes)} available, {format_bytes(missing)} missing (each process)",
+    ]
+    lines += _bullets("what would help", remedies or ("no single change this command knows of would",))
+    return "\n".join(lines) + "\n"
+
+
+def scale_text(found: Largest, plan: str) -> str:
+    """`pstar scale`."""
+    shape = found.shape
+    size = f"{format_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden}"
+    return f"largest: {shape.name}, {size}\nstopped: {found.limit}\n\n{plan}"
+
+
+def doctor_text(found: Mapping[str, str]) -> str:
+    """`pstar doctor`."""
+    width = max(map(len, found))
+    return "".join(f"{key:<{width}}  {value}\n" for key, value in found.items())
+
+
+def _heading(case: Case) -> list[str]:
+    training, cluster = case.training, case.training.cluster
+    kind = ("GPU", "GPUs") if cluster.device_memory else ("process without GPU", "processes without GPU")
+    where = f"{cluster.gpus} {kind[cluster.gpus > 1]}" + (f" in {cluster.nodes} nodes" if cluster.nodes > 1 else "")
+    work = f"batch {training.batch} x {training.seq}"
+    if isinstance(case.subject, Trace):
+        work = f"{case.subject.tokens:,} tokens"
+    steps = f" and micro-batch, {training.accumulate} micro-batches" if training.accumulate > 1 else ""
+    said = [
+        f"{case.model}: {format_count(case.subject.parameters)} parameters, {where} ({training.machine.name}), "
+        f"{work} each{steps}, {training.precision.value}"
+    ]
+    return said + ([f"assumed: {', '.join(case.assumed)}"] if case.assumed else [])
+
+
+def _bullets(title: str, items: Sequence[str]) -> list[str]:
+    return ["", f"  {title}", *(f"  - {item}" for item in items)] if items else []
+
+
+def _bar(part: float, ascii_only: bool, width: int = 24) -> str:
+    full, rest = ("#", ".") if ascii_only else ("█", "░")
+    count = min(width, round(part * width))
+    return full * count + rest * (width - count) + f" {part:.0%}"
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.3g} s" if count >= 1 or not count else f"{count * 1e3:.3g} ms"

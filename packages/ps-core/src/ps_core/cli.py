@@ -1,0 +1,313 @@
+"""The command ``pstar``: plan, scale, doctor.
+
+Exit status: 0 done (`plan`: it fits), 3 it does not fit, 2 input that cannot be used (one line on stderr), 1 anything
+else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ps_core._advice import advice, remedies
+from ps_core._cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES, Cluster
+from ps_core._doctor import accelerators, examine, host_memory
+from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
+from ps_core._forecast import Subject, Training, forecast
+from ps_core._hf import shape_from_config
+from ps_core._machine import MACHINES, Machine, default_machine, machine
+from ps_core._policy import Policy
+from ps_core._program import Precision
+from ps_core._scale import largest
+from ps_core._shapes import shape
+from ps_core._show import (
+    Case,
+    Document,
+    doctor_text,
+    fits_document,
+    fits_text,
+    nothing_document,
+    refusal_document,
+    refusal_text,
+    scale_document,
+    scale_text,
+)
+from ps_core._trace import Trace
+from ps_core._units import format_bytes, parse_bytes
+from ps_core._version import __version__
+from ps_core.report import tide, tide_svg, tide_text
+
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
+ASSUMED_MACHINE = "a100-40"
+"""Where nothing tells: no machine, no device memory, no GPU here."""
+_LEFT_FREE = 0.9
+"""Of this computer's available memory, what a plan may count on where no host memory is given."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    try:
+        options = make_parser().parse_args(argv)
+        command: Callable[[argparse.Namespace], int] = options.command
+        status = command(options)
+        sys.stdout.flush()
+        return status
+    except InvalidInput as error:
+        return _fail(BAD_INPUT, error)
+    except (PatrickStarError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever read our output has gone: nothing is left to say to it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        return _fail(FAILED, error)
+
+
+def _fail(status: int, error: Exception) -> int:
+    print(f"pstar: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+# ---------------------------------------------------------------- options
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInput(f"{message} ({self.prog} --help lists the options)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; docs/command.md is checked against it."""
+    parser = _Parser(prog="pstar", description="Plan training beyond the accelerator's memory.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"pstar {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    plan = commands.add_parser("plan", help="does a model fit, and how fast would it train", allow_abbrev=False)
+    plan.set_defaults(command=_plan)
+    model = plan.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", metavar="NAME", help="a named size (gpt-18b), or gpt-LAYERSxHIDDEN")
+    model.add_argument("--hf", metavar="FILE", help="a Hugging Face config.json, or its directory")
+    model.add_argument("--trace", metavar="FILE", help="a recorded trace")
+    plan.add_argument("--svg", metavar="FILE", help="draw the tide to this file")
+    plan.add_argument("--tide", action="store_true", help="draw the tide in characters")
+    _add_where(plan)
+    _add_how(plan, chunked_loss=False)
+
+    scale = commands.add_parser("scale", help="the largest model this can train", allow_abbrev=False)
+    scale.set_defaults(command=_scale)
+    scale.add_argument(
+        "--min-tflops", type=float, metavar="N", help="least TFLOPS per GPU (default: half the machine's matmul rate)"
+    )
+    _add_where(scale)
+    _add_how(scale, chunked_loss=True)
+
+    doctor = commands.add_parser("doctor", help="what this computer has", allow_abbrev=False)
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("where").add_argument
+    add("--machine", metavar="NAME|FILE", help="rates: a built-in machine or a TOML file (default: nearest by memory)")
+    add("--gpus", type=_count, metavar="N", help="GPUs in all (default: those found here, else one a node)")
+    add("--nodes", type=_count, default=1, metavar="N", help="nodes they are spread over (default: 1)")
+    found = "(default: what is found here, else the machine's)"
+    add("--device-memory", type=_size, metavar="SIZE", help=f"of each GPU, 0: no GPU {found}")
+    add("--host-memory", type=_size, metavar="SIZE", help=f"of a node {found}")
+    add("--disk", type=_size, default=0, metavar="SIZE", help="disk space of a node for a third tier (default: none)")
+    size: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
+    add("--reserve-device", **size, help="kept free on each GPU (default: 0.6GB, with several GPUs 1.2GB)")
+    add("--reserve-host", **size, default=HOST_RESERVE_BYTES, help="kept free on a node (default: 4GB)")
+    rank = HOST_RESERVE_PER_RANK_BYTES
+    add("--reserve-host-rank", **size, default=rank, help="and for each process on the node (default: 2.5GB)")
+    part: dict[str, Any] = {"type": float, "metavar": "PART", "default": FRAGMENTATION}
+    add("--reserve-fragmentation", **part, help="part of non-model bytes added to them (default: 0.05)")
+
+
+def _add_how(parser: argparse.ArgumentParser, *, chunked_loss: bool) -> None:
+    add = parser.add_argument_group("how").add_argument
+    flag = argparse.BooleanOptionalAction
+    add("--batch", type=_count, default=4, metavar="N", help="sequences per GPU and micro-batch (default: 4)")
+    add("--seq", type=_count, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
+    add("--precision", choices=[each.value for each in Precision], default="bf16", help="default: bf16")
+    add("--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)")
+    add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
+    auto = "move checkpoints off the GPU (default: where it helps)"
+    add("--offload-checkpoints", action=flag, default=None, help=auto)
+    word = "yes" if chunked_loss else "no"
+    add("--chunked-loss", action=flag, default=chunked_loss, help=f"head and loss in chunks of rows (default: {word})")
+    add("--vocab", type=_count, metavar="N", help="vocabulary (default: the model's)")
+    add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
+    add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")
+    add("--json", action="store_true", help="print one JSON document")
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _plan(options: argparse.Namespace) -> int:
+    place = _place(options)
+    subject = _subject(options)
+    case = Case(subject, _training(options, place), place.assumed)
+    try:
+        found = forecast(subject, case.training)
+    except DoesNotFit as refusal:
+        tried = remedies(subject, case.training)
+        show = refusal_document if options.json else refusal_text
+        _print(show(case, refusal, tried))
+        return DOES_NOT_FIT
+    if options.svg is not None:
+        _write(options.svg, tide_svg(tide(found.planned.program, found.planned.plan)))
+    if options.json:
+        _print(fits_document(case, found, advice(found)))
+        return FITS
+    _print(fits_text(case, found, advice(found), ascii_only=_ascii_only()))
+    if options.tide:
+        _print("\n" + tide_text(tide(found.planned.program, found.planned.plan), ascii_only=_ascii_only()))
+    return FITS
+
+
+def _scale(options: argparse.Namespace) -> int:
+    place = _place(options)
+    training = replace(_training(options, place), quick=True)
+    found = largest(training, min_tflops=options.min_tflops, vocabulary=options.vocab)
+    if found is None:
+        _print(nothing_document() if options.json else "no GPT-like model of any size fits and is fast enough\n")
+        return DOES_NOT_FIT
+    case = Case(found.shape, found.forecast.training, place.assumed)
+    told = advice(found.forecast)
+    if options.json:
+        _print(scale_document(found, fits_document(case, found.forecast, told)))
+    else:
+        _print(scale_text(found, fits_text(case, found.forecast, told, ascii_only=_ascii_only())))
+    return FITS
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = examine()
+    _print(dict(found) if options.json else doctor_text(found))
+    return FITS
+
+
+def _print(said: str | Document) -> None:
+    print(said.rstrip("\n") if isinstance(said, str) else json.dumps(said))
+
+
+def _ascii_only() -> bool:
+    """Whether standard output can write nothing but plain letters."""
+    try:
+        "█─░".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"cannot write {path!r}: {error}") from error
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    if options.trace is not None:
+        try:
+            return Trace.from_json(Path(options.trace).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{options.trace}: {error}") from error
+    if options.hf is None:
+        named = shape(options.model, vocabulary=options.vocab)
+        return replace(named, positions=max(named.positions, options.seq))
+    found = shape_from_config(Path(options.hf))
+    return found if options.vocab is None else replace(found, vocabulary=options.vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where training would happen, and what of that nobody said."""
+
+    cluster: Cluster
+    machine: Machine
+    assumed: tuple[str, ...]
+
+
+def _place(options: argparse.Namespace) -> _Place:
+    named = None if options.machine is None else machine(options.machine)
+    here = accelerators() if named is None and options.device_memory is None else ()
+    assumed = []
+    device = options.device_memory
+    if device is None:
+        device = (named or MACHINES[ASSUMED_MACHINE]).memory_bytes
+        if here:
+            device = min(gpu.memory_bytes for gpu in here)
+        assumed.append(f"GPUs of {format_bytes(device)} (--device-memory)" if device else "no GPU (--device-memory)")
+    chosen = named or default_machine(device)
+    if named is None:
+        assumed.append(f"the rates of {chosen.name!r} (--machine)")
+    gpus = options.gpus or len(here) or options.nodes
+    if options.gpus is None:
+        assumed.append(f"{gpus} of them (--gpus)")
+    host = options.host_memory
+    if host is None:
+        host = chosen.host_memory_bytes
+        if here and options.nodes == 1:
+            _, available, limit = host_memory()
+            host = int(min(available, limit or available) * _LEFT_FREE) or host
+        assumed.append(f"nodes of {format_bytes(host)} host memory (--host-memory)")
+    cluster = Cluster(
+        gpus=gpus,
+        nodes=options.nodes,
+        device_memory=device,
+        host_memory=host,
+        disk=options.disk,
+        device_reserve=options.reserve_device,
+        host_reserve=options.reserve_host,
+        host_reserve_per_rank=options.reserve_host_rank,
+        nonmodel_overhead=options.reserve_fragmentation,
+    )
+    cluster.tiers()
+    return _Place(cluster, chosen, tuple(assumed))
+
+
+def _training(options: argparse.Namespace, place: _Place) -> Training:
+    return Training(
+        cluster=place.cluster,
+        machine=place.machine,
+        batch=options.batch,
+        seq=options.seq,
+        precision=Precision(options.precision),
+        accumulate=options.accumulate,
+        checkpointing=options.checkpointing,
+        offload_checkpoints=options.offload_checkpoints,
+        chunked_loss=options.chunked_loss,
+        policy=Policy(options.policy),
+        group_bytes=options.group_bytes,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
