@@ -24,7 +24,7 @@ class Emitter:
         self._written: dict[int, int] = {}
         self._read: dict[int, dict[Queue, int]] = {}
 
-    def emit(  # noqa: PLR0913 - the instruction's fields, said once
+    def emit(
         self,
         queue: Queue,
         op: Op,

@@ -96,7 +96,8 @@ def make_frame(
 ) -> Frame:
     """Fix home and the arenas; `NoRoom` if home alone is too large for a tier."""
     home, ends = lay_home(program, placement, tiers)
-    peak = max((visit.nonmodel_bytes for visit in program.visits), default=0)
+    visits = program.segment_visits(_longest(program))
+    peak = max((visit.nonmodel_bytes for visit in visits), default=0)
     line = (tiers[0].capacity_bytes - peak) & -128
     for tier, end in enumerate(ends):
         if end > (tiers[tier].capacity_bytes if tier else line):
@@ -120,6 +121,11 @@ def make_frame(
         kept=_static_set(program, placement, arena - scratch - gathered) if policy is Policy.STATIC else frozenset(),
         classes=classes,
     )
+
+
+def _longest(program: Program) -> SegmentName:
+    """The segment whose needs include the others'."""
+    return SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
 
 
 def _classes(program: Program) -> tuple[int, int]:
@@ -150,7 +156,7 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
 
 def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
     """Bytes of gathered groups at once: at the least, and with the next moment's gathered ahead."""
-    segment = SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
+    segment = _longest(program)
     gradient = Kind.FULL if program.overwrites else Kind.GRAD
     least = deep = 0
     before: set[Extent] = set()

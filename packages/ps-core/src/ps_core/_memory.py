@@ -50,8 +50,8 @@ class Arena:
     ) -> Window | None:
         """The window of least worth that holds ``size`` bytes, of these the one idle longest.
 
-        A window is worth its dearest owner, and fewer pieces are better; ``worth`` is None for owners that must stay. Only where no window is
-        free to take are owners asked about.
+        A window is worth its dearest owner, and fewer pieces are better; ``worth`` is None for owners that must stay.
+        Only where no window is free to take are owners asked about.
         """
         free = [(FREE, piece.freed) if piece.owner is None or piece.idle else None for piece in self._pieces]
         found = self._cheapest(size, free)

@@ -40,7 +40,7 @@ def lay_home(program: Program, placement: Placement, tiers: tuple[Tier, ...]) ->
     return tuple(home), ends
 
 
-def filled(  # noqa: PLR0913 - a placement is decided by just these
+def filled(
     program: Program,
     tiers: tuple[Tier, ...],
     *,

@@ -24,6 +24,7 @@ from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
 from ps_core._policy import NEVER, Ranker
 from ps_core._program import Extent, Kind, SegmentName
 
+
 @dataclass(slots=True)
 class Resident:
     """One copy of an extent on one tier; ``piece`` is None for a home slot."""

@@ -37,7 +37,6 @@ from ps_core._layout import Layout
 from ps_core._trace import Phase, Trace
 from ps_core._units import align_up
 
-
 WIRE_BYTES = 256 * 2**20
 """At most so much scratch in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
 

@@ -99,7 +99,7 @@ def _checked(
 
 def _programs(trace: Trace, setup: Setup) -> Iterator[Program]:
     seen: set[tuple[int, ...]] = set()
-    for numel in _group_sizes(trace, setup):
+    for numel in group_sizes(trace, setup):
         layout = lay_out(trace, group_numel=numel, ranks=setup.ranks)
         shape = tuple(group.numel for group in layout.groups)
         if shape not in seen:
@@ -118,7 +118,8 @@ def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
     )
 
 
-def _group_sizes(trace: Trace, setup: Setup) -> list[int]:
+def group_sizes(trace: Trace, setup: Setup) -> list[int]:
+    """Elements of a group, as tried: around the trace's typical unit, and not so few that groups become too many."""
     if setup.group_numel is not None:
         return [setup.group_numel]
     sizes = sorted(sum(trace.tensors[index].numel for index in unit) for _, unit in units(trace))

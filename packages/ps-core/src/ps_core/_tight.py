@@ -353,8 +353,8 @@ class _Chain(_Arrangement):
             else:
                 self.bear(target, Queue.COLL)
             self.bear(wire, Queue.COLL)
-            slots = [self.seats[extent].slot for extent in (source, wire, target)]
-            self.emit(Queue.COLL, ReduceScatter(group, *slots, self._next()))
+            origin, scratch, shard = (self.seats[extent].slot for extent in (source, wire, target))
+            self.emit(Queue.COLL, ReduceScatter(group, origin, scratch, shard, self._next()))
             self.versions[target] = count
             self.bury(source)
             self.bury(wire)
@@ -370,13 +370,13 @@ class _Chain(_Arrangement):
         self.pins = self._half_way()
         for extent in (gradient, total):
             self.fetch(extent, tier)
-        slots = [self.seats[extent].slot for extent in (gradient, total)]
+        added, sums = (self.seats[extent].slot for extent in (gradient, total))
         queue = worker(self.tiers, tier)
         first = self.program.accumulates_first(self.segment)
-        self.emit(queue, Accumulate(group, *slots, first))
+        self.emit(queue, Accumulate(group, added, sums, first))
         self.versions[total] = 1 if first else 2
         if self.segment is SegmentName.MICRO_LAST:
-            self.emit(queue, Norm(group, slots[1]))
+            self.emit(queue, Norm(group, sums))
         self.bury(gradient)
         self.pins = self._half_way()
 

@@ -1,0 +1,105 @@
+"""Traces: what they refuse, and the way to JSON and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from _programs import traces
+from hypothesis import given, settings
+
+from ps_core._errors import InvalidInput
+from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+A = Tensor(name="a", numel=3)
+FROZEN = Tensor(name="frozen", numel=2, trainable=False)
+
+
+def trace(*moments, tensors=(A, FROZEN), activations=(), tokens=0):
+    return Trace(model="m", tensors=tensors, moments=moments, activations=activations, tokens=tokens)
+
+
+def moment(name="x", phase=F, **more):
+    return Moment(name=name, phase=phase, **more)
+
+
+@given(traces())
+@settings(max_examples=60)
+def test_json_gives_the_trace_back(made):
+    assert Trace.from_json(made.to_json()) == made
+
+
+def test_sums():
+    made = trace(moment(nonmodel_bytes=7), moment(nonmodel_bytes=9))
+    assert (made.parameters, made.peak_nonmodel_bytes) == (5, 9)
+    assert trace().peak_nonmodel_bytes == 0
+
+
+X = Activation(name="x", bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: trace(tokens=-1), "tokens must be a whole number"),
+        (lambda: trace(tensors=(Tensor(name="a", numel=0),)), "numel of 'a' must be a whole number of at least 1"),
+        (lambda: trace(tensors=(Tensor(name=3, numel=1),)), "expected a text"),
+        (lambda: trace(tensors=(A, A)), "two tensors have the same name"),
+        (lambda: trace(tensors=(Tensor(name="a", numel=1, trainable=1),)), "must be true or false"),
+        (lambda: trace(moment(reads=(2,))), "reads of 'x' names 2, but there are 2"),
+        (lambda: trace(moment(reads=(True,))), "names True"),
+        (lambda: trace(moment(reads=(0, 0))), "names 0 twice"),
+        (lambda: trace(moment(nonmodel_bytes=-1)), "nonmodel_bytes of 'x'"),
+        (lambda: trace(moment(nonmodel_bytes=True)), "nonmodel_bytes of 'x'"),
+        (lambda: trace(moment(flops=-1.0)), "flops of 'x'"),
+        (lambda: trace(moment(flops=float("nan"))), "flops of 'x'"),
+        (lambda: trace(moment(flops="1")), "flops of 'x'"),
+        (lambda: trace(moment(grads=(0,))), "has gradients"),
+        (lambda: trace(moment(phase=B), moment()), "comes after a backward one"),
+        (lambda: trace(moment(phase=B, grads=(1,))), "a gradient arrives for the frozen 'frozen'"),
+        (lambda: trace(moment(phase=B, makes=(0,)), activations=(X,)), "makes activations that outlive it"),
+        (lambda: trace(moment(makes=(0,)), activations=(X,)), "made once and taken at least once"),
+        (lambda: trace(moment(phase=B, takes=(0,)), activations=(X,)), "made once and taken at least once"),
+        (lambda: trace(activations=(Activation(name="x", bytes=0),)), "bytes of 'x'"),
+    ],
+)
+def test_a_trace_that_makes_no_sense_is_refused(make, words):
+    with pytest.raises(InvalidInput, match=words):
+        make()
+
+
+GOOD = json.loads(trace(moment(reads=(0,)), moment(phase=B, grads=(0,))).to_json())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "nonsense",
+        json.dumps(GOOD | {"format": "other"}),
+        json.dumps({key: value for key, value in GOOD.items() if key != "tensors"}),
+        json.dumps(GOOD | {"extra": 1}),
+        json.dumps(GOOD | {"model": 3}),
+        json.dumps(GOOD | {"moments": [{"name": "x", "phase": "sideways"}]}),
+        json.dumps(GOOD | {"moments": [{"name": "x"}]}),
+        json.dumps(GOOD | {"moments": [{"name": "x", "phase": "forward", "reads": 3}]}),
+        json.dumps(GOOD | {"moments": 3}),
+        json.dumps(GOOD | {"moments": ["x"]}),
+        json.dumps(GOOD | {"tensors": [{"name": "a", "numel": "many"}]}),
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_document_gets_one_clear_line(text):
+    with pytest.raises(InvalidInput) as caught:
+        Trace.from_json(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_document_cut_anywhere_is_refused():
+    text = json.dumps(GOOD)
+    for end in range(len(text)):
+        with pytest.raises(InvalidInput):
+            Trace.from_json(text[:end])
