@@ -16,7 +16,7 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).parent
 CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
-ALL = (*PACKAGES, "torch", "numpy")
+ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov")
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "hatchling", "packaging")
@@ -164,7 +164,9 @@ def docs(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """What the project does, on a machine that has only Python."""
     install(session, "packages/ps-core")
-    session.run("pstar", "--help")
+    case = ("--gpus", "8", "--device-memory", "32GiB", "--host-memory", "240GiB", "--batch", "8")
+    session.run("pstar", "plan", "gpt-18b", *case)
+    session.run("python", "-m", "ps_core._demo", "out/tide.svg")
 
 
 @nox.session
