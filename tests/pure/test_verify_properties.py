@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -51,3 +53,16 @@ def test_every_change_makes_mutants_that_matter():
                 tallies[mutant.how].add(*judge(program, mutant, rng))
     assert len(tallies) == 11
     assert {how for how, tally in tallies.items() if tally.killed < 3} == set()
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_plan_of_another_program_is_refused_in_words(origin):
+    """Whatever is wrong with it, what comes out is a fault, and never another error."""
+    rng = random.Random(f"another {origin}")
+    pairs = [random_plan(rng, origin) for _ in range(40)]
+    for (_, plan), (other, right) in pairwise(pairs):
+        found = faults(other, plan)
+        assert found != () or plan.home == right.home
+        for segment, its in zip(plan.segments, right.segments, strict=False):
+            mixed = replace(right, segments=tuple(segment if row is its else row for row in right.segments))
+            faults(other, mixed)
