@@ -64,16 +64,22 @@ class Bank:
         self._own(op.tier, op.offset, op.bytes)
         self.slots[key] = Slot(op.tier, op.offset, op.bytes)
 
-    def at_home(self, held: Held) -> SlotKey | None:
-        """The slot that takes just a home's place, whatever its number."""
+    def _at_home(self, held: Held) -> SlotKey | None:
         for key, slot in self.slots.items():
             if (slot.tier, slot.offset, slot.bytes) == (held.tier, held.offset, held.bytes):
                 return key
         return None
 
+    def home(self, held: Held) -> Slot:
+        """The slot that takes just a home's place, whatever its number."""
+        key = self._at_home(held)
+        if key is None:
+            raise PlanMismatch(f"the home of {held.extent.kind.value} of {held.extent.index} is not in place")
+        return self.slots[key]
+
     def claim(self, key: SlotKey, held: Held) -> None:
         """Let a segment have a home slot, which an earlier one may have left under another number."""
-        there = self.at_home(held)
+        there = self._at_home(held)
         if there is not None:
             self.slots[key] = self.slots.pop(there)
 

@@ -285,7 +285,8 @@ def _added(left: Sequence[float], right: Sequence[float]) -> Floats:
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(map(mul, left, right))
+    total: float = sum(map(mul, left, right))
+    return total
 
 
 def _outer(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> Floats:
@@ -295,7 +296,7 @@ def _outer(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) ->
 
 
 def _scale_of(row: Sequence[float]) -> float:
-    return float((_dot(row, row) / len(row) + _TINY) ** -0.5)
+    return 1.0 / math.sqrt(_dot(row, row) / len(row) + _TINY)
 
 
 def _normed(row: Floats, gain: Floats) -> Floats:

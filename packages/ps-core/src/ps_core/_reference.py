@@ -145,6 +145,8 @@ class _Reference:
             if not self.program.training or iteration in self.training.evaluate_after:
                 self._launch(SegmentName.EVAL, iteration, -1)
         self._land(0)
+        for process in self.processes if self.legs else ():
+            self._check_home(process, self.legs[-1])
         return self._result(tuple(norms), tuple(skipped))
 
     def _iterate(self, iteration: int) -> Decision:
@@ -283,22 +285,20 @@ class _Reference:
                 self._check_end(self.processes[rank], flights.pop(0).leg)
 
     def _check_end(self, process: Process, leg: Leg) -> None:
-        if self.execution.overlap:
+        if process.lifecycle is None:
             return  # the next segment may have changed home already; it checks what it reads
-        keys = [process.bank.at_home(held) for held in self.plan.home]
-        if len(process.bank.slots) != len(keys):
+        self._check_home(process, leg)
+        process.lifecycle.end(leg.name)
+
+    def _check_home(self, process: Process, leg: Leg) -> None:
+        """Home in place, with what the segment must leave there, and nothing else."""
+        if len(process.bank.slots) != len(self.plan.home):
             raise PlanMismatch(
-                f"{leg.name.value} ends with {len(process.bank.slots)} slots, expected {len(keys)} of home"
+                f"{leg.name.value} ends with {len(process.bank.slots)} slots, not {len(self.plan.home)} of home"
             )
-        for held, key in zip(self.plan.home, keys, strict=True):
+        for held in self.plan.home:
             version = self.program.exit(leg.name).get(held.extent)
-            if key is None:
-                raise PlanMismatch(
-                    f"{leg.name.value} ends with {held.extent.kind.value} of {held.extent.index} not at home"
-                )
-            process.check(leg, process.bank.slots[key], held.extent, version)
-        if process.lifecycle is not None:
-            process.lifecycle.end(leg.name)
+            process.check(leg, process.bank.home(held), held.extent, version)
 
     # What came of it.
 
@@ -334,10 +334,7 @@ class _Reference:
         extent, whole = Extent(kind, group.index), array("f")
         held = next(held for held in self.plan.home if held.extent == extent)
         for process in self.processes:
-            key = process.bank.at_home(held)
-            if key is None:
-                raise PlanMismatch(f"{kind.value} of {group.index} is not at home in the end")
-            whole.extend(process.read(process.bank.slots[key], extent))
+            whole.extend(process.read(process.bank.home(held), extent))
         start = group.offsets[group.tensors.index(tensor)]
         return whole[start : start + self.program.trace.tensors[tensor].numel]
 
