@@ -68,7 +68,7 @@ class Extent(NamedTuple):
     """One payload that moves as a whole. ``index`` is the group's, or the activation's for ACT."""
 
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]  # no one looks for a tuple's method here
 
 
 class Use(NamedTuple):
@@ -103,7 +103,7 @@ class SegmentName(StrEnum):
 class Visit(NamedTuple):
     """A moment of the trace in terms of groups; ``index`` is the moment's."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # as in Extent
     name: str
     phase: Phase
     reads: tuple[int, ...]

@@ -30,10 +30,10 @@ _GROUP_FACTORS = (1.52, 1.01, 0.52, 3.04, 6.08, 12.2)
 """Group sizes tried, in units of the trace's typical unit (for a GPT its feed-forward half: 1.5 is a layer)."""
 _QUICK_FACTORS = (1.52, 0.52)
 _MOST_GROUPS = 700
-_STREAM_STRIDES = (16, 8, 4, 2)
+_STREAM_STRIDES = (16, 8, 4, 2, 1)
 _GRID = 4
 """Points of the first look at how many groups to keep resident."""
-_SAME = 1.005
+_SAME = 1.02
 """Step times this near are equal: moved bytes decide."""
 
 
@@ -157,6 +157,7 @@ class _Scorer:
         self._machine = machine
         self._setup = setup
         self._known: dict[tuple[int, int], _Score | NoRoom] = {}
+        self._floor_s = float("inf")  # no placement has the compute queue do less
 
     def placement(self, resident: int, stride: int) -> Placement:
         """The first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none does)."""
@@ -184,6 +185,7 @@ class _Scorer:
                 per_node = self._setup.ranks_per_node
                 told = simulate(self.program, plan, self._machine, ranks_per_node=per_node)
                 self._known[key] = told.step_time_s, sum(told.moved_bytes.values())
+                self._floor_s = min(self._floor_s, told.step_time_s - told.stalled_s)
         return self._known[key]
 
     def limits(self) -> tuple[int, int]:
@@ -248,15 +250,13 @@ class _Scorer:
         return found if best is None or _beats(found.score, best.score) else best
 
     def stream(self, best: _Found) -> _Found:
-        """Whether stepping some of the lower groups on the compute tier helps."""
-        if self.tiers[0].name != "device" or len(self.tiers) == 1 or not self.program.stepped:
+        """Whether stepping some of the lower groups on the compute tier helps, where the compute queue stands idle."""
+        if self.tiers[0].name != "device" or best.score[0] <= self._floor_s * _SAME:
             return best
+        found: _Found | None = best
         for stride in _STREAM_STRIDES:
-            found = self._better(best, best.resident, stride)
-            if found is best or found is None:
-                return best
-            best = found
-        return best
+            found = self._better(found, best.resident, stride)
+        return found or best
 
 
 def _beats(score: _Score, other: _Score) -> bool:

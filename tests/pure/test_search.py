@@ -1,0 +1,129 @@
+"""The search: sound plans, as good as its candidates, and refusals that teach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ps_core._analytic import Workload, analytic_trace
+from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._frame import make_frame
+from ps_core._machine import machine
+from ps_core._placement import filled
+from ps_core._plan import Tier
+from ps_core._policy import Policy
+from ps_core._program import Precision
+from ps_core._search import Setup, find_plan, group_sizes, with_policy
+from ps_core._segments import make_plan
+from ps_core._shapes import shape
+from ps_core._simulate import simulate
+from ps_core._trace import Trace
+from ps_core._verify import verify
+
+GIB = 2**30
+A100 = machine("a100-40")
+
+
+def find(name, tiers, batch=4, **setup):
+    trace = analytic_trace(shape(name), Workload(batch=batch))
+    return find_plan(trace, tiers, A100, setup=Setup(**setup))
+
+
+def two(device, host):
+    return (Tier("device", int(device * GIB)), Tier("host", int(host * GIB)))
+
+
+def test_what_fits_wholly_stays_wholly():
+    planned = find("gpt-50m", two(8, 8))
+    assert set(planned.placement.states) == {0}
+    assert planned.prediction.moved_bytes["host->device"] == 0
+    verify(planned.program, planned.plan)
+
+
+def test_the_plan_found_is_no_slower_than_any_number_of_resident_groups():
+    tiers = two(14, 80)
+    planned = find("gpt-4b", tiers)
+    program, best = planned.program, planned.prediction.step_time_s
+    for resident in range(len(program.layout.groups)):
+        try:
+            plan = make_plan(make_frame(program, tiers, filled(program, tiers, resident=resident)))
+        except Exception:
+            continue
+        assert best <= 1.03 * simulate(program, plan, A100).step_time_s
+
+
+def test_states_are_streamed_to_the_accelerator_where_the_processor_is_slow():
+    fields = {"name": "slow host", "host_bandwidth": 5e9, "h2d_bandwidth": 50e9, "d2h_bandwidth": 50e9}
+    slow = replace(A100, **fields)
+    trace = analytic_trace(shape("gpt-2b"), Workload())
+    quick, slowed = (find_plan(trace, two(12, 80), host, setup=Setup()).placement for host in (A100, slow))
+    assert [step for step, state in zip(slowed.steps, slowed.states, strict=True) if state].count(0) > 0
+    assert [step for step, state in zip(quick.steps, quick.states, strict=True) if state].count(0) == 0
+
+
+def test_only_disk_is_left_for_states():
+    tiers = (*two(6, 10), Tier("disk", 100 * GIB))
+    planned = find("gpt-2b", tiers)
+    assert set(planned.placement.states) <= {0, 1, 2}
+    assert 2 in planned.placement.states
+    moved = planned.prediction.moved_bytes
+    assert moved["disk->host"] > 0 < moved["host->disk"]
+
+
+def test_one_tier_alone():
+    planned = find("gpt-50m", (Tier("host", 4 * GIB),))
+    assert set(planned.placement.weights) == {0}
+    planned = find("gpt-50m", (Tier("host", 3 * GIB), Tier("disk", 4 * GIB)))
+    assert planned.prediction.step_time_s > 0
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_precisions_and_accumulation(precision, accumulate):
+    planned = find("gpt-50m", two(2, 4), precision=precision, accumulate=accumulate, ranks=2)
+    assert planned.program.precision is precision
+    assert len(planned.program.iteration()) == accumulate + 1
+
+
+def test_the_policy_can_be_exchanged_at_the_same_placement():
+    tiers = two(10, 80)
+    setup = Setup(group_numel=60_000_000)
+    trace = analytic_trace(shape("gpt-4b"), Workload())
+    planned = find_plan(trace, tiers, A100, setup=setup)
+    other = with_policy(planned, Policy.LRU, A100, setup)
+    assert other.placement == planned.placement
+    assert other.plan.policy == "lru"
+    assert sum(planned.prediction.moved_bytes.values()) <= sum(other.prediction.moved_bytes.values())
+
+
+def test_memory_just_above_the_bound_gets_the_plan_for_tight_memory():
+    trace = analytic_trace(shape("gpt-10m"), Workload(batch=1, seq=64))
+    setup = Setup(group_numel=1)
+    needed = None
+    with pytest.raises(DoesNotFit) as caught:
+        find_plan(trace, (Tier("device", 10 << 20), Tier("host", 0)), A100, setup=setup)
+    needed = caught.value.needed_bytes
+    planned = find_plan(trace, (Tier("device", needed + (64 << 20)), Tier("host", 24 << 20)), A100, setup=setup)
+    assert planned.plan.notes or planned.placement
+
+
+def test_what_cannot_fit_is_refused_with_the_least_that_is_missing():
+    with pytest.raises(DoesNotFit) as caught:
+        find("gpt-18b", two(8, 32))
+    assert caught.value.proven
+    assert caught.value.needed_bytes > caught.value.available_bytes
+
+
+def test_a_tight_plan_has_no_policy_to_exchange():
+    trace = Trace(model="none", tensors=(), moments=())
+    planned = find_plan(trace, two(1, 1), A100, setup=Setup())
+    tight = type(planned)(program=planned.program, plan=planned.plan, prediction=planned.prediction, placement=None)
+    with pytest.raises(InvalidInput, match="no policy to exchange"):
+        with_policy(tight, Policy.LRU, A100, Setup())
+
+
+def test_group_sizes_are_fewer_in_a_hurry_and_as_given():
+    trace = analytic_trace(shape("gpt-10b"), Workload())
+    assert len(group_sizes(trace, Setup(quick=True))) < len(group_sizes(trace, Setup()))
+    assert group_sizes(trace, Setup(group_numel=7)) == [7]
