@@ -111,3 +111,23 @@ def test_each_step_is_within_two_units_of_torch_fused(optimizer, make):
         beyond += (distance > 2 * numpy.spacing(size)).sum()
         assert (distance <= 2 * numpy.spacing(numpy.maximum(size, numpy.float32(optimizer.lr)))).all()
     assert beyond <= 50 * NUMEL / 1000
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_the_kernels_numpy_backend_follows_the_same_order(optimizer):
+    kernels = pytest.importorskip("ps_kernels", reason="ps-kernels is not installed: nothing to compare with")
+    rng = numpy.random.default_rng(11)
+    p, m, v = values(rng, "normal"), numpy.zeros(NUMEL, numpy.float32), numpy.zeros(NUMEL, numpy.float32)
+    ours = [array("f", row.tobytes()) for row in (p, m, v)]
+    common = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, "grad_scale": 0.3, "backend": "numpy"}
+    for step in range(1, 11):
+        grad = values(rng, "normal")
+        if isinstance(optimizer, SGD):
+            kernels.sgd_step(p, m, grad, momentum_decay=optimizer.momentum, **common)
+        else:
+            betas = {"beta1": optimizer.betas[0], "beta2": optimizer.betas[1], "eps": optimizer.eps}
+            kernels.adam_step(p, m, v, grad, step=step, decoupled=isinstance(optimizer, AdamW), **betas, **common)
+        ours = step_run(optimizer, step, 0.3, *ours, array("f", grad.tobytes()))
+    compared = ours[:1] if isinstance(optimizer, SGD) and not optimizer.momentum else ours
+    for run, theirs in zip(compared, (p, m, v), strict=False):
+        assert run.tobytes() == theirs.tobytes()
