@@ -38,8 +38,8 @@ def advice(found: Forecast) -> tuple[str, ...]:
         busy = {name: told.busy_s[name] for name in _WAITS}
         name = max(busy, key=lambda key: busy[key])
         said.append(
-            f"compute is idle {idle:.0%} of the step, waiting most of all for {_WAITS[name]} ({busy[name]:.3g} s of work); "
-            "a larger --batch or --accumulate spreads that over more tokens"
+            f"compute is idle {idle:.0%} of the step, waiting most of all for {_WAITS[name]} ({busy[name]:.3g} s of "
+            "work); a larger --batch or --accumulate spreads that over more tokens"
         )
     if found.offloads and not isinstance(found.training.offload_checkpoints, bool):
         said.append("checkpoints leave the GPU between forward and backward (--no-offload-checkpoints keeps them)")

@@ -9,16 +9,19 @@ helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._forecast import Forecast, Training, forecast, surely_fits
+from ps_core._forecast import Forecast, Training, bounds, forecast
 from ps_core._shapes import TransformerShape, gpt, names, shape
 
 HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)
 """Hidden sizes tried."""
 _MOST_LAYERS = 512
+_DEEP = 160
+"""Layers up to which the group size is searched; beyond, groups hold several layers, so that planning stays quick."""
+_LEAST_BYTES = 14
+"""Of model data, a parameter."""
 _GAIN = 1.01
 """Another hidden size must promise this much more before it is looked at."""
 
@@ -55,6 +58,7 @@ class _Hunt:
         self._vocabulary = vocabulary
         self._best: Largest | None = None
         self._failed: dict[int, str] = {}
+        self._last = 0.0
 
     def run(self) -> Largest | None:
         tops = [(hidden, self._most_layers(hidden)) for hidden in HIDDEN]
@@ -78,56 +82,87 @@ class _Hunt:
         return self._best.shape.parameters * gain if self._best else 0.0
 
     def _most_layers(self, hidden: int) -> int:
-        """The most layers that the lower bound does not rule out."""
-        low, high = 0, _MOST_LAYERS + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if any(True for _ in self._ways(self._shape(hidden, middle))):
-                low = middle
+        """The most layers that the lower bound does not rule out, looked for from what bytes alone allow."""
+        one, two = self._shape(hidden, 1).parameters, self._shape(hidden, 2).parameters
+        cluster = self._training.cluster
+        room = sum(tier.capacity_bytes for tier in cluster.tiers()) * cluster.gpus
+        bad = min(_MOST_LAYERS, room // (_LEAST_BYTES * (two - one))) + 1
+        good, stride = bad - 1, 1
+        while good > 0 and not self._possible(hidden, good):
+            bad, good, stride = good, good - stride, 2 * stride
+        good = max(0, good)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            if self._possible(hidden, middle):
+                good = middle
             else:
-                high = middle
-        return low
+                bad = middle
+        return good
+
+    def _possible(self, hidden: int, layers: int) -> bool:
+        return bool(self._ways(self._shape(hidden, layers)))
 
     def _search(self, hidden: int, top: int) -> None:
-        """Down from ``top`` in growing strides until a plan is good enough, then back up by halves."""
+        """Find the most layers that will do: between a count that would be better than the best and the bound."""
         one, two = self._shape(hidden, 1).parameters, self._shape(hidden, 2).parameters
         low = max(1, int((self._enough() - one) // (two - one)) + 2)
         if low > top:
             return
-        bad, layers, stride = top + 1, top, max(1, top // 64)
-        while not self._try(self._shape(hidden, layers)):
-            if layers == low:
+        good, bad = low, top + 1
+        if self._best is not None:
+            if not self._try(self._shape(hidden, low)):
                 return
-            bad, layers, stride = layers, max(low, layers - stride), 2 * stride
-        good = layers
+        else:
+            good, bad = self._descend(hidden, top)
         while bad - good > 1:
-            middle = (good + bad) // 2
+            middle = bad - 1 if bad > top else (good + bad) // 2
             if self._try(self._shape(hidden, middle)):
                 good = middle
             else:
                 bad = middle
 
-    def _ways(self, model: TransformerShape) -> Iterator[Training]:
-        """Trainings the lower bound does not rule out, checkpoints kept on the compute tier first."""
+    def _descend(self, hidden: int, top: int) -> tuple[int, int]:
+        """Down from the bound in growing strides: a count that will do (0: none), and one above it that will not."""
+        bad, layers, stride = top + 1, top, max(1, top // 64)
+        while layers > 0 and not self._try(self._shape(hidden, layers)):
+            shortfall = max(0.0, 1 - self._last / self._least) if self._last else 0.0
+            stride = max(stride, int(layers * shortfall / 2))
+            bad, layers, stride = layers, layers - stride, 2 * stride
+        return max(0, layers), bad
+
+    def _ways(self, model: TransformerShape) -> list[Training]:
+        """Trainings the lower bound does not rule out, the one it leaves most room first."""
         asked = self._training.offload_checkpoints
         offloads = self._training.checkpointing and len(self._training.cluster.tiers()) > 1
+        ways = []
         for offload in ((False, True) if offloads else (False,)) if asked is None else (asked,):
             training = replace(self._training, offload_checkpoints=offload)
-            if surely_fits(model, training) is not False:
-                yield training
+            if model.layers > _DEEP and training.group_bytes is None:
+                layer = 13 * model.hidden**2 * training.weight_bytes
+                training = replace(training, group_bytes=-(-model.layers // _DEEP) * layer)
+            room = min(-need.missing_bytes / need.available_bytes for need in bounds(model, training))
+            if room >= 0:
+                ways.append((room, training))
+        return [training for _, training in sorted(ways, key=lambda way: -way[0])]
 
     def _try(self, model: TransformerShape) -> bool:
-        """Whether there is a plan of enough speed; if so it is the best so far."""
-        reason = "does not fit"
+        """Whether there is a plan of enough speed; if so it is the best so far.
+
+        Where memory is so short that the first way had to move extents one at a time, the other is not looked at.
+        """
+        reason, self._last = "does not fit", 0.0
         for training in self._ways(model):
             try:
                 told = forecast(model, training)
             except DoesNotFit as refusal:
                 reason = f"{refusal.tier} is too small"
-                continue
+                break
+            self._last = max(self._last, told.tflops_per_gpu)
             if told.tflops_per_gpu >= self._least:
                 self._best = Largest(shape=model, forecast=told, limit="")
                 return True
             reason = f"{told.tflops_per_gpu:.3g} TFLOPS per GPU, below {self._least:.3g}"
+            if told.planned.placement is None:
+                break
         self._failed[model.parameters] = f"{model.name}: {reason}"
         return False
