@@ -4,7 +4,7 @@
 On the compute tier: a moment's non-model bytes, the extents it uses, gathered groups and gradients that are
 half-way (they have no home to go to), and, where gradients are complete, what the largest reduce-scatter needs. In
 the whole hierarchy: every extent with a home, whatever else is alive, and the non-model bytes. On some tier with a
-processor: a group's step, and its accumulation.
+processor: a group's step, its accumulation, the rebuilding of its weight.
 
 Above the bound by one largest extent (and alignment) on each tier, a plan is always found; in between it may be.
 """
@@ -42,9 +42,10 @@ def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
         Need(tiers[0].name, compute[0], compute[1], tiers[0].capacity_bytes & -128),
         Need("all tiers together", whole[0], whole[1], total),
     ]
-    if program.stepped:
+    update = _update_bytes(program)
+    if update:
         work = max(tier.capacity_bytes & -128 for tier in tiers if tier.name != "disk")
-        needs.append(Need("one tier with a processor", "step", _step_bytes(program), work))
+        needs.append(Need("one tier with a processor", "step", update, work))
     return tuple(needs)
 
 
@@ -79,12 +80,14 @@ def home_bytes(program: Program) -> int:
     return sum(program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group))
 
 
-def _step_bytes(program: Program) -> int:
-    step = max(sum(program.bytes_of(Extent(kind, g)) for kind in program.home_kinds(g)) for g in program.stepped)
-    if program.overwrites:
-        return step
-    local = program.local_gradient
-    return max(step, *(sum(program.bytes_of(Extent(k, g)) for k in (Kind.ACC, local)) for g in program.stepped))
+def _update_bytes(program: Program) -> int:
+    """What a step, an accumulation or the rebuilding of a weight needs in one place."""
+    together = [(group, program.home_kinds(group)) for group in program.stepped]
+    together += [(group, (Kind.P32, Kind.P16)) for group in program.casts(SegmentName.PROLOGUE)]
+    if not program.overwrites:
+        together += [(group, (Kind.ACC, program.local_gradient)) for group in program.stepped]
+    sizes = (sum(program.bytes_of(Extent(kind, group)) for kind in kinds) for group, kinds in together)
+    return max(sizes, default=0)
 
 
 def _peaks(program: Program) -> tuple[tuple[str, int], tuple[str, int]]:

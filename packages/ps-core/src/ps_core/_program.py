@@ -234,7 +234,7 @@ class Program:
 
     def casts(self, segment: SegmentName) -> tuple[int, ...]:
         """Groups whose 16-bit weight a segment rebuilds from its master without a step."""
-        if segment is SegmentName.PROLOGUE and self.weight is Kind.P16:
+        if segment is SegmentName.PROLOGUE and self.weight is Kind.P16 and self.training:
             return tuple(group.index for group in self.layout.groups if group.trainable)
         return self.stepped if segment is SegmentName.SKIP and self.overwrites else ()
 

@@ -69,13 +69,17 @@ class Planned:
 def find_plan(trace: Trace, tiers: tuple[Tier, ...], machine: Machine, *, setup: Setup) -> Planned:
     """The best plan found for a trace on these tiers, verified; `DoesNotFit` if there is none."""
     check_tiers(tiers)
-    programs = list(_programs(trace, setup))
-    found = _best(programs, tiers, machine, setup)
-    if found is None:
-        return _tight(programs, tiers, machine, setup)
-    program, placement = found
-    plan = make_plan(make_frame(program, tiers, placement, setup.policy))
-    return _checked(program, plan, machine, setup, placement)
+    scorers = [_Scorer(program, tiers, machine, setup) for program in _programs(trace, setup)]
+    while (best := _best(scorers, setup)) is not None:
+        scorer, found = best
+        placement = scorer.placement(found.resident, found.stride)
+        try:
+            plan = make_plan(make_frame(scorer.program, tiers, placement, setup.policy))
+        except NoRoom as refusal:  # in a segment that scoring leaves out
+            scorer.refuse(found, refusal)
+        else:
+            return _checked(scorer.program, plan, machine, setup, placement)
+    return _tight([scorer.program for scorer in scorers], tiers, machine, setup)
 
 
 def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup) -> Planned:
@@ -188,6 +192,10 @@ class _Scorer:
                 self._floor_s = min(self._floor_s, told.step_time_s - told.stalled_s)
         return self._known[key]
 
+    def refuse(self, found: _Found, refusal: NoRoom) -> None:
+        """What looked good turned out not to work."""
+        self._known[found.resident, found.stride] = refusal
+
     def limits(self) -> tuple[int, int]:
         """The fewest groups that must, and the most that can, be resident, as far as home alone tells."""
         groups = len(self.program.layout.groups)
@@ -211,32 +219,30 @@ class _Scorer:
         least, most = self.limits()
         return self._grid(least, max(least, most - (most - least) // 4), 2)
 
-    def explore(self) -> _Found | None:
+    def explore(self, known: _Found) -> _Found:
         """The best number of resident groups, from a grid and then nearer to its best point."""
         least, most = self.limits()
-        best = self._grid(least, most, _GRID)
+        grid = self._grid(least, most, _GRID)
+        best = grid if grid is not None and _beats(grid.score, known.score) else known
         step = (most - least) // (_GRID - 1)
-        while best is not None and step > 1:
+        while step > 1:
             step = -(-step // 2)
             for resident in (best.resident - step, best.resident + step):
                 if least <= resident <= most:
-                    best = self._better(best, resident, 0)
+                    best = self._better(best, resident, 0) or best
         return best
 
     def _grid(self, least: int, most: int, points: int) -> _Found | None:
-        while True:
-            places = sorted({least + (most - least) * place // (points - 1) for place in range(points)})
-            best: _Found | None = None
-            for resident in places:
-                best = self._better(best, resident, 0)
-            few = [place for place in places if self._lacks(place, below=True)]
-            many = [place for place in places if self._lacks(place, below=False)]
-            low, high = max(few, default=least - 1), min(many, default=most + 1)
-            if best is not None or high - low <= 1 or (low < least and high <= least) or (low, high) == (least, most):
-                return best
-            if (max(low, least), min(high, most)) == (least, most):
-                return best
-            least, most = max(low, least), min(high, most)
+        """The best of evenly spread numbers; where none works, between the last too few and the first too many."""
+        places = sorted({least + (most - least) * place // (points - 1) for place in range(points)})
+        best: _Found | None = None
+        for resident in places:
+            best = self._better(best, resident, 0)
+        low = max((place for place in places if self._lacks(place, below=True)), default=least)
+        high = min((place for place in places if self._lacks(place, below=False)), default=most)
+        if best is None and (low, high) != (least, most) and high - low > 1:
+            return self._grid(low, high, points)
+        return best
 
     def _lacks(self, resident: int, *, below: bool) -> bool:
         score = self.score(resident)
@@ -265,10 +271,7 @@ def _beats(score: _Score, other: _Score) -> bool:
     return score[0] * _SAME < other[0] or (score[1], score[0]) < (other[1], other[0])
 
 
-def _best(
-    programs: list[Program], tiers: tuple[Tier, ...], machine: Machine, setup: Setup
-) -> tuple[Program, Placement] | None:
-    scorers = [_Scorer(program, tiers, machine, setup) for program in programs]
+def _best(scorers: list[_Scorer], setup: Setup) -> tuple[_Scorer, _Found] | None:
     leader: tuple[_Scorer, _Found] | None = None
     for scorer in scorers:
         found = scorer.glance()
@@ -277,26 +280,16 @@ def _best(
     if leader is None:
         return None
     scorer, found = leader
-    if not setup.quick:
-        found = scorer.explore() or found
-    found = scorer.stream(found)
-    return scorer.program, scorer.placement(found.resident, found.stride)
+    return scorer, scorer.stream(found if setup.quick else scorer.explore(found))
 
 
 def _tight(programs: list[Program], tiers: tuple[Tier, ...], machine: Machine, setup: Setup) -> Planned:
     """The plan for tight memory, with the smallest groups first; `DoesNotFit` names the least that is lacking."""
-    refusal: DoesNotFit | None = None
+    refusals = []
     for program in sorted(programs, key=largest_extent_bytes):
         try:
             check_fits(program, tiers)
             return _checked(program, tight_plan(program, tiers), machine, setup, None)
         except DoesNotFit as error:
-            if refusal is None or _missing(error) < _missing(refusal):
-                refusal = error
-    if refusal is None:
-        raise InvalidInput("nothing to plan: no group size to try")
-    raise refusal
-
-
-def _missing(error: DoesNotFit) -> int:
-    return error.needed_bytes - error.available_bytes
+            refusals.append(error)
+    raise min(refusals, key=lambda error: error.needed_bytes - error.available_bytes)

@@ -153,14 +153,10 @@ class _Arrangement:
             if self.free(other) >= size + (bytes_kept if kept == other else 0):
                 self.move(victim, other)
                 return True
-        for other in near:
-            if len(near) == 1 and 0 < other < len(self.tiers) - 1:
-                try:
-                    self.clear(other, size, barred | {tier})
-                except DoesNotFit:
-                    continue
-                self.move(victim, other)
-                return True
+        if len(near) == 1 and 0 < near[0] < len(self.tiers) - 1:
+            self.clear(near[0], size, barred | {tier})
+            self.move(victim, near[0])
+            return True
         return False
 
     def spot(self, tier: int, size: int) -> int:
@@ -169,8 +165,7 @@ class _Arrangement:
         if offset is None:
             self.compact(tier)
             offset = self._hole(tier, size)
-        if offset is None:
-            raise _failure(self.tiers[tier].name, self.place, size, max(0, self.free(tier)))
+        assert offset is not None, "whoever asks has made sure that the bytes are free"
         return offset
 
     def _hole(self, tier: int, size: int) -> int | None:
