@@ -22,7 +22,7 @@ _DEEP = 160
 """Layers up to which the group size is searched; beyond, groups hold several layers, so that planning stays quick."""
 _LEAST_BYTES = 14
 """Of model data, a parameter."""
-_GAIN = 1.01
+_GAIN = 1.02
 """Another hidden size must promise this much more before it is looked at."""
 
 
@@ -66,7 +66,7 @@ class _Hunt:
             self._search(hidden, top)
         for name in names():
             named = shape(name, vocabulary=self._vocabulary)
-            if named.positions >= self._training.seq and named.parameters > self._enough(1.0):
+            if named.positions >= self._training.seq and named.parameters > self._enough():
                 self._try(named)
         if self._best is None:
             return None
@@ -78,8 +78,8 @@ class _Hunt:
         found = gpt(layers, hidden, positions=max(1024, self._training.seq))
         return found if self._vocabulary is None else replace(found, vocabulary=self._vocabulary)
 
-    def _enough(self, gain: float = _GAIN) -> float:
-        return self._best.shape.parameters * gain if self._best else 0.0
+    def _enough(self) -> float:
+        return self._best.shape.parameters * _GAIN if self._best else 0.0
 
     def _most_layers(self, hidden: int) -> int:
         """The most layers that the lower bound does not rule out, looked for from what bytes alone allow."""
