@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _programs import TINY, programs_and_tiers
+from _plans import ORIGINS, random_plan
+from _programs import TINY
 from ps_core._costs import Costs
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._layout import lay_out
 from ps_core._machine import Machine
-from ps_core._placement import filled
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -38,11 +38,8 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._planner import NoRoom, make_frame
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._segments import make_plan
 from ps_core._simulate import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate, slots_of
-from ps_core._tight import tight_plan
 from ps_core._trace import Moment, Phase, Tensor, Trace
 
 NUMEL = 64  # 16-bit: one slot of 128 bytes
@@ -397,23 +394,15 @@ def slow_clock(program: Program, plan: Plan, machine: Machine, iterations: int) 
 
 
 def random_machine(rng: random.Random) -> Machine:
-    figures = {key: float(rng.randint(1, 64)) for key in LEFT.__slots__ if key.endswith(("_bandwidth", "_flops", "_fp32"))}
-    return Machine(name="random", memory_bytes=1, host_memory_bytes=1, **{**figures, "latency_s": 1e-3, "moment_overhead_s": 1e-3})
-
-
-def pipelined(program: Program, tiers: tuple[Tier, ...], resident: int) -> Plan:
-    """A plan whose moves overlap, where there is room for one."""
-    try:
-        return make_plan(make_frame(program, tiers, filled(program, tiers, resident=resident)))
-    except NoRoom:
-        return tight_plan(program, tiers)
+    rates = [key for key in LEFT.__slots__ if key.endswith(("_bandwidth", "_flops", "_fp32"))]
+    figures = {key: float(rng.randint(1, 64)) for key in rates}
+    return replace(LEFT, **figures, latency_s=1e-3, moment_overhead_s=1e-3)
 
 
 @settings(max_examples=120)
-@given(programs_and_tiers(TINY), st.integers(0, 2**32), st.integers(-1, 3))
-def test_the_clock_follows_the_definition(case: tuple[Program, tuple[Tier, ...]], seed: int, resident: int) -> None:
-    program, tiers = case
-    plan = tight_plan(program, tiers) if resident < 0 else pipelined(program, tiers, resident)
+@given(st.integers(0, 2**32), st.sampled_from(ORIGINS))
+def test_the_clock_follows_the_definition(seed: int, origin: str) -> None:
+    program, plan = random_plan(random.Random(seed), origin, TINY)
     machine = random_machine(random.Random(seed))
     found = simulate(program, plan, machine, iterations=2)
     begins, elapsed = slow_clock(program, plan, machine, 2)
@@ -432,15 +421,14 @@ def test_the_clock_follows_the_definition(case: tuple[Program, tuple[Tier, ...]]
     assert min(found.forward_s, found.backward_s, found.update_s) >= 0
     assert found.moved_bytes == moved_bytes(program, plan)
     assert found.peak_bytes == peak_bytes(program, plan)
-    assert all(found.peak_bytes[tier.name] <= tier.capacity_bytes for tier in tiers)
+    assert all(found.peak_bytes[tier.name] <= tier.capacity_bytes for tier in plan.tiers)
 
 
 @settings(max_examples=40)
-@given(programs_and_tiers(TINY), st.integers(0, 2**32))
-def test_a_faster_machine_is_never_slower(case: tuple[Program, tuple[Tier, ...]], seed: int) -> None:
-    program, tiers = case
-    plan = pipelined(program, tiers, 0)
+@given(st.integers(0, 2**32), st.sampled_from(ORIGINS))
+def test_a_faster_machine_is_never_slower(seed: int, origin: str) -> None:
     rng = random.Random(seed)
+    program, plan = random_plan(rng, origin, TINY)
     slow = random_machine(rng)
     rates = [key for key in slow.__slots__ if key.endswith(("_bandwidth", "_flops", "_fp32"))]
     fast = replace(slow, **{key: getattr(slow, key) * rng.choice((1, 2, 7)) for key in rates})
@@ -448,14 +436,13 @@ def test_a_faster_machine_is_never_slower(case: tuple[Program, tuple[Tier, ...]]
 
 
 @settings(max_examples=40)
-@given(programs_and_tiers(TINY), st.integers(0, 2**32))
-def test_never_shorter_than_the_longest_chain(case: tuple[Program, tuple[Tier, ...]], seed: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from(ORIGINS))
+def test_never_shorter_than_the_longest_chain(seed: int, origin: str) -> None:
     """One step takes at least as long as the longest chain of waits inside any one segment."""
-    program, tiers = case
-    plan = pipelined(program, tiers, 0)
+    program, plan = random_plan(random.Random(seed), origin, TINY)
     machine = random_machine(random.Random(seed))
     found = simulate(program, plan, machine, iterations=1)
-    costs = Costs(program, tiers, machine, program.ranks)
+    costs = Costs(program, plan.tiers, machine, program.ranks)
     for name in program.iteration():
         instrs = plan.segment(name).instrs
         sizes = {op.slot: 0 for op in (instr.op for instr in instrs) if isinstance(op, Shift)}

@@ -1,7 +1,8 @@
 """The tide, drawn: what fills the compute tier at each moment of a training step.
 
 `tide` works it out from a plan as written (instructions in list order), without running anything; `tide_text` and
-`tide_svg` draw it. The picture of a plan that accumulates gradients is that of its last micro-batch.
+`tide_svg` draw it. A slot counts from its `Reserve` until it is released or what it holds is dead. The picture of a
+plan that accumulates gradients is that of its last micro-batch.
 """
 
 from __future__ import annotations
@@ -109,12 +110,17 @@ def _columns(program: Program, plan: Plan, segment: Segment) -> Iterator[Column]
             _mark(gradients, op.target, _is_gradient(program, op.extent.index, op.version))
         elif isinstance(op, ReduceScatter):
             gradients.add(op.shard)
+            for slot in (op.source, op.wire):
+                sizes.pop(slot, None)
         elif isinstance(op, Run):
             visit = program.visits[op.visit]
             for use, slot in zip(program.uses(segment.name, visit), op.slots, strict=True):
                 if use.extent.kind in (Kind.P16, Kind.FULL):
                     _mark(gradients, slot, _is_gradient(program, use.extent.index, use.after))
             yield column(visit.name, visit.phase.value, op.nonmodel_bytes)
+            for use, slot in zip(program.uses(segment.name, visit), op.slots, strict=True):
+                if use.extent.kind is Kind.ACT and program.last_takes[use.extent.index] == visit.index:
+                    sizes.pop(slot, None)
         elif isinstance(op, Step):
             yield column(f"step of group {op.group}", "update", 0)
             gradients.discard(op.slots[0])
@@ -369,21 +375,18 @@ def _areas(found: Tide, top: int) -> Iterator[str]:
 
 def _outline(floor: Sequence[int], roof: Sequence[int], top: int) -> str:
     """Along the roof and back along the floor, one step a column; corners only where the height changes."""
-    count = len(roof)
-    points = [*_steps(roof, top, range(count)), *reversed(list(_steps(floor, top, range(count))))]
+    points = [*_steps(roof, top), *reversed(list(_steps(floor, top)))]
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in points) + "Z"
 
 
-def _steps(heights: Sequence[int], top: int, places: range) -> Iterator[tuple[float, float]]:
-    last = None
-    for place in places:
-        if heights[place] != last:
-            if last is not None:
-                yield _x(place, len(heights)), _y(last, top)
-            yield _x(place, len(heights)), _y(heights[place], top)
-            last = heights[place]
-    if last is not None:
-        yield _x(len(heights), len(heights)), _y(last, top)
+def _steps(heights: Sequence[int], top: int) -> Iterator[tuple[float, float]]:
+    count = len(heights)
+    yield _x(0, count), _y(heights[0], top)
+    for place, (last, height) in enumerate(pairwise(heights), start=1):
+        if height != last:
+            yield _x(place, count), _y(last, top)
+            yield _x(place, count), _y(height, top)
+    yield _x(count, count), _y(heights[-1], top)
 
 
 def _frame(found: Tide, top: int) -> Iterator[str]:
