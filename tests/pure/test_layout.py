@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from _programs import traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from _programs import traces
 from ps_core._analytic import Workload, analytic_trace
 from ps_core._errors import InvalidInput
 from ps_core._layout import lay_out
 from ps_core._search import Setup, group_sizes
 from ps_core._shapes import published_names, shape
 from ps_core._trace import Moment, Phase, Tensor, Trace
-
 
 
 @given(traces(), st.integers(1, 2000), st.integers(1, 9))
@@ -45,7 +44,7 @@ def test_groups_do_not_depend_on_the_number_of_processes(trace, group_numel, ran
 
 
 def test_groups_follow_first_use_and_end_where_moments_do():
-    names = {name: index for index, name in enumerate("late a1 a2 b1 b2 unused".split())}
+    names = {name: index for index, name in enumerate(["late", "a1", "a2", "b1", "b2", "unused"])}
     tensors = tuple(Tensor(name=name, numel=10) for name in names)
     moments = [
         Moment(name="a", phase=Phase.FORWARD, reads=(1, 2)),

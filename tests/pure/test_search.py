@@ -8,20 +8,23 @@ import pytest
 
 from ps_core._analytic import Workload, analytic_trace
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._frame import make_frame
+from ps_core._frame import NoRoom, make_frame
+from ps_core._layout import lay_out
 from ps_core._machine import machine
 from ps_core._placement import filled
 from ps_core._plan import Tier
 from ps_core._policy import Policy
-from ps_core._program import Precision
+from ps_core._program import Precision, Program
 from ps_core._search import Setup, find_plan, group_sizes, with_policy
+from ps_core._search import _Scorer as Scorer
 from ps_core._segments import make_plan
 from ps_core._shapes import shape
 from ps_core._simulate import simulate
-from ps_core._trace import Trace
+from ps_core._trace import Tensor, Trace
 from ps_core._verify import verify
 
 GIB = 2**30
+TINY = Trace(model="tiny", tensors=(Tensor(name="w", numel=64),), moments=())
 A100 = machine("a100-40")
 
 
@@ -60,6 +63,19 @@ def test_states_are_streamed_to_the_accelerator_where_the_processor_is_slow():
     quick, slowed = (find_plan(trace, two(12, 80), host, setup=Setup()).placement for host in (A100, slow))
     assert [step for step, state in zip(slowed.steps, slowed.states, strict=True) if state].count(0) > 0
     assert [step for step, state in zip(quick.steps, quick.states, strict=True) if state].count(0) == 0
+
+
+def test_a_narrow_range_between_too_few_and_too_many_is_found(monkeypatch):
+    program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
+    scorer = Scorer(program, two(1, 1), A100, Setup())
+
+    def score(resident, _stride=0):
+        return NoRoom(1, 0, 1) if resident < 17 else NoRoom(0, 0, 1) if resident > 18 else (float(resident), 0)
+
+    monkeypatch.setattr(scorer, "score", score)
+    assert scorer._grid(0, 40, 2).resident in (17, 18)
+    assert scorer._grid(0, 16, 3) is None
+    assert scorer._grid(20, 40, 3) is None
 
 
 def test_only_disk_is_left_for_states():
@@ -116,8 +132,7 @@ def test_what_cannot_fit_is_refused_with_the_least_that_is_missing():
 
 
 def test_a_tight_plan_has_no_policy_to_exchange():
-    trace = Trace(model="none", tensors=(), moments=())
-    planned = find_plan(trace, two(1, 1), A100, setup=Setup())
+    planned = find_plan(TINY, two(1, 1), A100, setup=Setup())
     tight = type(planned)(program=planned.program, plan=planned.plan, prediction=planned.prediction, placement=None)
     with pytest.raises(InvalidInput, match="no policy to exchange"):
         with_policy(tight, Policy.LRU, A100, Setup())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from _programs import traces
 from hypothesis import given, settings
 
+from _programs import traces
 from ps_core._errors import InvalidInput
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 
