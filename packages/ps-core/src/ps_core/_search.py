@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ps_core._bounds import check_fits, largest_extent_bytes, lower_bounds
 from ps_core._errors import DoesNotFit, InvalidInput
@@ -127,12 +128,8 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
     if setup.group_numel is not None:
         return [setup.group_numel]
     sizes = sorted(sum(trace.tensors[index].numel for index in unit) for _, unit in units(trace))
-    half, typical = sum(sizes) / 2, 1
-    for size in sizes:
-        typical = size
-        half -= size
-        if half <= 0:
-            break
+    covered = zip(sizes, accumulate(sizes), strict=True)
+    typical = next((size for size, total in covered if 2 * total >= trace.parameters), 1)
     factors = _QUICK_FACTORS if setup.quick else _GROUP_FACTORS
     least = trace.parameters / _MOST_GROUPS
     return sorted({max(1, int(max(typical * factor, least))) for factor in factors})
@@ -240,9 +237,7 @@ class _Scorer:
             best = self._better(best, resident, 0)
         low = max((place for place in places if self._lacks(place, below=True)), default=least)
         high = min((place for place in places if self._lacks(place, below=False)), default=most)
-        if best is None and (low, high) != (least, most) and high - low > 1:
-            return self._grid(low, high, points)
-        return best
+        return self._grid(low, high, 3) if best is None and high - low > 1 else best
 
     def _lacks(self, resident: int, *, below: bool) -> bool:
         score = self.score(resident)
