@@ -113,6 +113,16 @@ def test_a_copy_is_no_faster_than_its_share_of_host_memory() -> None:
         assert seconds(Copy(WEIGHT, 0, 0, 1, 512), queue, program(), machine=slow) == 512.25
 
 
+def test_copies_up_and_down_share_host_memory() -> None:
+    narrow = replace(MACHINE, host_bandwidth=16.0)
+    up = Instr(0, Queue.H2D, Copy(WEIGHT, 0, 0, 1, 3072))
+    down = Instr(1, Queue.D2H, Copy(WEIGHT, 0, 1, 0, 1024))
+    priced = Costs(program(), DEVICE_HOST, narrow, 1).price((up, down, Instr(2, Queue.H2D, Release(1))), {})
+    assert priced.seconds == [3072 / 12 + 0.25, 1024 / 8 + 0.25, 0]
+    assert Costs(program(), DEVICE_HOST, narrow, 1).price((up,), {}).seconds == [3072 / 16 + 0.25]
+    assert Costs(program(), DEVICE_HOST, MACHINE, 1).price((up, down), {}).seconds == [3072 / 16 + 0.25, 32.25]
+
+
 def test_collectives_cross_the_slower_link() -> None:
     ops: tuple[Op, ...] = (Gather(0, 0, 1, 0), ReduceScatter(0, 0, 1, 2, 0))
     for op in ops:

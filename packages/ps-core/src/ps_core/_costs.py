@@ -12,9 +12,10 @@ plus a latency. Bytes counted once each way, per element (16-bit weights; fp32 i
     Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
                 neighbours and its node's adapters together (a ring leaves each node once)
 
-Ranks of a node divide host memory and disk bandwidth evenly; a copy to or from the host goes no faster than the rank's
-share of host memory. *Sharing host memory:* CPU work in a segment is slowed as though all of that segment's copies to
-and from the host ran beside it, which is what they do when the step is pipelined, and cautious otherwise.
+Ranks of a node divide host memory and disk bandwidth evenly. *Sharing a rank's part of host memory:* where a segment
+copies both up and down, each direction gets the part its bytes are of both, but at least half; and CPU work in a
+segment is slowed as though all of that segment's copies ran beside it, which is what they do when the step is
+pipelined, and cautious otherwise.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class Costs:
                 count = self._memory_bytes(op, slot_bytes)
                 cpu_bytes += count * (queue is Queue.CPU)
                 note(count / rates[queue] + latency)
+        self._slow_copies(instrs, seconds, copied)
         self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
         return Work(seconds, copied, wire, evictions)
 
@@ -128,6 +130,19 @@ class Costs:
         if isinstance(op, Cast):
             return numel * 6
         return numel * (self._accumulate + (0 if op.first else 4))
+
+    def _slow_copies(self, instrs: tuple[Instr, ...], seconds: list[float], copied: list[int]) -> None:
+        both = copied[Queue.H2D] + copied[Queue.D2H]
+        slower = {}
+        for queue in (Queue.H2D, Queue.D2H):
+            rate = self._rates[Queue.CPU] * max(0.5, copied[queue] / both) if both else self._rates[queue]
+            if rate < self._rates[queue]:
+                slower[queue] = rate
+        if not slower:
+            return
+        for place, instr in enumerate(instrs):
+            if instr.queue in slower and isinstance(instr.op, Copy):
+                seconds[place] = instr.op.bytes / slower[instr.queue] + self._latency
 
     def _slow_cpu(self, instrs: tuple[Instr, ...], seconds: list[float], cpu_bytes: int, copied_bytes: int) -> None:
         if not cpu_bytes or not copied_bytes:

@@ -1,0 +1,403 @@
+"""Forecasts, advice and the largest model, on models small enough to plan in a moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ps_core import _advice, _forecast, _scale
+from ps_core._advice import advice, remedies
+from ps_core._cluster import Cluster
+from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._forecast import Forecast, Subject, Training, bounds, forecast, surely_fits, trace_of
+from ps_core._machine import MACHINES
+from ps_core._program import Precision
+from ps_core._scale import largest
+from ps_core._shapes import gpt, shape
+from ps_core._trace import Phase, Trace
+from ps_core._verify import verify
+
+MIB, GIB = 2**20, 2**30
+MODEL = gpt(4, 256, vocabulary=1024, name="small")
+
+
+def training(device: int = 64 * MIB, host: int = 256 * MIB, *, gpus: int = 1, disk: int = 0, **more: Any) -> Training:
+    cluster = Cluster(
+        gpus=gpus,
+        device_memory=device,
+        host_memory=host,
+        disk=disk,
+        device_reserve=0,
+        host_reserve=0,
+        host_reserve_per_rank=0,
+    )
+    machine = more.pop("machine", MACHINES["t4"])
+    return Training(cluster=cluster, machine=machine, **{"batch": 2, "seq": 128, "quick": True, **more})
+
+
+# ---------------------------------------------------------------- forecasts
+
+
+def test_a_forecast_counts_by_its_two_formulas() -> None:
+    found = forecast(MODEL, training(gpus=2, accumulate=3))
+    verify(found.planned.program, found.planned.plan)
+    step, tokens = found.planned.prediction.step_time_s, 2 * 128
+    assert found.step_time_s == step
+    assert found.tokens_per_s == pytest.approx(tokens * 3 * 2 / step)
+    assert found.tflops_per_gpu == pytest.approx(8 * MODEL.parameters * tokens * 3 / step / 1e12)
+    forward = sum(moment.flops for moment in found.trace.moments if moment.phase is Phase.FORWARD)
+    assert found.model_tflops_per_gpu == pytest.approx(3 * forward * 3 / step / 1e12)
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    trace = Trace(model="nothing", tensors=(), moments=(), tokens=5)
+    told = forecast(MODEL, training())
+    planned = replace(told.planned, prediction=replace(told.planned.prediction, step_time_s=0.0))
+    nothing = Forecast(training=training(), trace=trace, planned=planned, offloads=False)
+    assert nothing.tokens_per_s == 0
+    assert advice(nothing) == ()
+
+
+def test_precision_reaches_the_planner() -> None:
+    found = forecast(MODEL, training(precision=Precision.FP32, group_bytes=4 * 500_000))
+    assert found.planned.program.precision is Precision.FP32
+    assert found.training.peak_flops == MACHINES["t4"].matmul_flops_fp32
+    assert training().peak_flops == MACHINES["t4"].matmul_flops
+    assert {group.numel <= 500_000 for group in found.planned.program.layout.groups} == {True}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"seq": 0}, "seq must be at least 1"),
+        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"group_bytes": 1}, "cannot hold one parameter"),
+        ({"checkpointing": False, "offload_checkpoints": True}, "needs --checkpointing"),
+    ],
+)
+def test_impossible_trainings_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        training(**change)
+
+
+class Scripted:
+    """Stands in for planning: what each way of offloading leads to."""
+
+    def __init__(self, plain: Forecast | None, offloaded: Forecast | None) -> None:
+        self.answers = {False: plain, True: offloaded}
+        self.asked: list[bool] = []
+
+    def __call__(self, trace: Trace, asked: Training) -> Forecast:
+        offload = bool(trace.activations)
+        self.asked.append(offload)
+        answer = self.answers[offload]
+        if answer is None:
+            raise DoesNotFit(tier="device", moment="m", needed_bytes=2, available_bytes=1, proven=True)
+        return answer
+
+
+def timed(step: float, stalled: float) -> Forecast:
+    told = forecast(MODEL, training())
+    prediction = replace(told.planned.prediction, step_time_s=step, stalled_s=stalled)
+    return replace(told, planned=replace(told.planned, prediction=prediction))
+
+
+@pytest.mark.parametrize(
+    ("plain", "offloaded", "asked", "best"),
+    [
+        ((10.0, 0.1), None, [False], 10.0),
+        ((10.0, 5.0), (8.0, 3.0), [False, True], 8.0),
+        ((10.0, 5.0), (12.0, 3.0), [False, True], 10.0),
+        ((10.0, 5.0), None, [False, True], 10.0),
+        (None, (8.0, 3.0), [False, True], 8.0),
+        (None, None, [False, True], None),
+    ],
+)
+def test_offloading_is_tried_where_it_could_help(
+    monkeypatch: pytest.MonkeyPatch,
+    plain: tuple[float, float] | None,
+    offloaded: tuple[float, float] | None,
+    asked: list[bool],
+    best: float | None,
+) -> None:
+    script = Scripted(plain and timed(*plain), offloaded and timed(*offloaded))
+    monkeypatch.setattr(_forecast, "_forecast", script)
+    if best is None:
+        with pytest.raises(DoesNotFit):
+            forecast(MODEL, training(offload_checkpoints=None))
+    else:
+        assert forecast(MODEL, training(offload_checkpoints=None)).step_time_s == best
+    assert script.asked == asked
+
+
+def test_what_cannot_offload_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Scripted(timed(10.0, 9.0), timed(1.0, 0.0))
+    monkeypatch.setattr(_forecast, "_forecast", script)
+    for asked in (
+        training(offload_checkpoints=None, checkpointing=False),
+        training(offload_checkpoints=None, host=0),
+        training(offload_checkpoints=False),
+    ):
+        forecast(MODEL, asked)
+    forecast(trace_of(MODEL, training(), offload=False), training(offload_checkpoints=None))
+    assert script.asked == [False] * 4
+
+
+@pytest.mark.parametrize("subject", [MODEL, trace_of(MODEL, training(), offload=False)])
+def test_the_promise_is_kept(subject: Subject) -> None:
+    """`surely_fits`: False is refused, True is planned, and between the two it does not say."""
+    said = {}
+    for host in range(0, 80, 5):
+        case = training(device=24 * MIB, host=host * MIB)
+        said[host] = surely_fits(subject, case)
+        if said[host] is None:
+            continue
+        try:
+            forecast(subject, case)
+            assert said[host]
+        except DoesNotFit:
+            assert not said[host]
+    assert list(dict.fromkeys(said.values())) == [False, None, True]
+    assert min(-need.missing_bytes for need in bounds(subject, training(device=24 * MIB, host=0))) < 0
+
+
+def test_typical_sizes_of_no_tensors() -> None:
+    empty = Trace(model="nothing", tensors=(), moments=())
+    assert surely_fits(empty, training())
+
+
+# ---------------------------------------------------------------- advice
+
+
+@pytest.mark.parametrize(
+    ("queue", "words"), [("cpu", "the optimizer step on the CPU (6 s"), ("collectives", "the other GPUs (6 s")]
+)
+def test_advice_names_what_the_gpu_waits_for(queue: str, words: str) -> None:
+    told = timed(10.0, 5.0)
+    busy = {**told.planned.prediction.busy_s, "compute": 7.0, "host->device": 2.0, queue: 6.0}
+    prediction = replace(told.planned.prediction, busy_s=busy)
+    said = advice(replace(told, planned=replace(told.planned, prediction=prediction)))
+    assert any(line.startswith("compute is idle 50% of the step") and words in line for line in said)
+
+
+def test_a_good_plan_needs_no_advice() -> None:
+    fast = replace(MACHINES["t4"], matmul_flops=1e9)
+    assert advice(forecast(MODEL, training(device=GIB, machine=fast))) == ()
+
+
+def test_advice_mentions_what_was_chosen_for_the_user() -> None:
+    found = forecast(MODEL, training(offload_checkpoints=True))
+    assert found.offloads
+    assert not any("checkpoints leave" in line for line in advice(found))
+    chosen = replace(found, training=training(offload_checkpoints=None))
+    assert any("checkpoints leave" in line for line in advice(chosen))
+
+
+def test_advice_warns_of_a_full_host() -> None:
+    found = forecast(MODEL, training())
+    peaks = {**found.planned.prediction.peak_bytes, "host": found.planned.plan.tiers[1].capacity_bytes}
+    prediction = replace(found.planned.prediction, peak_bytes=peaks)
+    full = replace(found, planned=replace(found.planned, prediction=prediction))
+    assert any("host memory is full" in line for line in advice(full))
+
+
+def apply(asked: Training, remedy: str) -> Training:
+    """Do what a remedy says."""
+    words = remedy.split(" (", maxsplit=1)[0].split()
+    cluster = asked.cluster
+    while words:
+        word = words.pop(0)
+        if word == "--batch":
+            asked = replace(asked, batch=int(words.pop(0)))
+        elif word in ("--gpus", "--nodes"):
+            cluster = replace(cluster, **{word[2:]: int(words.pop(0))})
+        elif word in ("--host-memory", "--device-memory"):
+            size = int(words.pop(0).removesuffix("GiB")) * GIB
+            cluster = replace(cluster, **{word[2:].replace("-", "_"): size})
+        elif word == "--disk":
+            cluster = replace(cluster, disk=int(words.pop(0).removesuffix("TiB")) * 2**40)
+        else:
+            asked = replace(asked, **{word[2:].replace("-", "_"): True})
+    return replace(asked, cluster=cluster)
+
+
+CASES = {
+    "too little of everything": training(device=8 * MIB, host=20 * MIB),
+    "no host at all": training(device=8 * MIB, host=0),
+    "activations": training(device=24 * MIB, batch=64, checkpointing=False),
+    "logits": training(device=24 * MIB, batch=16),
+    "no device": training(device=0, host=30 * MIB, disk=16 * MIB, batch=2),
+    "many GPUs": training(device=8 * MIB, host=20 * MIB, gpus=8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_remedy_works(name: str) -> None:
+    asked = CASES[name]
+    with pytest.raises(DoesNotFit):
+        forecast(MODEL, asked)
+    found = remedies(MODEL, asked)
+    assert 1 <= len(found) <= 3
+    for remedy in found:
+        assert "predicted: fits" in remedy
+        forecast(MODEL, apply(asked, remedy))
+
+
+def test_remedies_for_a_trace_change_only_the_machine() -> None:
+    asked = CASES["activations"]
+    found = remedies(trace_of(MODEL, asked, offload=False), asked)
+    assert found
+    assert not any("--batch" in remedy or "checkpoint" in remedy for remedy in found)
+
+
+def test_reserves_can_swallow_a_suggested_machine() -> None:
+    """More processes on a node may leave no host memory at all: such a cluster is not suggested."""
+    asked = training(device=8 * MIB, host=20 * MIB)
+    asked = replace(asked, cluster=replace(asked.cluster, host_reserve_per_rank=10 * MIB))
+    for remedy in remedies(MODEL, asked):
+        assert "--gpus 2 (" not in remedy
+        apply(asked, remedy).cluster.tiers()
+
+
+def test_only_what_is_not_done_already_is_suggested() -> None:
+    lean = training(batch=1, chunked_loss=True, offload_checkpoints=True, disk=GIB)
+    assert list(_advice._options(MODEL, lean)) == []
+    assert list(_advice._batches(MODEL, lean)) == []
+    said = [label.split()[0] for label, _ in _advice._memories(MODEL, lean)]
+    assert said == ["--host-memory"] * 4 + ["--device-memory"] * 2
+    said = [label.split()[0] for label, _ in _advice._memories(MODEL, training(device=0))]
+    assert said == ["--host-memory"] * 4 + ["--disk"] * 3
+    assert [label for label, _ in _advice._clusters(MODEL, replace(lean, cluster=CASES["many GPUs"].cluster))] == [
+        f"--gpus {8 * factor} --nodes {factor}" for factor in (2, 4, 8, 16)
+    ]
+
+
+# ---------------------------------------------------------------- the largest model
+
+
+@pytest.fixture(autouse=True)
+def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "names", lambda: ("gpt-10m", "gpt-50m"))
+
+
+def hunt(asked: Training, **more: Any) -> _scale.Largest | None:
+    return largest(asked, **{"vocabulary": 1024, **more})
+
+
+def test_the_largest_model_fits_and_one_layer_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "HIDDEN", (128, 256))
+    asked = training(device=32 * MIB, host=48 * MIB, offload_checkpoints=None, chunked_loss=True)
+    found = hunt(asked, min_tflops=0)
+    assert found is not None
+    verify(found.forecast.planned.program, found.forecast.planned.plan)
+    model = found.shape
+    assert found.forecast.trace.parameters == model.parameters > 70 * MIB / 14 * 0.8
+    more = gpt(model.layers + 1, model.hidden, vocabulary=1024)
+    for offload in (False, True):
+        with pytest.raises(DoesNotFit):
+            forecast(more, replace(asked, offload_checkpoints=offload))
+    assert found.limit
+
+
+def test_speed_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "HIDDEN", (256,))
+    slow = replace(MACHINES["t4"], host_bandwidth=2e8, h2d_bandwidth=2e8, matmul_flops=2e11)
+    asked = training(device=32 * MIB, host=64 * MIB, machine=slow)
+    any_speed, fast = hunt(asked, min_tflops=0), hunt(asked)
+    assert any_speed is not None
+    assert fast is not None
+    assert fast.forecast.tflops_per_gpu >= 0.1 > any_speed.forecast.tflops_per_gpu
+    assert fast.shape.parameters < any_speed.shape.parameters
+    assert "below 0.1" in fast.limit
+
+
+def test_no_model_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "HIDDEN", (256,))
+    assert hunt(training(device=MIB, host=MIB)) is None
+    assert hunt(training(), min_tflops=1e9) is None
+    for least in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidInput, match="--min-tflops"):
+            hunt(training(), min_tflops=least)
+
+
+def test_named_sizes_compete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "HIDDEN", (12288,))
+    found = largest(training(device=64 * MIB, host=300 * MIB), min_tflops=0)
+    assert found is not None
+    assert found.shape.name == "gpt-10m"
+    assert found.limit.startswith("gpt-50m") or "does not fit" in found.limit
+
+
+def test_very_deep_models_move_several_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "HIDDEN", (64,))
+    monkeypatch.setattr(_scale, "_DEEP", 8)
+    found = hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=0)
+    assert found is not None
+    assert found.shape.layers > 16
+    assert len(found.forecast.planned.program.layout.groups) < found.shape.layers
+    given = hunt(training(device=8 * MIB, host=12 * MIB, group_bytes=50_000), min_tflops=0)
+    assert given is not None
+    assert len(given.forecast.planned.program.layout.groups) > given.shape.layers
+
+
+def test_sequences_longer_than_usual_have_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scale, "HIDDEN", (128,))
+    found = hunt(training(host=16 * MIB, seq=2048, batch=1), min_tflops=0)
+    assert found is not None
+    assert found.shape.positions == 2048
+    assert shape("gpt-10m").positions < 2048
+
+
+class Limited:
+    """Stands in for planning: shapes up to so many layers have a plan, at a speed that falls with their layers."""
+
+    def __init__(self, layers: dict[int, int], placement: bool = True) -> None:
+        self.told = forecast(MODEL, training())
+        self.layers = layers
+        self.placement = placement
+        self.tried: list[tuple[int, int]] = []
+
+    def __call__(self, model: Any, asked: Training) -> Forecast:
+        self.tried.append((model.hidden, model.layers))
+        if model.layers > 2 * self.layers[model.hidden]:
+            raise DoesNotFit(tier="device", moment="m", needed_bytes=2, available_bytes=1, proven=False)
+        step = 1.0 if model.layers <= self.layers[model.hidden] else 100.0
+        told = self.told.planned.prediction
+        planned = replace(self.told.planned, prediction=replace(told, step_time_s=step))
+        planned = planned if self.placement else replace(planned, placement=None)
+        return replace(self.told, planned=planned)
+
+
+@pytest.mark.parametrize("placement", [True, False])
+@pytest.mark.parametrize("limits", [{64: 40, 128: 3}, {64: 10, 128: 9}, {64: 37, 128: 20}, {64: 60, 128: 1}])
+def test_the_search_finds_the_most_layers_of_the_best_hidden_size(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[int, int], placement: bool
+) -> None:
+    script = Limited(limits, placement)
+    monkeypatch.setattr(_scale, "HIDDEN", tuple(limits))
+    monkeypatch.setattr(_scale, "forecast", script)
+    monkeypatch.setattr(_scale, "names", tuple)
+    slowest = script.told.trace.parameters * 8 * script.told.trace.tokens / 1e12 / 50
+    found = hunt(training(device=16 * MIB, host=48 * MIB, seq=32, offload_checkpoints=None), min_tflops=slowest)
+    assert found is not None
+    every = {
+        (hidden, layers): gpt(layers, hidden, vocabulary=1024).parameters
+        for hidden, most in limits.items()
+        for layers in range(1, most + 1)
+    }
+    assert found.shape.parameters * 1.02 >= max(every.values())
+    assert (found.shape.hidden, found.shape.layers) in every
+    assert len(script.tried) <= 2 * 14
+
+
+def test_shapes_that_prove_too_large_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Limited({64: 2})
+    monkeypatch.setattr(_scale, "HIDDEN", (64,))
+    monkeypatch.setattr(_scale, "forecast", script)
+    monkeypatch.setattr(_scale, "names", tuple)
+    found = hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=0)
+    assert found is not None
+    assert (found.shape.layers, found.limit) == (4, "gpt-5x64: device is too small")
