@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ps_core._program import Extent
 
 NEVER_FREED = -1
-FREE = float("-inf")
-"""What a free piece is worth: nothing need be given up to have it."""
+EMPTY = float("-inf")
+"""What a piece is worth that nobody needs: nothing need be given up to have it."""
+STALE = -1e308
+"""What a copy is worth that is not the newest: less than any other, but somebody's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,94 +22,142 @@ class Piece:
     offset: int
     end: int
     owner: Extent | None = None
-    freed: int = NEVER_FREED
-    """While free: the instruction that released it; while idle: the last known to touch it."""
+    since: int = NEVER_FREED
+    """The last instruction to touch it while it was needed; once it is free, the one that released it."""
     idle: bool = False
     """Its owner is not needed any more, but its slot has not been released."""
+    key: tuple[float, int, int] | None = None
+    """What keeping it is worth, since when it is idle, its first address. None: it must stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Neighbouring pieces that together are large enough."""
+    """Neighbouring pieces that together are large enough, by address."""
 
-    start: int
-    stop: int
-    victims: tuple[Extent, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def victims(self) -> tuple[Extent, ...]:
+        """The owners of its pieces."""
+        return tuple(piece.owner for piece in self.pieces if piece.owner is not None)
 
 
 class Arena:
     """Addresses ``offset .. end`` of a tier, cut into pieces.
 
     Free neighbours are not merged: each remembers what released it, so that a new slot can be put where bytes have
-    been idle longest, and its fill can begin earliest.
+    been idle longest, and its fill can begin earliest. Pieces are kept in the order in which they would be given up,
+    so that only the cheapest have to be looked at.
     """
 
     def __init__(self, offset: int, end: int) -> None:
-        self._pieces = [Piece(offset, end)] if end > offset else []
         self.bytes = max(0, end - offset)
+        self._pieces: dict[int, Piece] = {}
+        """By first address; each ends where the next begins."""
+        self._order: list[tuple[float, int, int]] = []
+        """The keys of all pieces that may go."""
+        if end > offset:
+            self._pieces[offset] = piece = Piece(offset, end)
+            self._place(piece, EMPTY)
 
-    def find(
-        self, size: int, worth: Callable[[Extent], float | None], idle_since: Callable[[Extent], int]
-    ) -> Window | None:
+    def find(self, size: int, stays: Callable[[Extent], bool]) -> Window | None:
         """The window of least worth that holds ``size`` bytes, of these the one idle longest.
 
-        A window is worth its dearest owner, and fewer pieces are better; ``worth`` is None for owners that must stay.
-        Only where no window is free to take are owners asked about.
+        A window is worth its dearest owner, and fewer pieces are better; ``stays`` tells who must not leave just now.
         """
-        free = [(FREE, piece.freed) if piece.owner is None or piece.idle else None for piece in self._pieces]
-        found = self._cheapest(size, free)
-        if found is None:
-            marks: list[tuple[float, int] | None] = []
-            for piece, mark in zip(self._pieces, free, strict=True):
-                if mark is None and piece.owner is not None:
-                    value = worth(piece.owner)
-                    mark = None if value is None else (value, idle_since(piece.owner))
-                marks.append(mark)
-            found = self._cheapest(size, marks)
-        if found is None:
-            return None
-        owners = (piece.owner for piece in self._pieces[found[0] : found[1]])
-        return Window(*found, tuple(owner for owner in owners if owner is not None))
+        # Cheapest first, until a window is there. One as cheap may have been idle for longer than this one's latest
+        # piece; what comes after that cannot be better.
+        runs, limit = _Runs(), None
+        for worth, since, offset in self._order:
+            if limit is not None and (worth, since) > limit:
+                break
+            piece = self._pieces[offset]
+            if piece.owner is None or piece.idle or not stays(piece.owner):
+                begin, end = runs.add(offset, piece.end)
+                if limit is None and end - begin >= size:
+                    limit = worth, max(part.since for part in self._between(begin, end))
+        rows = (row for begin, end in runs.ends.items() for row in self._windows(begin, end, size))
+        best = min(rows, default=None, key=lambda row: row[0])
+        return None if best is None else Window(best[1])
 
-    def _cheapest(self, size: int, marks: list[tuple[float, int] | None]) -> tuple[int, int] | None:
-        """Where the least window starts and stops; ``marks`` are None for pieces that cannot be had."""
-        pieces = self._pieces
-        best: tuple[float, int, int] | None = None
-        found = None
-        for start, first in enumerate(marks):
-            if first is None or (best is not None and first > best[:2]):
-                continue
-            goal = pieces[start].offset + size
-            dearest, latest = first
-            stop = start
-            while pieces[stop].end < goal:
+    def _windows(self, begin: int, end: int, size: int) -> Iterator[tuple[tuple[int, int, int], tuple[Piece, ...]]]:
+        """Every window of a run of pieces, and by what one is preferred to another of equal worth."""
+        if end - begin < size:
+            return
+        pieces, stop = list(self._between(begin, end)), 0
+        for start, first in enumerate(pieces):
+            if first.offset + size > end:
+                return
+            while pieces[stop].end < first.offset + size:
                 stop += 1
-                mark = marks[stop] if stop < len(marks) else None
-                if mark is None:
-                    break
-                dearest, latest = max(dearest, mark[0]), max(latest, mark[1])
-            else:
-                score = (dearest, latest, stop - start)
-                if best is None or score < best:
-                    best, found = score, (start, stop + 1)
-        return found
+            window = tuple(pieces[start : stop + 1])
+            yield (max(part.since for part in window), len(window), first.offset), window
+
+    def _between(self, begin: int, end: int) -> Iterator[Piece]:
+        while begin < end:
+            piece = self._pieces[begin]
+            yield piece
+            begin = piece.end
 
     def take(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
-        """Give a window (all of it free by now) to ``owner``; also what released its bytes."""
-        old = self._pieces[window.start : window.stop]
-        piece = Piece(old[0].offset, old[0].offset + size, owner)
-        fresh = [piece]
-        if old[-1].end > piece.end:
-            fresh.append(Piece(max(piece.end, old[-1].offset), old[-1].end, None, old[-1].freed))
-        self._pieces[window.start : window.stop] = fresh
-        return piece, tuple({part.freed for part in old if part.freed != NEVER_FREED})
+        """Give a window (all of it free by now) to ``owner``, to stay until rated; also what released its bytes."""
+        first, last = window.pieces[0], window.pieces[-1]
+        for part in window.pieces:
+            self._place(part, None)
+            del self._pieces[part.offset]
+        piece = self._pieces[first.offset] = Piece(first.offset, first.offset + size, owner)
+        if last.end > piece.end:
+            rest = self._pieces[piece.end] = Piece(piece.end, last.end, None, last.since)
+            self._place(rest, EMPTY)
+        return piece, tuple({part.since for part in window.pieces if part.since != NEVER_FREED})
+
+    def rate(self, piece: Piece, worth: float | None) -> None:
+        """Say what keeping a piece's owner is worth; None: it must stay."""
+        piece.idle = False
+        self._place(piece, worth)
+
+    def touch(self, piece: Piece, instruction: int) -> None:
+        """Note that an instruction touches a piece (one that nobody needs is as idle as it was)."""
+        if not piece.idle:
+            piece.since = instruction
+            self._place(piece, None if piece.key is None else piece.key[0])
+
+    def abandon(self, piece: Piece) -> None:
+        """Note that nobody needs a piece's owner any more."""
+        piece.idle = True
+        self._place(piece, EMPTY)
 
     def free(self, piece: Piece, freed: int) -> None:
         """Take a piece back from its owner."""
-        piece.owner = None
-        piece.freed = freed
-        piece.idle = False
+        piece.owner, piece.since, piece.idle = None, freed, False
+        self._place(piece, EMPTY)
 
     def owned(self) -> list[Piece]:
         """Pieces that have an owner, by address."""
-        return [piece for piece in self._pieces if piece.owner is not None]
+        return [piece for _, piece in sorted(self._pieces.items()) if piece.owner is not None]
+
+    def _place(self, piece: Piece, worth: float | None) -> None:
+        """Move a piece to where it belongs in the order; None: out of it."""
+        key = None if worth is None else (worth, piece.since, piece.offset)
+        if key == piece.key:
+            return
+        if piece.key is not None:
+            del self._order[bisect_left(self._order, piece.key)]
+        if key is not None:
+            insort(self._order, key)
+        piece.key = key
+
+
+class _Runs:
+    """Stretches of addresses that grow together as pieces are added."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, int] = {}
+        """By where they begin."""
+        self._begins: dict[int, int] = {}
+
+    def add(self, begin: int, end: int) -> tuple[int, int]:
+        """One more stretch, joined with its neighbours."""
+        begin, end = self._begins.pop(begin, begin), self.ends.pop(end, end)
+        self.ends[begin], self._begins[end] = end, begin
+        return begin, end

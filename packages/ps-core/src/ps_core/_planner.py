@@ -13,13 +13,13 @@ always has somewhere to go. All else of a tier is arena (the compute tier's belo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ps_core._emit import Emitter
 from ps_core._frame import Frame, NoRoom
-from ps_core._memory import FREE, Arena, Piece, Window
+from ps_core._memory import STALE, Arena, Piece, Window
 from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
 from ps_core._policy import NEVER, Ranker
 from ps_core._program import Extent, Kind, SegmentName
@@ -60,6 +60,8 @@ class Walker:
             self.residents[held.extent] = {held.tier: Resident(slot, self.versions.get(held.extent))}
         self._pins: dict[tuple[Extent, int], int] = {}
         self._arenas = frame.arenas(segment)
+        self._pieces: dict[int, tuple[Arena, Piece]] = {}
+        """By slot, outside home."""
 
     # What is where.
 
@@ -70,8 +72,9 @@ class Walker:
     def holding(self, extent: Extent) -> list[int]:
         """Tiers that hold the extent as it now is, fastest first."""
         version = self.versions.get(extent)
-        rows = self.residents.get(extent, {})
-        return sorted(tier for tier, row in rows.items() if row.version == version and version is not None)
+        if version is None:
+            return []
+        return sorted([tier for tier, row in self.residents[extent].items() if row.version == version])
 
     def slot(self, extent: Extent, tier: int) -> int:
         """The slot of a copy that is there."""
@@ -115,6 +118,7 @@ class Walker:
         op = Copy(extent, version, origin, target, self.program.bytes_of(extent))
         self.emit(queue, op, reads=(origin,), writes=(target,))
         self.residents[extent][tier].version = version
+        self.rate(extent)
         return target
 
     def room(self, extent: Extent, tier: int, queue: Queue) -> int:
@@ -124,6 +128,8 @@ class Walker:
             piece = rows[tier].piece
             if piece is not None:
                 piece.idle = False
+                self._arena(extent, tier).touch(piece, self.out.last_access(rows[tier].slot))
+                self.rate(extent)
             return rows[tier].slot
         arena = self._arena(extent, tier)
         size = self.frame.slot_bytes(extent, tier)
@@ -135,33 +141,34 @@ class Walker:
         taken, freed = arena.take(window, size, extent)
         slot = self._slots
         self._slots += 1
+        self._pieces[slot] = arena, taken
         self.emit(queue, Reserve(slot, tier, taken.offset, size), writes=(slot,), also=freed)
         rows[tier] = Resident(slot, None, taken)
         self.ranker.loaded(extent)
+        self.rate(extent)
         return slot
 
     def _window(self, arena: Arena, tier: int, size: int) -> Window | None:
-        def idle_since(owner: Extent) -> int:
-            return self.out.last_access(self.slot(owner, tier))
+        def stays(owner: Extent) -> bool:
+            return bool(self._pins.get((owner, tier)))
 
-        def worth(owner: Extent) -> float | None:
-            return self._worth(owner, tier)
+        return arena.find(size, stays)
 
-        return arena.find(size, worth, idle_since)
+    def rate(self, extent: Extent) -> None:
+        """Say anew what the extent's copies are worth: whenever one is used or made, and when the time for it comes."""
+        for tier, row in self.residents.get(extent, {}).items():
+            if row.piece is not None and not row.piece.idle:
+                self._arena(extent, tier).rate(row.piece, self._worth(extent, row))
 
-    def _worth(self, extent: Extent, tier: int) -> float | None:
-        if self._pins.get((extent, tier)):
-            return None
-        row = self.residents[extent][tier]
+    def _worth(self, extent: Extent, row: Resident) -> float | None:
         version = self.versions.get(extent)
         if row.version != version:
-            return FREE
+            return STALE
         if version and extent.kind in (Kind.FULL, Kind.GRAD):
             return None
-        worth = self.ranker.worth(extent, self.now)
         if version and self.segment.is_micro and extent.kind is self.program.weight:
             return NEVER
-        return worth
+        return self.ranker.worth(extent, self.now)
 
     def evict(self, extent: Extent, tier: int, queue: Queue) -> None:
         """Give a copy's bytes back to ``queue``, saving it below if it is the only one."""
@@ -173,6 +180,7 @@ class Walker:
         assert row.piece is not None, "home slots are no victims"
         freed = self.emit(queue, Release(row.slot), writes=(row.slot,))
         self._arena(extent, tier).free(row.piece, freed)
+        del self._pieces[row.slot]
         del self.residents[extent][tier]
 
     def _arena(self, extent: Extent, tier: int) -> Arena:
@@ -188,25 +196,30 @@ class Walker:
         """Nobody needs the copy on this tier any more (a home slot stays all the same)."""
         row = self.residents[extent][tier]
         if row.piece is not None:
-            row.piece.idle = True
-            row.piece.freed = self.out.last_access(row.slot)
+            self._arena(extent, tier).abandon(row.piece)
 
     def wrote(self, extent: Extent, tier: int, version: int) -> None:
         """Note that the copy on this tier is now the extent's newest version."""
         self.versions[extent] = version
         self.residents[extent][tier].version = version
+        self.rate(extent)
 
     def emit(
         self,
         queue: Queue,
         op: Op,
         *,
-        reads: Iterable[int] = (),
-        writes: Iterable[int] = (),
+        reads: Collection[int] = (),
+        writes: Collection[int] = (),
         also: Iterable[int] = (),
     ) -> int:
         """Write an instruction down, with the waits its slots call for."""
-        return self.out.emit(queue, op, reads=reads, writes=writes, also=also, visit=self.now)
+        number = self.out.emit(queue, op, reads=reads, writes=writes, also=also, visit=self.now)
+        for slot in (*reads, *writes):
+            if slot in self._pieces:
+                arena, piece = self._pieces[slot]
+                arena.touch(piece, number)
+        return number
 
     def bring_home(self, extent: Extent) -> None:
         """Have the newest version at home."""

@@ -60,7 +60,7 @@ class _Moments(Walker):
         visits = self.program.segment_visits(self.segment)
         ahead: list[tuple[Extent, int]] = []
         for place, visit in enumerate(visits):
-            self.now = visit.index
+            self._begin(visit)
             pins = self._run(visit)
             for pin in ahead:
                 self.unpin(pin)
@@ -77,6 +77,17 @@ class _Moments(Walker):
 
     # One moment.
 
+    def _begin(self, visit: Visit) -> None:
+        """Let it be the moment's time: what it uses will next be wanted later."""
+        self.now = visit.index
+        for use in self.program.uses(self.segment, visit):
+            for extent in self._meant(use.extent):
+                self.rate(extent)
+
+    def _meant(self, extent: Extent) -> tuple[Extent, ...]:
+        """What is used with the extent: a gathered group's shard counts too."""
+        return (extent, Extent(self.program.weight, extent.index)) if extent.kind is Kind.FULL else (extent,)
+
     def _run(self, visit: Visit) -> list[tuple[Extent, int]]:
         slots, written = [], []
         pins: list[tuple[Extent, int]] = []
@@ -92,9 +103,9 @@ class _Moments(Walker):
                 slot = self._ready(use.extent)
             self.pin((use.extent, 0))
             pins.append((use.extent, 0))
-            self.ranker.used(use.extent)
-            if use.extent.kind is Kind.FULL:
-                self.ranker.used(Extent(self.program.weight, use.extent.index))
+            for extent in self._meant(use.extent):
+                self.ranker.used(extent)
+                self.rate(extent)
             slots.append(slot)
             if use.before != use.after:
                 written.append((use, slot))
