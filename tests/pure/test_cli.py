@@ -1,0 +1,296 @@
+"""The command: documents, exit status, and one line for every mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_core import cli
+from ps_core._analytic import Workload, analytic_trace
+from ps_core._doctor import Accelerator
+from ps_core._errors import DoesNotFit
+from ps_core._machine import MACHINES
+from ps_core._shapes import gpt, shape
+from ps_core.cli import main
+
+SMALL = ("--seq", "128", "--batch", "2", "--device-memory", "1GiB", "--host-memory", "8GiB", "--gpus", "1")
+TINY = ("--seq", "128", "--batch", "2", "--device-memory", "60MiB", "--host-memory", "100MiB", "--gpus", "1")
+NO_RESERVE = ("--reserve-device", "0", "--reserve-host", "0", "--reserve-host-rank", "0")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "accelerators", lambda: ())
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(words)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    status, out, err = run(capsys, *words, "--json")
+    assert err == ""
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return status, found
+
+
+def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = document(capsys, "plan", "gpt-10m", *SMALL)
+    assert status == 0
+    assert (found["model"], found["fits"], found["missing_bytes"]) == ("gpt-10m", True, 0)
+    assert found["parameters"] == shape("gpt-10m").parameters
+    assert set(found["tiers"]) == {"device", "host"}
+    for tier in found["tiers"].values():
+        assert 0 <= tier["peak_bytes"] <= tier["budget_bytes"]
+    assert found["tiers"]["device"]["peak_bytes"] > 14 * found["parameters"]
+    assert set(found["moved_bytes"]) == {"host->device", "device->host", "wire"}
+    assert found["step_time_s"] > 0
+    assert found["tflops_per_gpu"] == pytest.approx(8 * found["parameters"] * 256 / found["step_time_s"] / 1e12)
+    assert isinstance(found["advice"], list)
+    assert found["assumed"] == ["the rates of 'laptop' (--machine)"]
+
+
+def test_a_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = document(capsys, "plan", "gpt-50m", *TINY, *NO_RESERVE)
+    assert status == 3
+    assert found["fits"] is False
+    assert found["missing_bytes"] == found["needed_bytes"] - found["available_bytes"] > 0
+    assert (found["step_time_s"], found["tflops_per_gpu"], found["moved_bytes"]) == (None, None, {})
+    assert 1 <= len(found["advice"]) <= 3
+    assert found["moment"]
+    status, out, err = run(capsys, "plan", "gpt-50m", *TINY, *NO_RESERVE)
+    assert (status, err) == (3, "")
+    assert "it does not fit." in out
+    assert "missing" in out
+    assert "predicted: fits" in out
+
+
+def test_every_key_of_the_contract_is_there_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"model", "parameters", "fits", "missing_bytes", "tiers", "moved_bytes", "step_time_s", "tflops_per_gpu"}
+    for words in (SMALL, (*TINY, *NO_RESERVE)):
+        _, found = document(capsys, "plan", "gpt-50m", *words)
+        assert keys | {"advice"} <= found.keys()
+
+
+def test_plan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "gpt-10m", *SMALL, "--tide", "--accumulate", "2")
+    assert status == 0
+    for wanted in ("it fits", "predicted", "device", "host->device", "TFLOPS per GPU", "tokens/s", "assumed: ", "█"):
+        assert wanted in out
+    assert "2 micro-batches" in out
+    assert "what fills the device at each moment" in out
+
+
+def test_plan_for_several_gpus_and_for_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "gpt-10m", "--seq", "128", "--host-memory", "64GiB")
+    _, out, _ = run(capsys, *words, "--device-memory", "4GiB", "--gpus", "4", "--nodes", "2")
+    assert "4 GPUs in 2 nodes" in out
+    _, out, _ = run(capsys, *words, "--device-memory", "0", "--gpus", "2")
+    assert "2 processes without GPU (cpu)" in out
+    _, found = document(capsys, *words, "--machine", "cpu", "--disk", "1TiB")
+    assert list(found["tiers"]) == ["host", "disk"]
+
+
+def test_plain_letters_where_nothing_else_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding in ("ascii", "cp1252"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(("plan", "gpt-10m", *SMALL, "--tide")) == 0
+        stream.flush()
+        stream.seek(0)
+        assert "#" in stream.read()
+
+
+def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "tide.svg"
+    assert run(capsys, "plan", "gpt-10m", *SMALL, "--svg", str(path))[0] == 0
+    assert path.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_models_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 256}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    _, plain = document(capsys, "plan", "--hf", str(path), *SMALL)
+    _, more = document(capsys, "plan", "--hf", str(tmp_path), *SMALL, "--vocab", "1024")
+    assert more["parameters"] - plain["parameters"] == 512 * 64
+    trace = analytic_trace(gpt(2, 64, vocabulary=512), Workload(batch=1, seq=64))
+    (tmp_path / "t.json").write_text(trace.to_json(), encoding="utf-8")
+    _, recorded = document(capsys, "plan", "--trace", str(tmp_path / "t.json"), *SMALL)
+    assert recorded["model"] == trace.model
+    _, out, _ = run(capsys, "plan", "--trace", str(tmp_path / "t.json"), *SMALL)
+    assert "64 tokens each" in out
+
+
+def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "1024", "--vocab", "512")
+    _, short = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "512", "--vocab", "512")
+    assert found["parameters"] - short["parameters"] == 512 * 256
+
+
+def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ps_core._scale.HIDDEN", (256,))
+    monkeypatch.setattr("ps_core._scale.names", tuple)
+    words = ("scale", *TINY, *NO_RESERVE, "--vocab", "1024")
+    status, found = document(capsys, *words, "--min-tflops", "0")
+    assert status == 0
+    assert found["model"] == f"gpt-{found['layers']}x{found['hidden']}"
+    assert found["plan"]["parameters"] == found["parameters"] > 9_000_000
+    assert found["plan"]["fits"] is True
+    status, out, _ = run(capsys, *words, "--min-tflops", "0")
+    assert (status, out.startswith(f"largest: {found['model']}")) == (0, True)
+    assert "it fits" in out
+    assert document(capsys, *words, "--min-tflops", "1e6") == (
+        3,
+        {"model": None, "parameters": 0, "layers": 0, "hidden": 0, "plan": None},
+    )
+    assert run(capsys, *words, "--min-tflops", "1e6")[0] == 3
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "examine", lambda: {"python": "3", "host memory": "4 GiB"})
+    assert document(capsys, "doctor") == (0, {"python": "3", "host memory": "4 GiB"})
+    assert run(capsys, "doctor") == (0, "python       3\nhost memory  4 GiB\n", "")
+
+
+def test_what_is_here_is_the_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(cli, "accelerators", lambda: (Accelerator("A", 16 * gib), Accelerator("B", 15 * gib)))
+    monkeypatch.setattr(cli, "host_memory", lambda: (200 * gib, 100 * gib, 50 * gib))
+    words = ("plan", "gpt-10m", "--seq", "128")
+    _, found = document(capsys, *words)
+    assert (found["machine"], found["gpus"]) == ("t4", 2)
+    assert found["tiers"]["device"]["budget_bytes"] == pytest.approx(15 * gib - 1.2e9, abs=128)
+    assert found["tiers"]["host"]["budget_bytes"] == pytest.approx((45 * gib - 9e9) / 2, abs=128)
+    assert len(found["assumed"]) == 4
+    monkeypatch.setattr(cli, "host_memory", lambda: (0, 0, 0))
+    _, found = document(capsys, *words)
+    assert found["tiers"]["host"]["budget_bytes"] == pytest.approx((48 * gib - 9e9) / 2, abs=128)
+    _, found = document(capsys, *words, "--machine", "v100", "--nodes", "2")
+    assert (found["machine"], found["gpus"], found["nodes"]) == ("v100", 2, 2)
+    assert found["tiers"]["device"]["budget_bytes"] == pytest.approx(32 * gib - 1.2e9, abs=128)
+
+
+def test_nothing_here_and_nothing_said_assumes_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = document(capsys, "plan", "gpt-10m", "--seq", "128")
+    assert found["machine"] == cli.ASSUMED_MACHINE
+    assumed = MACHINES[cli.ASSUMED_MACHINE]
+    assert found["tiers"]["device"]["budget_bytes"] == pytest.approx(assumed.memory_bytes - 0.6e9, abs=128)
+
+
+MISTAKES = [
+    ((), "arguments are required: COMMAND"),
+    (("paln",), "invalid choice: 'paln'"),
+    (("plan",), "one of the arguments NAME --hf --trace is required"),
+    (("plan", "gpt2", "--hf", "x"), "not allowed with"),
+    (("plan", "gpt-18x"), "did you mean gpt-18b"),
+    (("plan", "gpt2", "--device-memory", "20Gb?"), "not a size: '20Gb?'"),
+    (("plan", "gpt2", "--gpus", "0"), "'0' is not a whole number of at least 1"),
+    (("plan", "gpt2", "--gpus", "two"), "'two' is not a whole number"),
+    (("plan", "gpt2", "--gpus", "3", "--nodes", "2"), "3 GPUs cannot be spread evenly over 2 nodes"),
+    (("plan", "gpt2", "--device-memory", "100MB"), "is no more than the"),
+    (("plan", "gpt2", "--precision", "fp8"), "invalid choice: 'fp8'"),
+    (("plan", "gpt2", "--reserve-fragmentation", "nan"), "nonmodel_overhead"),
+    (("plan", "gpt2", "--frob"), "unrecognized arguments: --frob"),
+    (("plan", "gpt2", "--dev", "1GiB"), "unrecognized arguments: --dev"),
+    (("plan", "gpt2", "--no-checkpointing", "--offload-checkpoints"), "needs --checkpointing"),
+    (("plan", "gpt2", "--machine", "abacus"), "unknown machine 'abacus'"),
+    (("plan", "--hf", "missing.json"), "cannot read 'missing.json'"),
+    (("plan", "--hf", "damaged.json"), "damaged.json: not JSON"),
+    (("plan", "--trace", "missing.json"), "missing.json"),
+    (("plan", "--trace", "damaged.json"), "damaged.json: not a trace"),
+    (("plan", "--trace", "binary"), "binary: "),
+    (("plan", "gpt2", "--machine", "damaged.toml"), "damaged.toml: not TOML"),
+    (("plan", "gpt-10m", *SMALL, "--svg", "no/such/folder.svg"), "cannot write"),
+    (("scale", "--min-tflops", "many"), "invalid float value: 'many'"),
+    (("scale", "--min-tflops", "-3", *SMALL), "--min-tflops must be"),
+    (("doctor", "--gpus", "1"), "unrecognized arguments"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES, ids=lambda value: " ".join(value)[:40] if value else "nothing")
+def test_mistakes_get_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: Any, says: str
+) -> None:
+    (tmp_path / "damaged.json").write_text('{"format": ', encoding="utf-8")
+    (tmp_path / "damaged.toml").write_text("name = [", encoding="utf-8")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.startswith("pstar: ")
+    assert err.count("\n") == 1
+
+
+def test_help_and_version_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("--help",), ("plan", "--help"), ("--version",)):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        assert "pstar" in capsys.readouterr().out
+
+
+def test_other_failures_get_one_line_and_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> dict[str, str]:
+        raise OSError("the disk\nis gone")
+
+    monkeypatch.setattr(cli, "examine", broken)
+    assert run(capsys, "doctor") == (1, "", "pstar: the disk is gone\n")
+
+
+def test_a_plan_not_found_is_told_from_one_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for proven, words in ((True, "at least 1.0 KiB needed at 'm'"), (False, "no plan found for 1.0 KiB at 'm'")):
+
+        def refuse(subject: object, training: object, proven: bool = proven) -> None:
+            raise DoesNotFit(tier="device", moment="m", needed_bytes=1024, available_bytes=1024, proven=proven)
+
+        monkeypatch.setattr(cli, "forecast", refuse)
+        monkeypatch.setattr(cli, "remedies", lambda subject, training: ())
+        status, out, _ = run(capsys, "plan", "gpt-10m", *SMALL)
+        assert status == 3
+        assert words in out
+        assert "no single change" in out
+        assert document(capsys, "plan", "gpt-10m", *SMALL)[1]["missing_bytes"] == 1
+
+
+def test_output_nobody_reads_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> dict[str, str]:
+        raise BrokenPipeError
+
+    moved: list[int] = []
+    monkeypatch.setattr(cli, "examine", gone)
+    monkeypatch.setattr(os, "dup2", lambda source, target: moved.append(target))
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    assert main(("doctor",)) == 1
+    assert moved == [1]
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            (sys.executable, "-m", "ps_core.cli", "plan", "gpt-10m", *SMALL),
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
