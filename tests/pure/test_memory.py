@@ -68,18 +68,16 @@ def test_a_window_over_several_pieces_waits_for_all_of_them_and_leaves_a_rest():
     assert (rest.offset, rest.end, freed) == (450, 512, (7,))
 
 
-def rate(arena, pieces, worth):
+def rate(arena, pieces, worth, since=None):
     for owner, value in worth.items():
-        arena.rate(pieces[owner], value)
+        arena.rate(pieces[owner], value, (since or {}).get(owner, 0))
 
 
 @pytest.mark.parametrize(("worth", "victim"), [({A: 3, B: 1, C: 2}, B), ({A: 1, B: 1, C: 1}, C)])
 def test_the_least_worthy_leaves_and_of_equals_the_longest_idle(worth, victim):
     arena = Arena(0, 384)
     pieces = fill(arena, (A, 128), (B, 128), (C, 128))
-    rate(arena, pieces, worth)
-    for owner, instruction in {A: 5, B: 6, C: 4}.items():
-        arena.touch(pieces[owner], instruction)
+    rate(arena, pieces, worth, {A: 5, B: 6, C: 4})
     assert arena.find(128, stays_not).victims == (victim,)
 
 
@@ -99,19 +97,14 @@ def test_a_window_is_worth_its_dearest_owner_and_cannot_span_what_must_stay():
 def test_of_windows_as_dear_the_one_idle_longest_is_found_behind_later_ones():
     arena = Arena(0, 640)
     pieces = fill(arena, (A, 256), (B, 128), (C, 128), (D, 128))
-    rate(arena, pieces, {A: 2.0, B: 1.0, C: 2.0, D: 2.0})
-    for owner, instruction in {A: 3, B: 9, C: 2, D: 4}.items():
-        arena.touch(pieces[owner], instruction)
+    rate(arena, pieces, {A: 2.0, B: 1.0, C: 2.0, D: 2.0}, {A: 3, B: 9, C: 2, D: 4})
     assert arena.find(256, stays_not).victims == (A,), "B with C would do, but B was touched later"
 
 
 def test_what_is_idle_is_taken_before_anybody_is_asked():
     arena = Arena(0, 256)
     pieces = fill(arena, (A, 128), (B, 128))
-    arena.touch(pieces[B], 3)
-    arena.abandon(pieces[B])
-    arena.touch(pieces[B], 5)
-    assert pieces[B].since == 3, "as idle as it was"
+    arena.abandon(pieces[B], 3)
     assert arena.find(128, nobody_asked).victims == (B,)
     arena.free(pieces[B], 2)
     assert not pieces[B].idle
@@ -159,17 +152,14 @@ def test_it_finds_what_trying_all_windows_finds(seed):
             owner = Extent(Kind.P16, next(numbers))
             live[owner], _ = arena.take(window, size, owner)
             worth[owner] = rng.choice((None, 1.0, 2.0, 3.0, STALE))
-            arena.touch(live[owner], now)
-            arena.rate(live[owner], worth[owner])
+            arena.rate(live[owner], worth[owner], now)
         for owner, piece in live.items():
             chance = rng.random()
             if chance < 0.05:
-                arena.abandon(piece)
+                arena.abandon(piece, now)
             elif chance < 0.2 and not piece.idle:
-                arena.touch(piece, now)
-            elif chance < 0.3:
                 worth[owner] = rng.choice((None, 1.0, 2.0, 3.0))
-                arena.rate(piece, worth[owner])
+                arena.rate(piece, worth[owner], now)
 
 
 def gaps(arena, begin, end):

@@ -23,7 +23,7 @@ class Piece:
     end: int
     owner: Extent | None = None
     since: int = NEVER_FREED
-    """The last instruction to touch it while it was needed; once it is free, the one that released it."""
+    """The last instruction known to touch it; once it is free, the one that released it."""
     idle: bool = False
     """Its owner is not needed any more, but its slot has not been released."""
     key: tuple[float, int, int] | None = None
@@ -111,20 +111,14 @@ class Arena:
             self._place(rest, EMPTY)
         return piece, tuple({part.since for part in window.pieces if part.since != NEVER_FREED})
 
-    def rate(self, piece: Piece, worth: float | None) -> None:
-        """Say what keeping a piece's owner is worth; None: it must stay."""
-        piece.idle = False
+    def rate(self, piece: Piece, worth: float | None, since: int) -> None:
+        """Say what keeping a piece's owner is worth, and what touched it last; worth None: it must stay."""
+        piece.since = since
         self._place(piece, worth)
 
-    def touch(self, piece: Piece, instruction: int) -> None:
-        """Note that an instruction touches a piece (one that nobody needs is as idle as it was)."""
-        if not piece.idle:
-            piece.since = instruction
-            self._place(piece, None if piece.key is None else piece.key[0])
-
-    def abandon(self, piece: Piece) -> None:
-        """Note that nobody needs a piece's owner any more."""
-        piece.idle = True
+    def abandon(self, piece: Piece, since: int) -> None:
+        """Note that nobody needs a piece's owner any more, and what touched it last."""
+        piece.since, piece.idle = since, True
         self._place(piece, EMPTY)
 
     def free(self, piece: Piece, freed: int) -> None:

@@ -27,11 +27,12 @@ from ps_core._program import Extent, Kind, SegmentName
 
 @dataclass(slots=True)
 class Resident:
-    """One copy of an extent on one tier; ``piece`` is None for a home slot."""
+    """One copy of an extent on one tier; ``piece`` and ``arena`` are None for a home slot."""
 
     slot: int
     version: int | None
     piece: Piece | None = None
+    arena: Arena | None = None
 
     @property
     def dead(self) -> bool:
@@ -60,8 +61,10 @@ class Walker:
             self.residents[held.extent] = {held.tier: Resident(slot, self.versions.get(held.extent))}
         self._pins: dict[tuple[Extent, int], int] = {}
         self._arenas = frame.arenas(segment)
-        self._pieces: dict[int, tuple[Arena, Piece]] = {}
+        self._owners: dict[int, Extent] = {}
         """By slot, outside home."""
+        self._stirred: set[Extent] = set()
+        """Those whose copies may be worth something else than their arenas know."""
 
     # What is where.
 
@@ -118,7 +121,6 @@ class Walker:
         op = Copy(extent, version, origin, target, self.program.bytes_of(extent))
         self.emit(queue, op, reads=(origin,), writes=(target,))
         self.residents[extent][tier].version = version
-        self.rate(extent)
         return target
 
     def room(self, extent: Extent, tier: int, queue: Queue) -> int:
@@ -128,10 +130,9 @@ class Walker:
             piece = rows[tier].piece
             if piece is not None:
                 piece.idle = False
-                self._arena(extent, tier).touch(piece, self.out.last_access(rows[tier].slot))
-                self.rate(extent)
+                self.stir(extent)
             return rows[tier].slot
-        arena = self._arena(extent, tier)
+        arena = self._arenas[tier, self.frame.zone(extent, tier)]
         size = self.frame.slot_bytes(extent, tier)
         window = self._window(arena, tier, size)
         if window is None:
@@ -141,24 +142,29 @@ class Walker:
         taken, freed = arena.take(window, size, extent)
         slot = self._slots
         self._slots += 1
-        self._pieces[slot] = arena, taken
+        self._owners[slot] = extent
         self.emit(queue, Reserve(slot, tier, taken.offset, size), writes=(slot,), also=freed)
-        rows[tier] = Resident(slot, None, taken)
+        rows[tier] = Resident(slot, None, taken, arena)
         self.ranker.loaded(extent)
-        self.rate(extent)
         return slot
 
     def _window(self, arena: Arena, tier: int, size: int) -> Window | None:
         def stays(owner: Extent) -> bool:
             return bool(self._pins.get((owner, tier)))
 
+        self._rate()
         return arena.find(size, stays)
 
-    def rate(self, extent: Extent) -> None:
-        """Say anew what the extent's copies are worth: whenever one is used or made, and when the time for it comes."""
-        for tier, row in self.residents.get(extent, {}).items():
-            if row.piece is not None and not row.piece.idle:
-                self._arena(extent, tier).rate(row.piece, self._worth(extent, row))
+    def stir(self, extent: Extent) -> None:
+        """Note that the extent's copies may be worth something else: used or made, or its time has come."""
+        self._stirred.add(extent)
+
+    def _rate(self) -> None:
+        for extent in self._stirred:
+            for row in self.residents.get(extent, {}).values():
+                if row.piece is not None and row.arena is not None and not row.piece.idle:
+                    row.arena.rate(row.piece, self._worth(extent, row), self.out.last_access(row.slot))
+        self._stirred.clear()
 
     def _worth(self, extent: Extent, row: Resident) -> float | None:
         version = self.versions.get(extent)
@@ -178,13 +184,10 @@ class Walker:
                 raise NoRoom(tier, self.now, self.program.bytes_of(extent))
             self.at(extent, tier + 1)
         assert row.piece is not None, "home slots are no victims"
+        assert row.arena is not None
         freed = self.emit(queue, Release(row.slot), writes=(row.slot,))
-        self._arena(extent, tier).free(row.piece, freed)
-        del self._pieces[row.slot]
+        row.arena.free(row.piece, freed)
         del self.residents[extent][tier]
-
-    def _arena(self, extent: Extent, tier: int) -> Arena:
-        return self._arenas[tier, self.frame.zone(extent, tier)]
 
     def discard(self, extent: Extent) -> None:
         """Nobody needs the extent any more: its bytes may be taken."""
@@ -195,14 +198,14 @@ class Walker:
     def abandon(self, extent: Extent, tier: int) -> None:
         """Nobody needs the copy on this tier any more (a home slot stays all the same)."""
         row = self.residents[extent][tier]
-        if row.piece is not None:
-            self._arena(extent, tier).abandon(row.piece)
+        if row.piece is not None and row.arena is not None:
+            row.arena.abandon(row.piece, self.out.last_access(row.slot))
 
     def wrote(self, extent: Extent, tier: int, version: int) -> None:
         """Note that the copy on this tier is now the extent's newest version."""
         self.versions[extent] = version
         self.residents[extent][tier].version = version
-        self.rate(extent)
+        self.stir(extent)
 
     def emit(
         self,
@@ -216,9 +219,8 @@ class Walker:
         """Write an instruction down, with the waits its slots call for."""
         number = self.out.emit(queue, op, reads=reads, writes=writes, also=also, visit=self.now)
         for slot in (*reads, *writes):
-            if slot in self._pieces:
-                arena, piece = self._pieces[slot]
-                arena.touch(piece, number)
+            if slot in self._owners:
+                self._stirred.add(self._owners[slot])
         return number
 
     def bring_home(self, extent: Extent) -> None:

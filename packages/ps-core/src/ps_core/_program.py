@@ -244,7 +244,17 @@ class Program:
 
     def bytes_of(self, extent: Extent) -> int:
         """Bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
-        kind, index = extent
+        size = self._sizes.get(extent)
+        if size is None:
+            size = self._sizes[extent] = self._bytes_of(*extent)
+        return size
+
+    @cached_property
+    def _sizes(self) -> dict[Extent, int]:
+        """What `bytes_of` has worked out: it is asked more often than anything else."""
+        return {}
+
+    def _bytes_of(self, kind: Kind, index: int) -> int:
         if kind is Kind.ACT:
             return align_up(self.trace.activations[index].bytes)
         numel = self.layout.groups[index].shard_numel

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from ps_core._bounds import check_fits, largest_extent_bytes, lower_bounds
@@ -193,6 +194,7 @@ class _Scorer:
         """What looked good turned out not to work."""
         self._known[found.resident, found.stride] = refusal
 
+    @cached_property
     def limits(self) -> tuple[int, int]:
         """The fewest groups that must, and the most that can, be resident, as far as home alone tells."""
         groups = len(self.program.layout.groups)
@@ -213,12 +215,12 @@ class _Scorer:
 
     def glance(self) -> _Found | None:
         """A good number of resident groups, looking at few."""
-        least, most = self.limits()
+        least, most = self.limits
         return self._grid(least, max(least, most - (most - least) // 4), 2)
 
     def explore(self, known: _Found) -> _Found:
         """The best number of resident groups, from a grid and then nearer to its best point."""
-        least, most = self.limits()
+        least, most = self.limits
         grid = self._grid(least, most, _GRID)
         best = grid if grid is not None and _beats(grid.score, known.score) else known
         step = (most - least) // (_GRID - 1)

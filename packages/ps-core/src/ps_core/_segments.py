@@ -82,7 +82,7 @@ class _Moments(Walker):
         self.now = visit.index
         for use in self.program.uses(self.segment, visit):
             for extent in self._meant(use.extent):
-                self.rate(extent)
+                self.stir(extent)
 
     def _meant(self, extent: Extent) -> tuple[Extent, ...]:
         """What is used with the extent: a gathered group's shard counts too."""
@@ -105,7 +105,7 @@ class _Moments(Walker):
             pins.append((use.extent, 0))
             for extent in self._meant(use.extent):
                 self.ranker.used(extent)
-                self.rate(extent)
+                self.stir(extent)
             slots.append(slot)
             if use.before != use.after:
                 written.append((use, slot))
