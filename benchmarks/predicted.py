@@ -1,0 +1,203 @@
+"""Write docs/predicted.md: what the simulator promises, beside what was published.
+
+    python benchmarks/predicted.py > docs/predicted.md
+
+Takes a few minutes. tests/docs/test_predicted.py re-runs a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ps_core._cluster import Cluster
+from ps_core._errors import DoesNotFit
+from ps_core._forecast import Forecast, Training, forecast
+from ps_core._machine import MACHINES
+from ps_core._policy import Policy
+from ps_core._scale import largest
+from ps_core._search import with_policy
+from ps_core._shapes import shape
+from ps_core._units import format_bytes, format_count
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A machine with its memory."""
+
+    label: str
+    machine: str
+    device: int
+    """Bytes of each GPU."""
+    host: int
+    """Bytes of a node."""
+
+    def training(self, gpus: int, batch: int = 4, nodes: int = 1) -> Training:
+        """Sequences of 1024; checkpoints offloaded where it helps; the loss in chunks of rows."""
+        cluster = Cluster(gpus=gpus, nodes=nodes, device_memory=self.device, host_memory=self.host)
+        return Training(
+            cluster=cluster,
+            machine=MACHINES[self.machine],
+            batch=batch,
+            chunked_loss=True,
+            offload_checkpoints=None,
+            quick=True,
+        )
+
+
+V100 = Server(label="V100-32GiB, 240 GiB", machine="v100", device=32 * GIB, host=240 * GIB)
+A100 = Server(label="A100-40GiB, 1000 GiB", machine="a100-40", device=40 * GIB, host=1000 * GIB)
+H200 = Server(label="H200 139 GiB, 128 GiB", machine="h200", device=139 * GIB, host=128 * GIB)
+
+# Server, GPUs, batch per GPU; published PatrickStar and DeepSpeed (both at whatever batch fitted).
+SCALES = (
+    (V100, 1, 4, "12B", "4B"),
+    (V100, 8, 4, "18B", "4-6B"),
+    (V100, 8, 32, "18B", "4-6B"),
+    (A100, 1, 4, "50B", "15B"),
+    (A100, 8, 4, "68B", "30B"),
+    (A100, 8, 32, "68B", "30B"),
+    (H200, 1, 4, "-", "-"),
+)
+
+# Server, GPUs, nodes, model, batch per GPU, published PatrickStar and DeepSpeed in TFLOPS per GPU.
+SPEEDS = (
+    (V100, 1, 1, "gpt-4b", 8, "48.4", "32.9"),
+    (V100, 1, 1, "gpt-12b", 8, "33.8", "-"),
+    (V100, 8, 1, "gpt-10b", 8, "61.8", "-"),
+    (V100, 8, 1, "gpt-18b", 8, "52.4", "-"),
+    (A100, 1, 1, "gpt-20b", 8, "93", "-"),
+    (A100, 1, 1, "gpt-50b", 8, "67", "-"),
+    (A100, 8, 1, "gpt-30b", 8, "141.5", "72.3"),
+    (A100, 8, 1, "gpt-68b", 8, "107.1", "-"),
+    (A100, 16, 2, "gpt-175b", 4, "-", "-"),
+    (A100, 32, 4, "gpt-175b", 4, "110", "-"),
+)
+
+
+def scale_row(server: Server, gpus: int, batch: int, patrickstar: str, deepspeed: str) -> str:
+    """The largest model of one machine."""
+    found = largest(server.training(gpus, batch))
+    if found is None:
+        return _row(server.label, gpus, batch, "-", "-", "-", patrickstar, deepspeed)
+    told = found.forecast
+    size = f"{format_count(found.shape.parameters)} (`{found.shape.name}`)"
+    speed = f"{told.tflops_per_gpu:.0f}", f"{told.tokens_per_s:,.0f}"
+    return _row(server.label, gpus, batch, size, *speed, patrickstar, deepspeed)
+
+
+def speed_rows(
+    server: Server, gpus: int, nodes: int, model: str, batch: int, published: Sequence[str]
+) -> Iterator[str]:
+    """One model under every policy, at the placement found for the first."""
+    training = server.training(gpus, batch, nodes)
+    try:
+        found = forecast(shape(model), training)
+    except DoesNotFit:
+        yield _row(server.label, gpus, f"`{model}`", batch, "does not fit", *[""] * 5, *published)
+        return
+    for policy in Policy:
+        told = _under(found, policy)
+        if told is None:
+            continue
+        moved = told.planned.prediction.moved_bytes
+        yield _row(
+            server.label,
+            gpus,
+            f"`{model}`",
+            batch,
+            policy.value,
+            format_bytes(moved["host->device"]),
+            format_bytes(moved["device->host"]),
+            format_bytes(moved["wire"]),
+            f"{told.step_time_s:.1f}",
+            f"{told.tflops_per_gpu:.1f}",
+            *(published if policy is Policy.BELADY else ("", "")),
+        )
+
+
+def _under(found: Forecast, policy: Policy) -> Forecast | None:
+    if policy is Policy.BELADY:
+        return found
+    if found.planned.placement is None:
+        return None
+    setup = replace(found.training, policy=policy).setup()
+    try:
+        planned = with_policy(found.planned, policy, found.training.machine, setup)
+    except Exception as error:
+        if type(error).__name__ != "NoRoom":
+            raise
+        return None
+    return replace(found, planned=planned)
+
+
+def _header(*columns: str) -> Iterator[str]:
+    names = ("GPU, host memory of a node", "GPUs", *columns, "PatrickStar, published", "DeepSpeed, published")
+    yield _row(*names)
+    yield _row("---", *("--:" for _ in names[1:]))
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+HEAD = """# Predicted scale and speed
+
+Nothing on this page was measured here: every figure of ours is **predicted**, by planning a step, checking the plan
+with `verify`, and simulating it on a machine file. `python benchmarks/predicted.py > docs/predicted.md` writes the
+page anew. Sequences have 1024 tokens; batch is per GPU; blocks are recomputed in backward; the loss is computed in
+chunks of rows; checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token, per GPU.
+The published figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their
+plots, at batch sizes of their choice.
+
+## The largest model
+
+That keeps each GPU at half its matrix rate or more (`pstar scale`).
+"""
+
+MIDDLE = """
+## Speed and moved bytes, by eviction policy
+
+One group size and one placement of optimizer states for each model: those found for Belady's rule. Bytes are those
+one process moves in one step; *wire* is what it sends to the others. A policy that is missing finds no room in that
+placement; where only `belady` is there, memory is so tight that there is nothing to choose. A backward pass is
+nearly the forward pass mirrored, and on a mirrored sequence the least recently used group is the one needed last: that
+is why LRU often does as well. With accumulation, tied weights and unequal moments they part.
+"""
+
+TAIL = """
+## What the model leaves out
+
+- **Matrix work runs at one rate**, whatever its shape. Narrow models (hidden size 2048), short sequences and small
+  batches run slower than that on real hardware; recomputation and attention are priced like any other operation.
+- **Everything that is neither matrix work, optimizer nor movement** is a fixed overhead a moment: layer norms,
+  dropout, activation functions, kernel launches, Python. On a fast GPU with a small batch these are not small.
+- **Contention is simple**: processes of a node divide host memory and disks evenly; copies up and down share host
+  memory by their bytes; a step on the CPU is slowed by its segment's copies. Real memory controllers, NUMA, PCIe
+  switches shared by two GPUs, and power limits are rougher. Collectives and matrix work do not slow each other.
+- **Non-model memory comes from formulas** (`_analytic`), not from an allocator: fragmentation is a flat 5 %, the CUDA
+  context and NCCL are named reserves. The real peak can be off by several percent, and so can the largest model.
+- **Every process keeps step**: no stragglers, no loading of data, no checkpoints, no evaluation.
+- **The machine files are cautious readings** of data sheets and published runs. Change them (`--machine FILE`) to
+  what you measure; [the machine format](command.md#machine-files) is small.
+"""
+
+
+def page() -> Iterator[str]:
+    """The whole page."""
+    yield HEAD
+    yield from _header("batch", "largest, predicted", "TFLOPS per GPU", "tokens/s")
+    for scale in SCALES:
+        yield scale_row(*scale)
+    yield MIDDLE
+    yield from _header("model", "batch", "policy", "up", "down", "wire", "step, s", "TFLOPS per GPU")
+    for server, gpus, nodes, model, batch, *published in SPEEDS:
+        yield from speed_rows(server, gpus, nodes, model, batch, published)
+    yield TAIL.rstrip("\n")
+
+
+if __name__ == "__main__":
+    for line in page():
+        print(line, flush=True)

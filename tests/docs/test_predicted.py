@@ -1,0 +1,69 @@
+"""docs/predicted.md holds what its script prints, re-run in part."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "predicted.md"
+
+
+@pytest.fixture(scope="module")
+def predicted() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("predicted", ROOT / "benchmarks" / "predicted.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["predicted"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def numbers(row: str) -> list[float]:
+    """The figures of a row, byte counts by their digits."""
+    return [float(text.replace(",", "")) for text in re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", row)]
+
+
+def is_told(row: str, page: str, tolerance: float = 0.03) -> bool:
+    """Whether the page has a row with the same words and nearly the same figures."""
+
+    def words(line: str) -> list[str]:
+        return re.findall(r"[A-Za-z]+", line)
+
+    wanted = numbers(row)
+    return any(
+        words(line) == words(row)
+        and len(numbers(line)) == len(wanted)
+        and all(abs(a - b) <= tolerance * max(a, b) for a, b in zip(numbers(line), wanted, strict=True))
+        for line in page.splitlines()
+    )
+
+
+def test_the_page_is_complete(predicted: ModuleType) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for text in (predicted.HEAD, predicted.MIDDLE, predicted.TAIL):
+        assert text.strip() in page
+    tables = page.split(predicted.MIDDLE.strip())
+    assert len(re.findall(r"^\| [VAH]\d", tables[0], flags=re.M)) == len(predicted.SCALES)
+    for server, gpus, _, model, *_ in predicted.SPEEDS:
+        assert f"| {server.label} | {gpus} | `{model}` |" in tables[1]
+
+
+def test_a_scale_row_is_still_so(predicted: ModuleType) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert is_told(predicted.scale_row(*predicted.SCALES[1]), page)
+
+
+def test_speed_rows_are_still_so(predicted: ModuleType) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    server, gpus, nodes, model, batch, *published = predicted.SPEEDS[1]
+    rows = list(predicted.speed_rows(server, gpus, nodes, model, batch, published))
+    assert rows
+    assert all(is_told(row, page) for row in rows)
+    assert not is_told(rows[0].replace("belady", "magic"), page)

@@ -1,0 +1,67 @@
+"""The tables of docs/command.md, from the code. ``python tests/pure/_tables.py`` writes them into the page."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ps_core._machine import MACHINES, NUMBERS
+from ps_core.cli import make_parser
+
+PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+
+
+def options(command: str) -> str:
+    """Every option of a command."""
+    rows = ["| option | what it says |", "|---|---|"]
+    for action in parsers()[command]._actions:
+        if "--help" not in action.option_strings:
+            rows.append(f"| {_name(action)} | {action.help} |")
+    return "\n".join(rows)
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def _name(action: argparse.Action) -> str:
+    metavar = str(action.metavar or "").replace("|", " or ")
+    if not action.option_strings:
+        return f"`{metavar}`"
+    value = f" {metavar}" if metavar else ""
+    if action.choices:
+        value = " {" + ", ".join(map(str, action.choices)) + "}"
+    return ", ".join(f"`{option}{value}`" for option in action.option_strings)
+
+
+def machines() -> str:
+    """Every built-in machine's figures."""
+    rows = ["| figure | " + " | ".join(f"`{name}`" for name in MACHINES) + " |", "|---|" + "--:|" * len(MACHINES)]
+    for key in NUMBERS:
+        cells = (f"{getattr(entry, key):.3g}" for entry in MACHINES.values())
+        rows.append(f"| `{key}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def sections() -> Iterator[tuple[str, str]]:
+    """The marker that begins each table, and the table."""
+    for command in ("plan", "scale", "doctor"):
+        yield f"<!-- options of {command} -->", options(command)
+    yield "<!-- machines -->", machines()
+
+
+def fill(page: str) -> str:
+    """The page with its tables written anew."""
+    for marker, table in sections():
+        pattern = re.escape(marker) + r"\n(.*?)<!-- end -->"
+        page, count = re.subn(pattern, lambda _, m=marker, t=table: f"{m}\n\n{t}\n\n<!-- end -->", page, flags=re.S)
+        assert count == 1, marker
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
