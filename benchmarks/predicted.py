@@ -1,19 +1,21 @@
 """Write docs/predicted.md: what the simulator promises, beside what was published.
 
     python benchmarks/predicted.py > docs/predicted.md
+    python benchmarks/predicted.py cards          # the table of README.md
 
 Takes a few minutes. tests/docs/test_predicted.py re-runs a part of it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ps_core._cluster import Cluster
 from ps_core._errors import DoesNotFit
 from ps_core._forecast import Forecast, Training, forecast
-from ps_core._machine import MACHINES
+from ps_core._machine import MACHINES, default_machine
 from ps_core._policy import Policy
 from ps_core._scale import largest
 from ps_core._search import with_policy
@@ -185,6 +187,29 @@ TAIL = """
 """
 
 
+# GiB of the card, GiB of RAM, batch.
+CARDS = ((8, 16, 4), (24, 64, 16), (24, 128, 16), (80, 512, 16))
+
+
+def card_row(device: int, host: int, batch: int) -> str:
+    """One row of the README's table; the machine is the one `pstar scale` assumes."""
+    server = Server(label="", machine=default_machine(device * GIB).name, device=device * GIB, host=host * GIB)
+    found = largest(server.training(1, batch))
+    if found is None:
+        return _row(f"{device} GiB", f"{host} GiB", "-", batch, "-", "-")
+    told = found.forecast
+    card = f"{device} GiB (`{server.machine}`)"
+    size = f"{format_count(found.shape.parameters)} (`{found.shape.name}`)"
+    return _row(card, f"{host} GiB", size, batch, f"{told.tokens_per_s:,.0f}", f"{told.tflops_per_gpu:.0f}")
+
+
+def cards() -> Iterator[str]:
+    """The README's table."""
+    yield _row("card (rates of)", "RAM", "largest model", "batch", "tokens/s", "TFLOPS")
+    yield "|---|--:|---|--:|--:|--:|"
+    yield from (card_row(*card) for card in CARDS)
+
+
 def page() -> Iterator[str]:
     """The whole page."""
     yield HEAD
@@ -199,5 +224,5 @@ def page() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for line in page():
+    for line in cards() if sys.argv[1:] == ["cards"] else page():
         print(line, flush=True)

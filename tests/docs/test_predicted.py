@@ -67,3 +67,10 @@ def test_speed_rows_are_still_so(predicted: ModuleType) -> None:
     assert rows
     assert all(is_told(row, page) for row in rows)
     assert not is_told(rows[0].replace("belady", "magic"), page)
+
+
+def test_the_readme_table_is_still_so(predicted: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert is_told(predicted.card_row(*predicted.CARDS[0]), readme)
+    for device, host, batch in predicted.CARDS:
+        assert re.search(rf"^\| {device} GiB .*\| {host} GiB \|.*\| {batch} \|", readme, flags=re.M)
