@@ -1,4 +1,4 @@
-"""Simulation and the command, for pytest-benchmark. A plan of 175B for 32 processes has about 5,000 instructions a step."""
+"""Simulating and drawing a plan of 175B for 32 processes, some thousands of instructions a step."""
 
 from __future__ import annotations
 

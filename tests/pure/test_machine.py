@@ -33,7 +33,9 @@ def test_built_in_machines_survive_toml(name: str) -> None:
 @settings(max_examples=40)
 @given(st.lists(st.floats(1e-9, 1e30), min_size=len(NUMBERS), max_size=len(NUMBERS)))
 def test_any_figures_survive_toml(numbers: list[float]) -> None:
-    made = replace(MACHINES["t4"], **dict(zip(NUMBERS, numbers, strict=True)))
+    figures = dict(zip(NUMBERS, numbers, strict=True))
+    whole = {key: int(value) + 1 for key, value in figures.items() if key.endswith("_bytes")}
+    made = replace(MACHINES["t4"], **{**figures, **whole})
     assert machine_from_toml(made.to_toml()) == made
 
 
@@ -72,6 +74,9 @@ def test_a_base_fills_in_the_rest() -> None:
         ('base = "t4"\nh2d_bandwidth = "fast"', "found 'fast'"),
         ('base = "t4"\nh2d_bandwidth = inf', "found inf"),
         ('base = "t4"\nh2d_bandwidth = nan', "found nan"),
+        ('base = "t4"\nmemory_bytes = 1.5', "memory_bytes must be a whole number, found 1.5"),
+        ('base = "t4"\nmemory_bytes = false', "found False"),
+        ('base = "t4"\nhost_memory_bytes = 0', "host_memory_bytes must be a number above 0"),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(text: str, says: str) -> None:
