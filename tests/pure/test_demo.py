@@ -1,9 +1,12 @@
-"""The demonstration shows what it says: a budget kept, bits equal, a picture."""
+"""The demonstration shows what it says: bits equal, moves as planned, a budget kept, a picture."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -11,39 +14,92 @@ import pytest
 from ps_core import _demo
 from ps_core._units import parse_bytes
 
+Capture = pytest.CaptureFixture[str]
 
-def test_the_demonstration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+@pytest.fixture(autouse=True)
+def one_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_demo, "ITERATIONS", 1)
+
+
+def numbers(said: str, start: str) -> tuple[int, int]:
+    """The two counts of the row that starts so."""
+    found = re.search(rf"^  {start}[^\d\n]*\s([\d,]+)\s+([\d,]+)   (equal|kept)$", said, re.MULTILINE)
+    assert found is not None, start
+    return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
+
+
+def test_the_demonstration(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo, "ITERATIONS", 6)
     picture = tmp_path / "made" / "tide.svg"
     assert _demo.main([str(picture)]) == 0
     said = capsys.readouterr().out
-    assert "bitwise equal" in said
-    assert "budget" in said.partition("what fills the device")[2]
-    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
-    found = {tier: sizes for tier, *sizes in re.findall(r"^(\w+): budget (.+), peak (.+)$", said, re.MULTILINE)}
-    for budget, peak in found.values():
-        assert parse_bytes("1KiB") < parse_bytes(peak) <= parse_bytes(budget)
-    model = re.search(r"make (.+) of model data", said)
-    assert model is not None
-    assert parse_bytes(found["device"][0]) < parse_bytes(model[1]) / 2, "the device holds a fraction of it"
-    losses = [float(loss) for loss in said.partition("losses: ")[2].splitlines()[0].split()]
+    assert "NO" not in said
+    assert max(map(len, said.replace(str(picture), "").splitlines())) <= 100
+    rows = re.findall(r"^ +(\d+) +(\d\.\d{7}) +(\d\.\d{7})   yes$", said, re.MULTILINE)
+    losses = [float(row[2]) for row in rows]
+    assert [row[1] for row in rows] == [row[2] for row in rows]
     assert len(losses) == _demo.ITERATIONS
     assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), "it learns"
+    for link in ("bytes host->device", "bytes device->host", "evictions"):
+        planned, counted = numbers(said, link)
+        assert planned == counted > 0
+        assert planned % _demo.ITERATIONS == 0
+    assert numbers(said, "evictions")[0] > _demo.ITERATIONS, "something has to leave in each step"
+    model = re.search(r"model data +(.+), 14", said)
+    assert model is not None
+    for tier in ("device", "host"):
+        budget, peak = numbers(said, f"{tier}  ")
+        assert 1024 < peak <= budget
+    assert numbers(said, "device  ")[0] < parse_bytes(model[1]) / 7, "the device holds a fraction of it"
+    assert "budget" in said.partition("what fills the device")[2]
+    assert said.endswith(f"The tide as a picture: {picture}\n")
+    root = ElementTree.parse(picture).getroot()
+    assert root.tag.endswith("svg")
+    named = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"weights", "gradients", "checkpoints", "non-model"} <= set(named)
 
 
-def test_a_wrong_bit_is_not_passed_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo, "ITERATIONS", 1)
-    monkeypatch.setattr(_demo, "train_unconstrained", lambda *anything: None)
+def test_without_a_file_nothing_is_written(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _demo.main([]) == 0
+    assert "as a picture" not in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: change(function(*args, **kwargs))
+
+
+def test_a_wrong_bit_is_not_passed_over(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_loss(trained: Any) -> Any:
+        return replace(trained, losses=(trained.losses[0] * (1 + 2**-50), *trained.losses[1:]))
+
+    monkeypatch.setattr(_demo, "train_unconstrained", changed(_demo.train_unconstrained, other_loss))
     assert _demo.main([]) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert len(re.findall(r"   NO$", said, re.MULTILINE)) == 1
+    assert "afterwards: NOT EQUAL" in said
 
 
-def test_a_picture_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_demo, "ITERATIONS", 1)
+def test_a_move_that_was_not_planned_is_not_passed_over(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_moves(found: Any) -> Any:
+        moved = {**found.prediction.moved_bytes, "host->device": 128}
+        return replace(found, prediction=replace(found.prediction, moved_bytes=moved))
+
+    monkeypatch.setattr(_demo, "find_plan", changed(_demo.find_plan, other_moves))
+    assert _demo.main([]) == 1
+    assert re.search(r"bytes host->device .* 128 .*NOT EQUAL$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_budget_that_is_not_kept_is_not_passed_over(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = _demo._Watch
+    monkeypatch.setattr(_demo, "_Watch", lambda tiers: watch(tiers=tiers, peak_bytes=[999_999_999, 0]))
+    assert _demo.main([]) == 1
+    assert re.search(r"^  device .* 999,999,999   EXCEEDED$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
     assert _demo.main([str(tmp_path / "file" / "tide.svg")]) == 2
     error = capsys.readouterr().err
