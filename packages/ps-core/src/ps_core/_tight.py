@@ -100,6 +100,7 @@ class _Arrangement:
         self.tide_bytes = 0
         self.now = -1
         self.place = "between segments"
+        self._slack = largest_extent_bytes(program)
         self._slots = len(home)
         self._kept = (0, 0)
         self._log: list[tuple[Extent, int, int]] = []
@@ -378,14 +379,13 @@ class _Chain(_Arrangement):
     def _roomy(self, extents: tuple[Extent, ...]) -> int:
         """The tier with a processor that holds the most of these already, of those that can hold all."""
         need = sum(map(self.program.bytes_of, extents))
-        slack = largest_extent_bytes(self.program)
         work = [tier for tier, row in enumerate(self.tiers) if row.name != "disk"]
         stuck = sum(self.seats[extent].bytes for extent in self._half_way() - set(extents))
 
         def merit(tier: int) -> tuple[bool, bool, int]:
             room = self.limit(tier) - need - (stuck if tier == 0 else 0)
             there = sum(self.seats[extent].bytes for extent in extents if self.seats[extent].tier == tier)
-            return room >= slack, room >= 0, there
+            return room >= self._slack, room >= 0, there
 
         return max(work, key=merit)
 
