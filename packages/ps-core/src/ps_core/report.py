@@ -349,7 +349,7 @@ def _grid(top: int) -> Iterator[str]:
         yield f'<text class="soft" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{label}</text>'
     middle = (_HEIGHT - _BELOW + _ABOVE) / 2
     yield (
-        f'<text class="soft" x="11" y="{middle}" text-anchor="middle" transform="rotate(-90 11 {middle})">'
+        f'<text class="soft" x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">'
         "bytes in use</text>"
     )
 
