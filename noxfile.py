@@ -166,7 +166,7 @@ def demo(session: nox.Session) -> None:
     install(session, "packages/ps-core")
     case = ("--gpus", "8", "--device-memory", "32GiB", "--host-memory", "240GiB", "--batch", "8")
     session.run("pstar", "plan", "gpt-18b", *case)
-    session.run("python", "-m", "ps_core._demo", "out/tide.svg")
+    session.run("python", "-m", "ps_core.demo", "out/tide.svg")
 
 
 @nox.session

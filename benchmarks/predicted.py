@@ -12,15 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ps_core._cluster import Cluster
+from ps_core._command.forecast import Forecast, Training, forecast
+from ps_core._command.scale import largest
 from ps_core._errors import DoesNotFit
-from ps_core._forecast import Forecast, Training, forecast
-from ps_core._machine import MACHINES, default_machine
-from ps_core._policy import Policy
-from ps_core._scale import largest
-from ps_core._search import with_policy
-from ps_core._shapes import shape
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import with_policy
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import MACHINES, default_machine
 from ps_core._units import format_bytes, format_count
+from ps_core._workloads.shapes import shape
 
 GIB = 2**30
 

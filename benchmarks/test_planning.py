@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from _growth import CASES, STEEPEST, WIDEST, exponent, streaming, work
-from ps_core._analytic import Workload, analytic_trace
-from ps_core._cluster import Cluster
-from ps_core._machine import machine
 from ps_core._plan import Tier
-from ps_core._search import Planned, Setup, find_plan
-from ps_core._shapes import shape
-from ps_core._simulate import simulate
+from ps_core._planner.search import Planned, Setup, find_plan
+from ps_core._simulate.clock import simulate
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import machine
 from ps_core._trace import Trace
 from ps_core._units import parse_bytes
 from ps_core._verify import verify
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import shape
 
 A100 = machine("a100-40")
 SEARCHES = (

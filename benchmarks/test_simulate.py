@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ps_core._cluster import Cluster
-from ps_core._forecast import Forecast, Training, forecast
-from ps_core._machine import MACHINES
-from ps_core._shapes import shape
-from ps_core._simulate import simulate
+from ps_core._command.forecast import Forecast, Training, forecast
+from ps_core._simulate.clock import simulate
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import MACHINES
+from ps_core._workloads.shapes import shape
 from ps_core.report import tide, tide_svg
 
 GIB = 2**30

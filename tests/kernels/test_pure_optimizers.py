@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from ps_core._floats import singles
-from ps_core._optim import step_run
 from ps_core._options import SGD, Adam, AdamW
+from ps_core._reference.floats import singles
+from ps_core._reference.optim import step_run
 
 numpy = pytest.importorskip("numpy", reason="numpy is not installed: nothing to compare with")
 

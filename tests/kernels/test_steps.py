@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import ps_kernels
-from ps_core import _floats, _optim, _options
+from ps_core import _options
+from ps_core._reference import floats as _floats
+from ps_core._reference import optim as _optim
 from ps_kernels._order import AdamArguments
 from ps_kernels._torch import TorchBackend, double_root, numpy_root
 

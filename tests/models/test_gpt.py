@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_core._shapes import gpt, shape, tensors
+from ps_core._workloads.shapes import gpt, shape, tensors
 from ps_models import GPT, GPTConfig, build
 from ps_models.gpt import IGNORED
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ps_core._hf import shape_from_config
-from ps_core._shapes import shape, tensors
+from ps_core._workloads.hf import shape_from_config
+from ps_core._workloads.shapes import shape, tensors
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ps_core._analytic import Workload, analytic_trace
-from ps_core._hf import shape_from_config
-from ps_core._shapes import gpt
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.hf import shape_from_config
+from ps_core._workloads.shapes import gpt
 from ps_models import GPT, GPTConfig
 
 

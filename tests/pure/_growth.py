@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ps_core._analytic import Workload, analytic_trace
-from ps_core._frame import make_frame
 from ps_core._layout import lay_out
-from ps_core._placement import filled
 from ps_core._plan import Copy, Gather, Plan, ReduceScatter, Tier
+from ps_core._planner.frame import make_frame
+from ps_core._planner.placement import filled
+from ps_core._planner.segments import make_plan
 from ps_core._program import WIRE_BYTES, Extent, Program
-from ps_core._segments import make_plan
-from ps_core._shapes import shape
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import shape
 
 SIZES = ("gpt-1b", "gpt-4b", "gpt-10b", "gpt-30b", "gpt-68b", "gpt-175b", "gpt-1t")
 """At a group a layer, from 22 groups to 129."""

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ps_core import cli
-from ps_core._analytic import Workload, analytic_trace
-from ps_core._doctor import Accelerator
+from ps_core._command.doctor import Accelerator
 from ps_core._errors import DoesNotFit
-from ps_core._machine import MACHINES
-from ps_core._shapes import gpt, shape
+from ps_core._simulate.machine import MACHINES
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import gpt, shape
 from ps_core.cli import main
 
 SMALL = ("--seq", "128", "--batch", "2", "--device-memory", "1GiB", "--host-memory", "8GiB", "--gpus", "1")
@@ -139,8 +139,8 @@ def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ps_core._scale.HIDDEN", (256,))
-    monkeypatch.setattr("ps_core._scale.names", tuple)
+    monkeypatch.setattr("ps_core._command.scale.HIDDEN", (256,))
+    monkeypatch.setattr("ps_core._command.scale.names", tuple)
     words = ("scale", *TINY, *NO_RESERVE, "--vocab", "1024")
     status, found = document(capsys, *words, "--min-tflops", "0")
     assert status == 0

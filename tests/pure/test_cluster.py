@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ps_core._cluster import Cluster
 from ps_core._errors import InvalidInput
 from ps_core._plan import Tier, check_tiers
+from ps_core._simulate.cluster import Cluster
 
 GIB = 2**30
 

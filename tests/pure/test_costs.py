@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core._costs import Costs
 from ps_core._layout import lay_out
-from ps_core._machine import MACHINES, Machine
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,6 +26,8 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Extent, Kind, Precision, Program
+from ps_core._simulate.costs import Costs
+from ps_core._simulate.machine import MACHINES, Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 
 # Powers of two, so that every quotient below is exact.

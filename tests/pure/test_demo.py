@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ps_core import _demo
+from ps_core import demo as _demo
 from ps_core._units import parse_bytes
 
 Capture = pytest.CaptureFixture[str]

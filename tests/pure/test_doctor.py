@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_core._doctor import Accelerator, accelerators, examine, host_memory, run
+from ps_core._command.doctor import Accelerator, accelerators, examine, host_memory, run
 
 GIB = 2**30
 
@@ -100,7 +100,7 @@ def test_unreadable_figures_are_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}), reason="no sysconf")
 def test_systems_without_proc_ask_sysconf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ps_core._doctor._read", lambda path: "")
+    monkeypatch.setattr("ps_core._command.doctor._read", lambda path: "")
     memory, available, limit = host_memory()
     assert memory == available > GIB // 4
     assert limit == 0

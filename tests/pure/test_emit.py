@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ps_core._emit import Emitter
 from ps_core._plan import Queue, Release
+from ps_core._planner.emit import Emitter
 
 OP = Release(0)
 

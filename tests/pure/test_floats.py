@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core import _floats
-from ps_core._floats import (
+from ps_core._program import Precision
+from ps_core._reference import floats as _floats
+from ps_core._reference.floats import (
     add,
     all_finite,
     from_bf16,
@@ -28,7 +29,6 @@ from ps_core._floats import (
     to_bf16,
     unpack,
 )
-from ps_core._program import Precision
 
 SINGLES = st.floats(width=32, allow_nan=False)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from ps_core import _advice, _forecast, _scale
-from ps_core._advice import advice, remedies
-from ps_core._cluster import Cluster
+from ps_core._command import advice as _advice
+from ps_core._command import forecast as _forecast
+from ps_core._command import scale as _scale
+from ps_core._command.advice import advice, remedies
+from ps_core._command.forecast import Forecast, Subject, Training, bounds, forecast, surely_fits, trace_of
+from ps_core._command.scale import largest
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._forecast import Forecast, Subject, Training, bounds, forecast, surely_fits, trace_of
-from ps_core._machine import MACHINES
 from ps_core._program import Precision
-from ps_core._scale import largest
-from ps_core._shapes import gpt, shape
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase, Trace
 from ps_core._verify import verify
+from ps_core._workloads.shapes import gpt, shape
 
 MIB, GIB = 2**20, 2**30
 MODEL = gpt(4, 256, vocabulary=1024, name="small")

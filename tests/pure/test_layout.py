@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from _programs import traces
-from ps_core._analytic import Workload, analytic_trace
 from ps_core._errors import InvalidInput
 from ps_core._layout import lay_out
-from ps_core._search import Setup, group_sizes
-from ps_core._shapes import published_names, shape
+from ps_core._planner.search import Setup, group_sizes
 from ps_core._trace import Moment, Phase, Tensor, Trace
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import published_names, shape
 
 
 @given(traces(), st.integers(1, 2000), st.integers(1, 9))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_core._errors import InvalidInput
-from ps_core._machine import MACHINES, NUMBERS, Machine, default_machine, machine, machine_from_toml
+from ps_core._simulate.machine import MACHINES, NUMBERS, Machine, default_machine, machine, machine_from_toml
 
 GIB = 2**30
 WHOLE = MACHINES["v100"].to_toml()

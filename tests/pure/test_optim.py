@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core._errors import InvalidInput
-from ps_core._floats import single, singles
-from ps_core._optim import step_one, step_run
 from ps_core._options import SGD, Adam, AdamW
+from ps_core._reference.floats import single, singles
+from ps_core._reference.optim import step_one, step_run
 
 MODEST = st.floats(-100, 100, width=32).filter(lambda x: x == 0 or abs(x) > 1e-6)
 

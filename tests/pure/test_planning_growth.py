@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from _growth import CASES, STEEPEST, WIDEST, exponent, streaming, work
-from ps_core import _emit, _memory, _planner
 from ps_core._plan import Plan
+from ps_core._planner import arena as _memory
+from ps_core._planner import emit as _emit
+from ps_core._planner import walker as _planner
 
 COUNTED = (
     (_memory.Arena, "find"),

@@ -13,15 +13,8 @@ from _plans import ORIGINS, random_plan
 from _programs import TINY
 from _symbolic import Symbolic, batch
 from ps_core._errors import IllegalTransition, InvalidInput, PlanMismatch
-from ps_core._frame import make_frame
 from ps_core._layout import lay_out
-from ps_core._learning import Scaler, Training
-from ps_core._lifecycle import Lifecycle
-from ps_core._network import ByteNetwork, Shape
-from ps_core._operations import carry_out
 from ps_core._options import SGD, Adam, AdamW, Group
-from ps_core._oracle import train_unconstrained
-from ps_core._placement import filled
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -41,9 +34,16 @@ from ps_core._plan import (
     Step,
     Tier,
 )
+from ps_core._planner.frame import make_frame
+from ps_core._planner.placement import filled
+from ps_core._planner.segments import make_plan
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
-from ps_core._reference import Execution, Observed, Order, execute, slots_of
-from ps_core._segments import make_plan
+from ps_core._reference.execute import Execution, Observed, Order, execute, slots_of
+from ps_core._reference.learning import Scaler, Training
+from ps_core._reference.lifecycle import Lifecycle
+from ps_core._reference.network import ByteNetwork, Shape
+from ps_core._reference.operations import carry_out
+from ps_core._reference.oracle import train_unconstrained
 from ps_core._states import TensorState
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from _plans import ORIGINS, random_plan
 from _programs import TINY
-from ps_core._machine import MACHINES
 from ps_core._plan import Plan, Run, Tier
+from ps_core._planner.search import Setup, find_plan
 from ps_core._program import Precision, Program, SegmentName
-from ps_core._search import Setup, find_plan
-from ps_core._simulate import peak_bytes
+from ps_core._simulate.clock import peak_bytes
+from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core.report import CATEGORIES, GLYPHS, LETTERS, Category, Column, Tide, tide, tide_svg, tide_text
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from ps_core._analytic import Workload, analytic_trace
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._frame import NoRoom, make_frame
 from ps_core._layout import lay_out
-from ps_core._machine import machine
-from ps_core._placement import filled
 from ps_core._plan import Tier
-from ps_core._policy import Policy
+from ps_core._planner.frame import NoRoom, make_frame
+from ps_core._planner.placement import filled
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Setup, find_plan, group_sizes, with_policy
+from ps_core._planner.search import _Found as Found
+from ps_core._planner.search import _Scorer as Scorer
+from ps_core._planner.segments import make_plan
 from ps_core._program import Precision, Program
-from ps_core._search import Setup, find_plan, group_sizes, with_policy
-from ps_core._search import _Scorer as Scorer
-from ps_core._segments import make_plan
-from ps_core._shapes import shape
-from ps_core._simulate import simulate
+from ps_core._simulate.clock import simulate
+from ps_core._simulate.machine import machine
 from ps_core._trace import Tensor, Trace
 from ps_core._verify import verify
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import shape
 
 GIB = 2**30
 TINY = Trace(model="tiny", tensors=(Tensor(name="w", numel=64),), moments=())
@@ -56,13 +55,28 @@ def test_the_plan_found_is_no_slower_than_any_number_of_resident_groups():
         assert best <= 1.03 * simulate(program, plan, A100).step_time_s
 
 
-def test_states_are_streamed_to_the_accelerator_where_the_processor_is_slow():
-    fields = {"name": "slow host", "host_bandwidth": 5e9, "h2d_bandwidth": 50e9, "d2h_bandwidth": 50e9}
-    slow = replace(A100, **fields)
-    trace = analytic_trace(shape("gpt-2b"), Workload())
-    quick, slowed = (find_plan(trace, two(12, 80), host, setup=Setup()).placement for host in (A100, slow))
-    assert [step for step, state in zip(slowed.steps, slowed.states, strict=True) if state].count(0) > 0
-    assert [step for step, state in zip(quick.steps, quick.states, strict=True) if state].count(0) == 0
+def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_is_faster(monkeypatch):
+    program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
+    scorer = Scorer(program, two(1, 1), A100, Setup())
+    times = {0: 10.0, 16: 9.9, 8: 8.0, 4: 7.0, 2: 9.0, 1: 12.0}
+
+    def score(resident, stride=0):
+        return NoRoom(0, 0, 1) if stride == 2 else (times[stride], stride)
+
+    monkeypatch.setattr(scorer, "score", score)
+    found = Found((10.0, 0), 0, 0)
+    scorer._floor_s = 9.9
+    assert scorer.stream(found) == found
+    scorer._floor_s = 1.0
+    assert scorer.stream(found) == Found((7.0, 4), 0, 4)
+    assert scorer.placement(0, 1).steps == (-1,)
+
+
+def test_a_streamed_group_steps_above_its_states():
+    program = find("gpt-50m", two(8, 8), group_numel=3_000_000).program
+    placement = Scorer(program, two(8, 8), A100, Setup()).placement(2, 3)
+    assert placement.states[:6] == (0, 0, 1, 1, 1, 1)
+    assert placement.steps[:6] == (0, 0, 0, 1, 1, 0)
 
 
 def test_a_narrow_range_between_too_few_and_too_many_is_found(monkeypatch):

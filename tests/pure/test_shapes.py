@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_core._errors import InvalidInput
-from ps_core._shapes import (
+from ps_core._workloads.shapes import (
     Family,
     TransformerShape,
     bert,

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from _plans import ORIGINS, random_plan
 from _programs import TINY
-from ps_core._costs import Costs
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._layout import lay_out
-from ps_core._machine import Machine
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -39,7 +37,9 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._simulate import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate, slots_of
+from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate, slots_of
+from ps_core._simulate.costs import Costs
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 
 NUMEL = 64  # 16-bit: one slot of 128 bytes

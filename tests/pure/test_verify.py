@@ -9,7 +9,6 @@ import pytest
 
 from _serial import Waits, serial_plan
 from ps_core._errors import PlanMismatch
-from ps_core._fault import Fault
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Accumulate,
@@ -34,6 +33,7 @@ from ps_core._plan import (
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import faults, verify
+from ps_core._verify.fault import Fault
 
 P16 = Extent(Kind.P16, 0)
 TRACE = Trace(

@@ -4,8 +4,6 @@ What is here needs the standard library only. A `Trace` says what an iteration t
 in advance; `verify` checks a plan in every order its waits allow; `simulate` says how long it takes.
 """
 
-from ps_core._analytic import Workload, analytic_trace
-from ps_core._cluster import Cluster
 from ps_core._collectives import Collectives
 from ps_core._errors import (
     AlreadyManaged,
@@ -21,18 +19,20 @@ from ps_core._errors import (
     TierFailure,
     UnsupportedParameter,
 )
-from ps_core._hf import shape_from_config
-from ps_core._machine import Machine, machine
 from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options
 from ps_core._plan import Plan, Tier
-from ps_core._policy import Policy
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Precision, Program
-from ps_core._search import Planned, Setup, find_plan
-from ps_core._shapes import TransformerShape, shape
-from ps_core._simulate import Prediction, simulate
+from ps_core._simulate.clock import Prediction, simulate
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import Machine, machine
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import verify
 from ps_core._version import __version__
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.hf import shape_from_config
+from ps_core._workloads.shapes import TransformerShape, shape
 
 __all__ = [
     "SGD",

@@ -15,18 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ps_core._advice import advice, remedies
-from ps_core._cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES, Cluster
-from ps_core._doctor import accelerators, examine, host_memory
-from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
-from ps_core._forecast import Subject, Training, forecast
-from ps_core._hf import shape_from_config
-from ps_core._machine import MACHINES, Machine, default_machine, machine
-from ps_core._policy import Policy
-from ps_core._program import Precision
-from ps_core._scale import largest
-from ps_core._shapes import shape
-from ps_core._show import (
+from ps_core._command.advice import advice, remedies
+from ps_core._command.doctor import accelerators, examine, host_memory
+from ps_core._command.forecast import Subject, Training, forecast
+from ps_core._command.scale import largest
+from ps_core._command.show import (
     Case,
     Document,
     doctor_text,
@@ -38,9 +31,16 @@ from ps_core._show import (
     scale_document,
     scale_text,
 )
+from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
+from ps_core._planner.policy import Policy
+from ps_core._program import Precision
+from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES, Cluster
+from ps_core._simulate.machine import MACHINES, Machine, default_machine, machine
 from ps_core._trace import Trace
 from ps_core._units import format_bytes, parse_bytes
 from ps_core._version import __version__
+from ps_core._workloads.hf import shape_from_config
+from ps_core._workloads.shapes import shape
 from ps_core.report import tide, tide_svg, tide_text
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3

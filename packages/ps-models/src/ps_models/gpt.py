@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ps_core._errors import InvalidInput
-from ps_core._shapes import Family, TransformerShape, shape
+from ps_core._workloads.shapes import Family, TransformerShape, shape
 
 IGNORED = -100
 """The label of a token that has no part in the loss."""

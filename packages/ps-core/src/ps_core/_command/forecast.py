@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ps_core._analytic import Workload, analytic_trace
-from ps_core._bounds import Need, largest_extent_bytes, lower_bounds
-from ps_core._cluster import Cluster
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import lay_out
-from ps_core._machine import Machine
-from ps_core._policy import Policy
+from ps_core._planner.bounds import Need, largest_extent_bytes, lower_bounds
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Precision, Program
-from ps_core._search import Planned, Setup, find_plan
-from ps_core._shapes import TransformerShape
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase, Trace
 from ps_core._units import ALIGNMENT_BYTES
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import TransformerShape
 
 _STALLED = 0.05
 """A plan that leaves the compute queue idle longer than this part of a step is worth a second try."""

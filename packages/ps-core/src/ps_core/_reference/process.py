@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from ps_core._bank import Bank, Slot, SlotKey, Tag
 from ps_core._errors import PlanMismatch
-from ps_core._floats import Floats, pack, unpack
-from ps_core._learning import Decision, Network, Saved, Training, last_reads
-from ps_core._lifecycle import Lifecycle
 from ps_core._plan import Plan
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._reference.bank import Bank, Slot, SlotKey, Tag
+from ps_core._reference.floats import Floats, pack, unpack
+from ps_core._reference.learning import Decision, Network, Saved, Training, last_reads
+from ps_core._reference.lifecycle import Lifecycle
 
 FP32 = Precision.FP32
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ps_core._bounds import check_fits, largest_extent_bytes, lower_bounds
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._frame import NoRoom, make_frame
 from ps_core._layout import Layout, lay_out, units
-from ps_core._machine import Machine
-from ps_core._placement import Placement, filled
 from ps_core._plan import Plan, Tier, check_tiers
-from ps_core._policy import Policy
+from ps_core._planner.bounds import check_fits, largest_extent_bytes, lower_bounds
+from ps_core._planner.frame import NoRoom, make_frame
+from ps_core._planner.placement import Placement, filled
+from ps_core._planner.policy import Policy
+from ps_core._planner.segments import make_plan
+from ps_core._planner.tight import tight_plan
 from ps_core._program import Extent, Precision, Program
-from ps_core._segments import make_plan
-from ps_core._simulate import Prediction, simulate
-from ps_core._tight import tight_plan
+from ps_core._simulate.clock import Prediction, simulate
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core._verify import verify
 

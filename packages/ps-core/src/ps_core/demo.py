@@ -1,6 +1,6 @@
 """A demonstration: a tiny network, trained on real bytes in a "device" that holds a fraction of its model data.
 
-    python -m ps_core._demo [FILE.svg]
+    python -m ps_core.demo [FILE.svg]
 
 It plans, verifies, executes in a random order that the plan allows, compares every bit with training in memory without
 end, and what was moved with what was planned. The picture of the tide goes to the file.
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
-from ps_core._learning import Trained, Training
-from ps_core._machine import machine
-from ps_core._network import ByteNetwork, Shape
 from ps_core._options import AdamW
-from ps_core._oracle import train_unconstrained
 from ps_core._plan import Copy, Instr, Queue, Run, Tier
+from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Extent, Kind, SegmentName
-from ps_core._reference import Execution, Observed, execute
-from ps_core._search import Planned, Setup, find_plan
-from ps_core._simulate import QUEUE_NAMES
+from ps_core._reference.execute import Execution, Observed, execute
+from ps_core._reference.learning import Trained, Training
+from ps_core._reference.network import ByteNetwork, Shape
+from ps_core._reference.oracle import train_unconstrained
+from ps_core._simulate.clock import QUEUE_NAMES
+from ps_core._simulate.machine import machine
 from ps_core._units import format_bytes, parse_bytes
 from ps_core.report import tide, tide_svg, tide_text
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ps_core._machine import Machine
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -41,6 +40,7 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Precision, Program
+from ps_core._simulate.machine import Machine
 
 
 class Work(NamedTuple):

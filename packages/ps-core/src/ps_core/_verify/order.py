@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ps_core._fault import Fault
 from ps_core._plan import Instr, Queue
+from ps_core._verify.fault import Fault
 
 Clock: TypeAlias = list[int]
 

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ps_core._costs import Costs, Work
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._machine import Machine
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -38,6 +36,8 @@ from ps_core._plan import (
     Step,
 )
 from ps_core._program import Program
+from ps_core._simulate.costs import Costs, Work
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase
 
 QUEUE_NAMES = {

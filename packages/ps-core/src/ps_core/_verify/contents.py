@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ps_core._fault import Fault
-from ps_core._order import BEGINNING, START, Clock, Stamp
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -31,8 +29,10 @@ from ps_core._plan import (
     worker,
 )
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._ranges import TIDE
-from ps_core._slots import Slot, Slots, describe, ids
+from ps_core._verify.fault import Fault
+from ps_core._verify.order import BEGINNING, START, Clock, Stamp
+from ps_core._verify.ranges import TIDE
+from ps_core._verify.slots import Slot, Slots, describe, ids
 
 _ANYWHERE: tuple[type, ...] = (Reserve, Release, Copy, Shift)
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from ps_core._fault import Fault
-from ps_core._order import BEGINNING, Clock, Stamp
 from ps_core._plan import Held, Tier
 from ps_core._program import Extent
-from ps_core._ranges import Ranges
 from ps_core._units import ALIGNMENT_BYTES
+from ps_core._verify.fault import Fault
+from ps_core._verify.order import BEGINNING, Clock, Stamp
+from ps_core._verify.ranges import Ranges
 
 Content: TypeAlias = tuple[Extent, int] | None
 """An extent in some version; None: bytes nobody may rely on."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ps_core._command.forecast import Forecast, Subject, Training
+from ps_core._command.scale import Largest
 from ps_core._errors import DoesNotFit
-from ps_core._forecast import Forecast, Subject, Training
-from ps_core._scale import Largest
 from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 

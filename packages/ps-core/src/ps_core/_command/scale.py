@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ps_core._command.forecast import Forecast, Training, bounds, forecast
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._forecast import Forecast, Training, bounds, forecast
-from ps_core._shapes import TransformerShape, gpt, names, shape
+from ps_core._workloads.shapes import TransformerShape, gpt, names, shape
 
 HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)
 """Hidden sizes tried."""

@@ -5,11 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 
-from ps_core._bank import POISON, Slot
 from ps_core._errors import PlanMismatch
-from ps_core._floats import Floats, add
-from ps_core._learning import Call, Outcome, contribute, measure, overflowed, reduce
-from ps_core._optim import step_run
 from ps_core._options import for_parameter
 from ps_core._plan import (
     Accumulate,
@@ -25,8 +21,12 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._process import Leg, Process
 from ps_core._program import Extent, Kind, SegmentName, Use, Visit
+from ps_core._reference.bank import POISON, Slot
+from ps_core._reference.floats import Floats, add
+from ps_core._reference.learning import Call, Outcome, contribute, measure, overflowed, reduce
+from ps_core._reference.optim import step_run
+from ps_core._reference.process import Leg, Process
 
 
 def carry_out(process: Process, leg: Leg, op: Op) -> None:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
+from ps_core._command.forecast import Forecast, Subject, Training, bounds, surely_fits
 from ps_core._errors import InvalidInput
-from ps_core._forecast import Forecast, Subject, Training, bounds, surely_fits
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
 

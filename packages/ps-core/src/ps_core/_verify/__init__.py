@@ -1,7 +1,7 @@
 """The independent checker of plans.
 
 `verify` shares the vocabulary (`_program`, `_plan`) with the planner and nothing else. It walks each segment once, in
-one allowed order, and answers for all of them: see [Note: happens-before] in `_order`, [Note: races] in `_slots` and,
+one allowed order, and answers for all of them: see [Note: happens-before] in `order`, [Note: races] in `slots` and,
 for what is checked, [Note: what a plan means] in `_plan`.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ps_core._contents import Contents, sizes
 from ps_core._errors import InvalidInput
-from ps_core._fault import Fault
-from ps_core._order import START, arrange
 from ps_core._plan import Plan, Segment, check_tiers
 from ps_core._program import Extent, Program
-from ps_core._ranges import Ranges
-from ps_core._slots import check_range
+from ps_core._verify.contents import Contents, sizes
+from ps_core._verify.fault import Fault
+from ps_core._verify.order import START, arrange
+from ps_core._verify.ranges import Ranges
+from ps_core._verify.slots import check_range
 
 
 def verify(program: Program, plan: Plan) -> None:

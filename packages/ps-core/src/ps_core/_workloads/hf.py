@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ps_core._errors import InvalidInput
-from ps_core._shapes import Family, TransformerShape
+from ps_core._workloads.shapes import Family, TransformerShape
 
 _LONGEST_BYTES = 2**24
 _Value = TypeVar("_Value", int, bool)

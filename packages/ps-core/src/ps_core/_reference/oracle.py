@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from ps_core._floats import Floats, add, pack, rounded
-from ps_core._learning import (
+from ps_core._options import for_parameter
+from ps_core._program import Precision, Program
+from ps_core._reference.floats import Floats, add, pack, rounded
+from ps_core._reference.learning import (
     Call,
     Network,
     Scaler,
@@ -18,9 +20,7 @@ from ps_core._learning import (
     overflowed,
     reduce,
 )
-from ps_core._optim import step_run
-from ps_core._options import for_parameter
-from ps_core._program import Precision, Program
+from ps_core._reference.optim import step_run
 from ps_core._trace import Phase
 
 

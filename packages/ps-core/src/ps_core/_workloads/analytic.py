@@ -52,8 +52,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ps_core._errors import InvalidInput
-from ps_core._shapes import Family, Norm, Part, TransformerShape, placed_tensors
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
+from ps_core._workloads.shapes import Family, Norm, Part, TransformerShape, placed_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ps_core._frame import Frame, NoRoom
-from ps_core._placement import work_tier
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -20,7 +18,9 @@ from ps_core._plan import (
     Step,
     worker,
 )
-from ps_core._planner import Walker, assemble
+from ps_core._planner.frame import Frame, NoRoom
+from ps_core._planner.placement import work_tier
+from ps_core._planner.walker import Walker, assemble
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 

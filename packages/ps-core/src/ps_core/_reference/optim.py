@@ -20,8 +20,8 @@ from array import array
 from collections.abc import Iterable
 
 from ps_core._errors import InvalidInput
-from ps_core._floats import Floats, quotient, root, single
 from ps_core._options import SGD, Adam, AdamW, Optimizer
+from ps_core._reference.floats import Floats, quotient, root, single
 
 
 def step_run(

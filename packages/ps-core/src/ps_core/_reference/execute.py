@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ps_core._bank import Range, slot_ranges
 from ps_core._errors import PlanMismatch
-from ps_core._floats import Floats, pack
-from ps_core._learning import Decision, Network, Scaler, Trained, Training, check_network
-from ps_core._lifecycle import Lifecycle
-from ps_core._operations import carry_out, gather, reduce_scatter
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -38,8 +33,13 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._process import Leg, Process
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._reference.bank import Range, slot_ranges
+from ps_core._reference.floats import Floats, pack
+from ps_core._reference.learning import Decision, Network, Scaler, Trained, Training, check_network
+from ps_core._reference.lifecycle import Lifecycle
+from ps_core._reference.operations import carry_out, gather, reduce_scatter
+from ps_core._reference.process import Leg, Process
 
 
 class Order(StrEnum):

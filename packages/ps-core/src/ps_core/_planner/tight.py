@@ -14,7 +14,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ps_core._bounds import largest_extent_bytes
 from ps_core._errors import DoesNotFit
 from ps_core._plan import (
     Accumulate,
@@ -39,6 +38,7 @@ from ps_core._plan import (
     link,
     worker,
 )
+from ps_core._planner.bounds import largest_extent_bytes
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ps_core._memory import Arena
-from ps_core._placement import Placement, lay_home
 from ps_core._plan import Held, Tier
-from ps_core._policy import Policy
+from ps_core._planner.arena import Arena
+from ps_core._planner.placement import Placement, lay_home
+from ps_core._planner.policy import Policy
 from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._units import align_up
 

@@ -1,0 +1,1 @@
+"""What the command ``pstar`` says, before it is printed."""

@@ -1,0 +1,1 @@
+"""What is trained: shapes with names, traces computed from them, Hugging Face configurations."""
