@@ -12,8 +12,7 @@ import torch
 
 import ps_kernels
 from ps_core import _options
-from ps_core._reference import floats as _floats
-from ps_core._reference import optim as _optim
+from ps_core._reference import floats, optim
 from ps_kernels._order import AdamArguments
 from ps_kernels._torch import TorchBackend, double_root, numpy_root
 
@@ -66,10 +65,10 @@ def test_adam_is_the_reference_bitwise(
             decoupled=decoupled,
             grad_scale=scale,
         )
-        theirs = list(_optim.step_run(optimizer, step, scale, *theirs, array("f", singles.tolist())))
+        theirs = list(optim.step_run(optimizer, step, scale, *theirs, array("f", singles.tolist())))
         for mine, other in zip(ours, theirs, strict=False):
             np.testing.assert_array_equal(bits(mine), bits(np.array(other, np.float32)))
-        np.testing.assert_array_equal(bits(out), np.array(_floats.to_bf16(theirs[0]), np.uint16))
+        np.testing.assert_array_equal(bits(out), np.array(floats.to_bf16(theirs[0]), np.uint16))
     assert not np.array_equal(np.asarray(theirs[0]), p)
 
 
@@ -84,7 +83,7 @@ def test_sgd_is_the_reference_bitwise(
     theirs = [array("f", x.tolist()) for x in (p, m, v)]
     for step in (2, 3):
         ps_kernels.sgd_step(*ours, out, lr=0.3, momentum_decay=momentum, weight_decay=weight_decay, grad_scale=0.7)
-        theirs = list(_optim.step_run(optimizer, step, 0.7, *theirs, array("f", g.tolist())))
+        theirs = list(optim.step_run(optimizer, step, 0.7, *theirs, array("f", g.tolist())))
         for mine, other in zip(ours[:2], theirs, strict=False):
             np.testing.assert_array_equal(bits(mine), bits(np.array(other, np.float32)))
     with np.errstate(over="ignore"):

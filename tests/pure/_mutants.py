@@ -10,8 +10,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from _orders import find_fault, find_fault_directed, slots_of
-from ps_core._plan import Held, Instr, Op, Plan, Queue, Segment
+from _orders import find_fault, find_fault_directed
+from ps_core._plan import (
+    Held,
+    Instr,
+    Op,
+    Plan,
+    Queue,
+    Segment,
+    slots_of,
+)
 from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._verify import faults
 

@@ -11,23 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from _adversary import Broken, Machine
 from ps_core._plan import (
-    Accumulate,
-    Cast,
-    Copy,
     Decide,
-    Gather,
     Instr,
     Norm,
-    Op,
     Plan,
     Queue,
-    ReduceScatter,
-    Release,
     Reserve,
     Run,
     Segment,
     Shift,
-    Step,
+    slots_of,
 )
 from ps_core._program import Program
 
@@ -171,27 +164,6 @@ def _ancestors(instrs: Sequence[Instr]) -> list[int]:
         ):
             before[place] |= before[other] | 1 << other
     return before
-
-
-def slots_of(op: Op) -> tuple[int, ...]:
-    """Every slot number an instruction names."""
-    match op:
-        case Reserve() | Release() | Shift() | Norm():
-            return (op.slot,)
-        case Copy():
-            return (op.source, op.target)
-        case Gather():
-            return (op.shard, op.full)
-        case ReduceScatter():
-            return (op.source, op.wire, op.shard)
-        case Run() | Step():
-            return op.slots
-        case Accumulate():
-            return (op.gradient, op.accumulator)
-        case Cast():
-            return (op.master, op.weight)
-        case Decide():
-            return ()
 
 
 def _touched(plan: Plan, instrs: Sequence[Instr]) -> list[list[tuple[int, int, int]]]:

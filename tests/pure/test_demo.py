@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ps_core import demo as _demo
+from ps_core import demo
 from ps_core._units import parse_bytes
 
 Capture = pytest.CaptureFixture[str]
@@ -19,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def one_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo, "ITERATIONS", 1)
+    monkeypatch.setattr(demo, "ITERATIONS", 1)
 
 
 def numbers(said: str, start: str) -> tuple[int, int]:
@@ -30,22 +30,22 @@ def numbers(said: str, start: str) -> tuple[int, int]:
 
 
 def test_the_demonstration(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo, "ITERATIONS", 6)
+    monkeypatch.setattr(demo, "ITERATIONS", 6)
     picture = tmp_path / "made" / "tide.svg"
-    assert _demo.main([str(picture)]) == 0
+    assert demo.main([str(picture)]) == 0
     said = capsys.readouterr().out
     assert "NO" not in said
     assert max(map(len, said.replace(str(picture), "").splitlines())) <= 100
     rows = re.findall(r"^ +(\d+) +(\d\.\d{7}) +(\d\.\d{7})   yes$", said, re.MULTILINE)
     losses = [float(row[2]) for row in rows]
     assert [row[1] for row in rows] == [row[2] for row in rows]
-    assert len(losses) == _demo.ITERATIONS
+    assert len(losses) == demo.ITERATIONS
     assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), "it learns"
     for link in ("bytes host->device", "bytes device->host", "evictions"):
         planned, counted = numbers(said, link)
         assert planned == counted > 0
-        assert planned % _demo.ITERATIONS == 0
-    assert numbers(said, "evictions")[0] > _demo.ITERATIONS, "something has to leave in each step"
+        assert planned % demo.ITERATIONS == 0
+    assert numbers(said, "evictions")[0] > demo.ITERATIONS, "something has to leave in each step"
     model = re.search(r"model data +(.+), 14", said)
     assert model is not None
     for tier in ("device", "host"):
@@ -62,7 +62,7 @@ def test_the_demonstration(tmp_path: Path, capsys: Capture, monkeypatch: pytest.
 
 def test_without_a_file_nothing_is_written(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _demo.main([]) == 0
+    assert demo.main([]) == 0
     assert "as a picture" not in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -75,8 +75,8 @@ def test_a_wrong_bit_is_not_passed_over(capsys: Capture, monkeypatch: pytest.Mon
     def other_loss(trained: Any) -> Any:
         return replace(trained, losses=(trained.losses[0] * (1 + 2**-50), *trained.losses[1:]))
 
-    monkeypatch.setattr(_demo, "train_unconstrained", changed(_demo.train_unconstrained, other_loss))
-    assert _demo.main([]) == 1
+    monkeypatch.setattr(demo, "train_unconstrained", changed(demo.train_unconstrained, other_loss))
+    assert demo.main([]) == 1
     said = capsys.readouterr().out
     assert len(re.findall(r"   NO$", said, re.MULTILINE)) == 1
     assert "afterwards: NOT EQUAL" in said
@@ -87,21 +87,21 @@ def test_a_move_that_was_not_planned_is_not_passed_over(capsys: Capture, monkeyp
         moved = {**found.prediction.moved_bytes, "host->device": 128}
         return replace(found, prediction=replace(found.prediction, moved_bytes=moved))
 
-    monkeypatch.setattr(_demo, "find_plan", changed(_demo.find_plan, other_moves))
-    assert _demo.main([]) == 1
+    monkeypatch.setattr(demo, "find_plan", changed(demo.find_plan, other_moves))
+    assert demo.main([]) == 1
     assert re.search(r"bytes host->device .* 128 .*NOT EQUAL$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_budget_that_is_not_kept_is_not_passed_over(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = _demo._Watch
-    monkeypatch.setattr(_demo, "_Watch", lambda tiers: watch(tiers=tiers, peak_bytes=[999_999_999, 0]))
-    assert _demo.main([]) == 1
+    watch = demo._Watch
+    monkeypatch.setattr(demo, "_Watch", lambda tiers: watch(tiers=tiers, peak_bytes=[999_999_999, 0]))
+    assert demo.main([]) == 1
     assert re.search(r"^  device .* 999,999,999   EXCEEDED$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
-    assert _demo.main([str(tmp_path / "file" / "tide.svg")]) == 2
+    assert demo.main([str(tmp_path / "file" / "tide.svg")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("cannot write ")
     assert error.count("\n") == 1

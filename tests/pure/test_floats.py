@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core._program import Precision
-from ps_core._reference import floats as _floats
+from ps_core._reference import floats
 from ps_core._reference.floats import (
     add,
     all_finite,
@@ -163,7 +163,7 @@ def test_packing_single_does_not_share_memory():
 
 
 def test_bytes_are_swapped_on_a_big_endian_machine():
-    assert _floats._little(array("H", [0x1234]), "big")[0] == 0x3412
+    assert floats._little(array("H", [0x1234]), "big")[0] == 0x3412
 
 
 @given(st.lists(FINITE, max_size=8), st.randoms())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ps_core._command import advice as _advice
-from ps_core._command import forecast as _forecast
-from ps_core._command import scale as _scale
+from ps_core._command import advice as advising
+from ps_core._command import forecast as forecasting
+from ps_core._command import scale as scaling
 from ps_core._command.advice import advice, remedies
 from ps_core._command.forecast import Forecast, Subject, Training, bounds, forecast, surely_fits, trace_of
 from ps_core._command.scale import largest
@@ -126,7 +126,7 @@ def test_offloading_is_tried_where_it_could_help(
     best: float | None,
 ) -> None:
     script = Scripted(plain and timed(*plain), offloaded and timed(*offloaded))
-    monkeypatch.setattr(_forecast, "_forecast", script)
+    monkeypatch.setattr(forecasting, "_forecast", script)
     if best is None:
         with pytest.raises(DoesNotFit):
             forecast(MODEL, training(offload_checkpoints=None))
@@ -137,7 +137,7 @@ def test_offloading_is_tried_where_it_could_help(
 
 def test_what_cannot_offload_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(timed(10.0, 9.0), timed(1.0, 0.0))
-    monkeypatch.setattr(_forecast, "_forecast", script)
+    monkeypatch.setattr(forecasting, "_forecast", script)
     for asked in (
         training(offload_checkpoints=None, checkpointing=False),
         training(offload_checkpoints=None, host=0),
@@ -266,13 +266,13 @@ def test_reserves_can_swallow_a_suggested_machine() -> None:
 
 def test_only_what_is_not_done_already_is_suggested() -> None:
     lean = training(batch=1, chunked_loss=True, offload_checkpoints=True, disk=GIB)
-    assert list(_advice._options(MODEL, lean)) == []
-    assert list(_advice._batches(MODEL, lean)) == []
-    said = [label.split()[0] for label, _ in _advice._memories(MODEL, lean)]
+    assert list(advising._options(MODEL, lean)) == []
+    assert list(advising._batches(MODEL, lean)) == []
+    said = [label.split()[0] for label, _ in advising._memories(MODEL, lean)]
     assert said == ["--host-memory"] * 4 + ["--device-memory"] * 2
-    said = [label.split()[0] for label, _ in _advice._memories(MODEL, training(device=0))]
+    said = [label.split()[0] for label, _ in advising._memories(MODEL, training(device=0))]
     assert said == ["--host-memory"] * 4 + ["--disk"] * 3
-    assert [label for label, _ in _advice._clusters(MODEL, replace(lean, cluster=CASES["many GPUs"].cluster))] == [
+    assert [label for label, _ in advising._clusters(MODEL, replace(lean, cluster=CASES["many GPUs"].cluster))] == [
         f"--gpus {8 * factor} --nodes {factor}" for factor in (2, 4, 8, 16)
     ]
 
@@ -282,15 +282,15 @@ def test_only_what_is_not_done_already_is_suggested() -> None:
 
 @pytest.fixture(autouse=True)
 def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "names", lambda: ("gpt-10m", "gpt-50m"))
+    monkeypatch.setattr(scaling, "names", lambda: ("gpt-10m", "gpt-50m"))
 
 
-def hunt(asked: Training, **more: Any) -> _scale.Largest | None:
+def hunt(asked: Training, **more: Any) -> scaling.Largest | None:
     return largest(asked, **{"vocabulary": 1024, **more})
 
 
 def test_the_largest_model_fits_and_one_layer_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "HIDDEN", (128, 256))
+    monkeypatch.setattr(scaling, "HIDDEN", (128, 256))
     asked = training(device=32 * MIB, host=48 * MIB, offload_checkpoints=None, chunked_loss=True)
     found = hunt(asked, min_tflops=0)
     assert found is not None
@@ -305,7 +305,7 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(monkeypatch: pytest.
 
 
 def test_speed_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "HIDDEN", (256,))
+    monkeypatch.setattr(scaling, "HIDDEN", (256,))
     slow = replace(MACHINES["t4"], host_bandwidth=2e8, h2d_bandwidth=2e8, matmul_flops=2e11)
     asked = training(device=32 * MIB, host=64 * MIB, machine=slow)
     any_speed, fast = hunt(asked, min_tflops=0), hunt(asked)
@@ -317,7 +317,7 @@ def test_speed_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_model_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "HIDDEN", (256,))
+    monkeypatch.setattr(scaling, "HIDDEN", (256,))
     assert hunt(training(device=MIB, host=MIB)) is None
     assert hunt(training(), min_tflops=1e9) is None
     for least in (-1.0, float("nan"), float("inf")):
@@ -326,7 +326,7 @@ def test_no_model_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_named_sizes_compete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "HIDDEN", (12288,))
+    monkeypatch.setattr(scaling, "HIDDEN", (12288,))
     found = largest(training(device=64 * MIB, host=300 * MIB), min_tflops=0)
     assert found is not None
     assert found.shape.name == "gpt-10m"
@@ -334,8 +334,8 @@ def test_named_sizes_compete(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_very_deep_models_move_several_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "HIDDEN", (64,))
-    monkeypatch.setattr(_scale, "_DEEP", 8)
+    monkeypatch.setattr(scaling, "HIDDEN", (64,))
+    monkeypatch.setattr(scaling, "_DEEP", 8)
     found = hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=0)
     assert found is not None
     assert found.shape.layers > 16
@@ -346,7 +346,7 @@ def test_very_deep_models_move_several_layers_at_once(monkeypatch: pytest.Monkey
 
 
 def test_sequences_longer_than_usual_have_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scale, "HIDDEN", (128,))
+    monkeypatch.setattr(scaling, "HIDDEN", (128,))
     found = hunt(training(host=16 * MIB, seq=2048, batch=1), min_tflops=0)
     assert found is not None
     assert found.shape.positions == 2048
@@ -379,9 +379,9 @@ def test_the_search_finds_the_most_layers_of_the_best_hidden_size(
     monkeypatch: pytest.MonkeyPatch, limits: dict[int, int], placement: bool
 ) -> None:
     script = Limited(limits, placement)
-    monkeypatch.setattr(_scale, "HIDDEN", tuple(limits))
-    monkeypatch.setattr(_scale, "forecast", script)
-    monkeypatch.setattr(_scale, "names", tuple)
+    monkeypatch.setattr(scaling, "HIDDEN", tuple(limits))
+    monkeypatch.setattr(scaling, "forecast", script)
+    monkeypatch.setattr(scaling, "names", tuple)
     slowest = script.told.trace.parameters * 8 * script.told.trace.tokens / 1e12 / 50
     found = hunt(training(device=16 * MIB, host=48 * MIB, seq=32, offload_checkpoints=None), min_tflops=slowest)
     assert found is not None
@@ -397,9 +397,9 @@ def test_the_search_finds_the_most_layers_of_the_best_hidden_size(
 
 def test_shapes_that_prove_too_large_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Limited({64: 2})
-    monkeypatch.setattr(_scale, "HIDDEN", (64,))
-    monkeypatch.setattr(_scale, "forecast", script)
-    monkeypatch.setattr(_scale, "names", tuple)
+    monkeypatch.setattr(scaling, "HIDDEN", (64,))
+    monkeypatch.setattr(scaling, "forecast", script)
+    monkeypatch.setattr(scaling, "names", tuple)
     found = hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=0)
     assert found is not None
     assert (found.shape.layers, found.limit) == (4, "gpt-5x64: device is too small")

@@ -13,17 +13,15 @@ import pytest
 
 from _growth import CASES, STEEPEST, WIDEST, exponent, streaming, work
 from ps_core._plan import Plan
-from ps_core._planner import arena as _memory
-from ps_core._planner import emit as _emit
-from ps_core._planner import walker as _planner
+from ps_core._planner import arena, emit, walker
 
 COUNTED = (
-    (_memory.Arena, "find"),
-    (_memory.Arena, "rate"),
-    (_memory._Runs, "add"),  # a piece looked at
-    (_planner.Walker, "holding"),
-    (_emit.Emitter, "emit"),
-    (_emit.Emitter, "last_access"),
+    (arena.Arena, "find"),
+    (arena.Arena, "rate"),
+    (arena._Runs, "add"),  # a piece looked at
+    (walker.Walker, "holding"),
+    (emit.Emitter, "emit"),
+    (emit.Emitter, "last_access"),
 )
 
 
@@ -40,14 +38,14 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for owner, name in COUNTED:
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
-    between = _memory.Arena._between
+    between = arena.Arena._between
 
-    def walked(arena: _memory.Arena, begin: int, end: int) -> Any:
+    def walked(arena: arena.Arena, begin: int, end: int) -> Any:
         for piece in between(arena, begin, end):
             found["pieces"] += 1
             yield piece
 
-    monkeypatch.setattr(_memory.Arena, "_between", walked)
+    monkeypatch.setattr(arena.Arena, "_between", walked)
     return found
 
 

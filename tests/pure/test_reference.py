@@ -33,12 +33,13 @@ from ps_core._plan import (
     Shift,
     Step,
     Tier,
+    slots_of,
 )
 from ps_core._planner.frame import make_frame
 from ps_core._planner.placement import filled
 from ps_core._planner.segments import make_plan
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
-from ps_core._reference.execute import Execution, Observed, Order, execute, slots_of
+from ps_core._reference.execute import Execution, Observed, Order, execute
 from ps_core._reference.learning import Scaler, Training
 from ps_core._reference.lifecycle import Lifecycle
 from ps_core._reference.network import ByteNetwork, Shape

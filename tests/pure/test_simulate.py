@@ -35,9 +35,10 @@ from ps_core._plan import (
     Shift,
     Step,
     Tier,
+    slots_of,
 )
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate, slots_of
+from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate
 from ps_core._simulate.costs import Costs
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace

@@ -200,6 +200,25 @@ Op: TypeAlias = (
 )
 
 
+def slots_of(op: Op) -> tuple[int, ...]:
+    """The slots an instruction names."""
+    if isinstance(op, Copy):
+        return (op.source, op.target)
+    if isinstance(op, Run | Step):
+        return op.slots
+    if isinstance(op, Gather):
+        return (op.shard, op.full)
+    if isinstance(op, ReduceScatter):
+        return (op.source, op.wire, op.shard)
+    if isinstance(op, Accumulate):
+        return (op.gradient, op.accumulator)
+    if isinstance(op, Cast):
+        return (op.master, op.weight)
+    if isinstance(op, Norm | Shift | Reserve | Release):
+        return (op.slot,)
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Instr:
     """One instruction. In a plan as made, ``id`` is its place in the segment, and ``after`` names earlier ones."""

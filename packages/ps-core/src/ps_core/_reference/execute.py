@@ -10,28 +10,21 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ps_core._errors import PlanMismatch
 from ps_core._plan import (
-    Accumulate,
-    Cast,
-    Copy,
     Decide,
     Gather,
     Instr,
-    Norm,
     Op,
     Plan,
     Queue,
     ReduceScatter,
-    Release,
-    Reserve,
     Run,
-    Shift,
-    Step,
+    slots_of,
 )
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.bank import Range, slot_ranges
@@ -345,23 +338,3 @@ def _collide(flight: _Flight, instr: Instr, older: _Flight) -> bool:
     return any(
         a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for theirs in older.left.values() for b in theirs for a in mine
     )
-
-
-def slots_of(op: Op) -> Sequence[int]:
-    """The slots an instruction names."""
-    match op:
-        case Reserve() | Release() | Shift() | Norm():
-            return (op.slot,)
-        case Copy():
-            return (op.source, op.target)
-        case Gather():
-            return (op.shard, op.full)
-        case ReduceScatter():
-            return (op.source, op.wire, op.shard)
-        case Run() | Step():
-            return op.slots
-        case Accumulate():
-            return (op.gradient, op.accumulator)
-        case Cast():
-            return (op.master, op.weight)
-    return ()

@@ -18,13 +18,9 @@ from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import (
-    Accumulate,
-    Cast,
     Copy,
     Gather,
     Instr,
-    Norm,
-    Op,
     Plan,
     Queue,
     ReduceScatter,
@@ -33,7 +29,7 @@ from ps_core._plan import (
     Run,
     Segment,
     Shift,
-    Step,
+    slots_of,
 )
 from ps_core._program import Program
 from ps_core._simulate.costs import Costs, Work
@@ -145,25 +141,6 @@ class Span(NamedTuple):
     tier: int
     start: int
     end: int
-
-
-def slots_of(op: Op) -> tuple[int, ...]:
-    """The slots an instruction touches."""
-    if isinstance(op, Copy):
-        return (op.source, op.target)
-    if isinstance(op, Run | Step):
-        return op.slots
-    if isinstance(op, Gather):
-        return (op.shard, op.full)
-    if isinstance(op, ReduceScatter):
-        return (op.source, op.wire, op.shard)
-    if isinstance(op, Accumulate):
-        return (op.gradient, op.accumulator)
-    if isinstance(op, Cast):
-        return (op.master, op.weight)
-    if isinstance(op, Norm | Shift | Reserve | Release):
-        return (op.slot,)
-    return ()
 
 
 class _Scan:
