@@ -60,6 +60,17 @@ def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["assumed"] == ["the rates of 'laptop' (--machine)"]
 
 
+def test_a_plan_names_its_packing(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--gpus", "3", "--device-memory", "2GiB", "--host-memory", "14GiB")
+    _, found = document(capsys, "plan", "gpt-10m", "--seq", "128", *where)
+    assert 0 < found["padding_bytes"] < found["groups"] * 14 * 3 * 64
+    assert found["padding_bytes"] % 14 == 0
+    assert 0 < found["resident_groups"] <= found["groups"]
+    assert found["notes"] == []
+    _, out, _ = run(capsys, "plan", "gpt-10m", "--seq", "128", *where)
+    assert f"{found['groups']}  groups, {found['resident_groups']} of them wholly on device" in out
+
+
 def test_a_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = document(capsys, "plan", "gpt-50m", *TINY, *NO_RESERVE)
     assert status == 3

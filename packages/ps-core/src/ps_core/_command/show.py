@@ -53,6 +53,9 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "evictions": told.evictions,
         "offload_checkpoints": found.offloads,
         "groups": len(found.planned.program.layout.groups),
+        "resident_groups": _resident(found),
+        "padding_bytes": _padding_bytes(found),
+        "notes": list(found.planned.plan.notes),
         "predicted": True,
         **_setting(case),
     }
@@ -114,6 +117,19 @@ def _setting(case: Case) -> Document:
     }
 
 
+def _resident(found: Forecast) -> int:
+    """Groups that live wholly on the compute tier."""
+    lower = {held.extent.index for held in found.planned.plan.home if held.tier}
+    return len(found.planned.program.layout.groups) - len(lower)
+
+
+def _padding_bytes(found: Forecast) -> int:
+    """What all processes together store in vain."""
+    homes = sum(held.bytes for held in found.planned.plan.home)
+    layout = found.planned.program.layout
+    return homes * layout.ranks * layout.padding_numel // max(1, layout.padded_numel)
+
+
 # ---------------------------------------------------------------- for people
 
 
@@ -138,6 +154,13 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         f"  {'':<20}{found.tflops_per_gpu:>12.4g}  TFLOPS per GPU, counting 8 per parameter and token "
         f"({found.model_tflops_per_gpu:.4g} of model FLOPs)",
     ]
+    layout = found.planned.program.layout
+    lines += [
+        "",
+        f"  {'packing':<20}{len(layout.groups):>12,}  groups, {_resident(found):,} of them wholly on "
+        f"{found.planned.plan.tiers[0].name}; {format_bytes(_padding_bytes(found))} padding in all",
+    ]
+    lines += _bullets("note", found.planned.plan.notes)
     lines += _bullets("advice", advice)
     return "\n".join(lines) + "\n"
 
