@@ -11,34 +11,23 @@ no order has to be thought about.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
-
-from ps_core._errors import DoesNotFit
 from ps_core._plan import (
     Accumulate,
     Cast,
-    Copy,
     Decide,
     Gather,
     Held,
-    Instr,
     Norm,
-    Op,
     Plan,
     Queue,
     ReduceScatter,
-    Release,
-    Reserve,
     Run,
     Segment,
-    Shift,
     Step,
     Tier,
-    link,
     worker,
 )
-from ps_core._planner.bounds import largest_extent_bytes
+from ps_core._planner.arrangement import Arrangement, failure
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
@@ -65,204 +54,13 @@ def _pack(program: Program, tiers: tuple[Tier, ...]) -> tuple[Held, ...]:
             order = [*range(1, len(tiers)), 0]
             tier = next((tier for tier in order if ends[tier] + size <= tiers[tier].capacity_bytes), None)
             if tier is None:
-                raise _failure("all tiers together", "between segments", size, 0)
+                raise failure("all tiers together", "between segments", size, 0)
             home.append(Held(tier, ends[tier], size, extent))
             ends[tier] += size
     return tuple(home)
 
 
-def _failure(tier: str, moment: str, needed: int, available: int) -> DoesNotFit:
-    return DoesNotFit(tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=False)
-
-
-@dataclass(slots=True)
-class _Seat:
-    """Where an extent sits."""
-
-    slot: int
-    tier: int
-    offset: int
-    bytes: int
-
-
-class _Arrangement:
-    """Who sits where, and the chain of instructions that changes it."""
-
-    def __init__(self, program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], name: SegmentName) -> None:
-        self.program = program
-        self.tiers = tiers
-        self.segment = name
-        self.instrs: list[Instr] = []
-        self.versions = dict(program.entry(name))
-        self.seats = {held.extent: _Seat(slot, held.tier, held.offset, held.bytes) for slot, held in enumerate(home)}
-        self.homed = frozenset(self.seats)
-        self.pins: set[Extent] = set()
-        self.tide_bytes = 0
-        self.now = -1
-        self.place = "between segments"
-        self._slack = largest_extent_bytes(program)
-        self._slots = len(home)
-        self._kept = (0, 0)
-        self._log: list[tuple[Extent, int, int]] = []
-        self._later = self._wanted()
-
-    def _wanted(self) -> dict[Extent, list[int]]:
-        later: dict[Extent, list[int]] = {}
-        for visit in self.program.segment_visits(self.segment):
-            for use in self.program.uses(self.segment, visit):
-                later.setdefault(use.extent, []).append(visit.index)
-        return later
-
-    def emit(self, queue: Queue, op: Op) -> None:
-        """Append to the chain."""
-        number = len(self.instrs)
-        linked = number > 0 and self.instrs[-1].queue is not queue
-        self.instrs.append(Instr(number, queue, op, (number - 1,) if linked else (), self.now))
-
-    def limit(self, tier: int) -> int:
-        """Where a tier's addresses end for extents."""
-        return (self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)) & -128
-
-    def sitting(self, tier: int) -> list[tuple[Extent, _Seat]]:
-        """Who sits on a tier, by address."""
-        rows = [(extent, seat) for extent, seat in self.seats.items() if seat.tier == tier]
-        return sorted(rows, key=lambda row: row[1].offset)
-
-    def free(self, tier: int) -> int:
-        """Bytes below the limit that nobody has; negative while the tide stands over someone."""
-        return self.limit(tier) - sum(seat.bytes for seat in self.seats.values() if seat.tier == tier)
-
-    # Room.
-
-    def clear(self, tier: int, size: int, barred: frozenset[int] = frozenset()) -> None:
-        """Move others away until ``size`` bytes of a tier are free."""
-        while self.free(tier) < size:
-            victims = [extent for extent, _ in self.sitting(tier) if extent not in self.pins]
-            victims.sort(key=self._next_use, reverse=True)
-            if not any(self._send(extent, tier, barred) for extent in victims):
-                raise _failure(self.tiers[tier].name, self.place, size, max(0, self.free(tier)))
-
-    def _next_use(self, extent: Extent) -> int:
-        later = self._later.get(extent, ())
-        return next((moment for moment in later if moment > self.now), 1 << 60)
-
-    def _send(self, victim: Extent, tier: int, barred: frozenset[int]) -> bool:
-        size = self.seats[victim].bytes
-        near = [other for other in (tier + 1, tier - 1) if 0 <= other < len(self.tiers) and other not in barred]
-        for other in near:
-            kept, bytes_kept = self._kept
-            if self.free(other) >= size + (bytes_kept if kept == other else 0):
-                self.move(victim, other)
-                return True
-        if len(near) == 1 and 0 < near[0] < len(self.tiers) - 1:
-            self.clear(near[0], size, barred | {tier})
-            self.move(victim, near[0])
-            return True
-        return False
-
-    def spot(self, tier: int, size: int) -> int:
-        """An offset with ``size`` free bytes behind it; pushes the tier together if need be."""
-        offset = self._hole(tier, size)
-        if offset is None:
-            self.compact(tier)
-            offset = self._hole(tier, size)
-        assert offset is not None, "whoever asks has made sure that the bytes are free"
-        return offset
-
-    def _hole(self, tier: int, size: int) -> int | None:
-        end = 0
-        for _, seat in self.sitting(tier):
-            if seat.offset - end >= size:
-                break
-            end = seat.offset + seat.bytes
-        return end if end + size <= self.limit(tier) else None
-
-    def compact(self, tier: int) -> None:
-        """Push a tier's extents together at the bottom."""
-        end = 0
-        for extent, seat in self.sitting(tier):
-            if seat.offset != end:
-                self._shift(extent, end)
-            end += seat.bytes
-
-    # Moves.
-
-    def _shift(self, extent: Extent, offset: int) -> None:
-        seat = self.seats[extent]
-        if extent in self.homed:
-            self._log.append((extent, seat.tier, seat.offset))
-        self.emit(worker(self.tiers, seat.tier), Shift(seat.slot, offset))
-        seat.offset = offset
-
-    def move(self, extent: Extent, tier: int) -> None:
-        """To a neighbouring tier, which has the bytes free."""
-        self._move_to(extent, tier, self.spot(tier, self.seats[extent].bytes))
-
-    def _move_to(self, extent: Extent, tier: int, offset: int) -> None:
-        old = self.seats[extent]
-        if extent in self.homed:
-            self._log.append((extent, old.tier, old.offset))
-        queue = link(self.tiers[old.tier].name, self.tiers[tier].name)
-        slot = self._fresh(queue, tier, offset, old.bytes)
-        version = self.versions.get(extent)
-        if version is not None:
-            self.emit(queue, Copy(extent, version, old.slot, slot, old.bytes))
-        self.emit(queue, Release(old.slot))
-        self.seats[extent] = _Seat(slot, tier, offset, old.bytes)
-
-    def _fresh(self, queue: Queue, tier: int, offset: int, size: int) -> int:
-        slot = self._slots
-        self._slots += 1
-        self.emit(queue, Reserve(slot, tier, offset, size))
-        return slot
-
-    def fetch(self, extent: Extent, tier: int) -> int:
-        """Bring an extent to a tier and pin it there; its slot."""
-        self.pins.add(extent)
-        size = self.seats[extent].bytes
-        if abs(self.seats[extent].tier - tier) > 1:
-            with suppress(DoesNotFit):  # first, while the extent does not yet stand in its victims' way
-                self.clear(tier, size)
-        while self.seats[extent].tier != tier:
-            here = self.seats[extent].tier
-            step = here + (1 if tier > here else -1)
-            self._kept = (tier, size) if step != tier else (tier, 0)
-            with suppress(DoesNotFit):
-                self.clear(step, size)
-            self._kept = (tier, 0)
-            self.clear(step, size)
-            self.move(extent, step)
-        return self.seats[extent].slot
-
-    def bear(self, extent: Extent, queue: Queue) -> int:
-        """A fresh slot on the compute tier for an extent without a home."""
-        size = self.program.bytes_of(extent)
-        self.clear(0, size)
-        offset = self.spot(0, size)
-        slot = self._fresh(queue, 0, offset, size)
-        self.seats[extent] = _Seat(slot, 0, offset, size)
-        self.pins.add(extent)
-        return slot
-
-    def bury(self, extent: Extent) -> None:
-        """An extent without a home is needed no more."""
-        seat = self.seats.pop(extent)
-        self.versions.pop(extent, None)
-        self.pins.discard(extent)
-        self.emit(worker(self.tiers, seat.tier), Release(seat.slot))
-
-    def return_home(self) -> None:
-        """Undo every move, last first."""
-        self.tide_bytes = 0
-        log, self._log = self._log, []
-        for extent, tier, offset in reversed(log):
-            if self.seats[extent].tier == tier:
-                self._shift(extent, offset)
-            else:
-                self._move_to(extent, tier, offset)
-
-
-class _Chain(_Arrangement):
+class _Chain(Arrangement):
     """One segment, moment after moment."""
 
     def walk(self) -> Segment:
@@ -385,7 +183,7 @@ class _Chain(_Arrangement):
         def merit(tier: int) -> tuple[bool, bool, int]:
             room = self.limit(tier) - need - (stuck if tier == 0 else 0)
             there = sum(self.seats[extent].bytes for extent in extents if self.seats[extent].tier == tier)
-            return room >= self._slack, room >= 0, there
+            return room >= self.slack, room >= 0, there
 
         return max(work, key=merit)
 
