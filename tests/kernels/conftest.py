@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import ps_kernels
+from ps_kernels import _backends
+from ps_kernels._backends import fastest
+
 
 def _as_numpy(values: np.ndarray) -> np.ndarray:
     return values.copy()
@@ -19,8 +23,14 @@ def _as_torch(values: np.ndarray) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
 
 
-@pytest.fixture(params=["numpy", "torch"])
-def library(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["numpy", "torch", "compiled"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who does the work of a call that names no backend; compiled code takes arrays of both libraries."""
+    if request.param == "compiled":
+        if fastest() is None:
+            pytest.skip(ps_kernels.backends()["scalar"])
+        return "torch"
+    monkeypatch.setattr(_backends, "fastest", lambda: None)
     return str(request.param)
 
 

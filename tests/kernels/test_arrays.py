@@ -44,8 +44,8 @@ def test_sum_of_squares_in_the_order_of_the_note(make: Make, numel: int) -> None
 def test_sums_of_squares_agree_and_add_up(numel: int) -> None:
     x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
     out, tensor_out = np.ones(2, np.float32), torch.ones(2)
-    ps_kernels.sumsq_finite(x, out)
-    ps_kernels.sumsq_finite(torch.from_numpy(x), tensor_out)
+    ps_kernels.sumsq_finite(x, out, backend="numpy")
+    ps_kernels.sumsq_finite(torch.from_numpy(x), tensor_out, backend="torch")
     assert out.tolist() == tensor_out.tolist()
     assert out[0] == pytest.approx(1 + (x.astype(np.float64) ** 2).sum(), rel=1e-6)
     assert out[1] == 1, "the flag is never taken back"
@@ -88,6 +88,28 @@ def test_gather_and_scatter_are_inverse(make: Make) -> None:
     assert [x.tolist() for x in back] == [piece.tolist() for piece in pieces]
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.uint16])
+@pytest.mark.parametrize("chunk_kind", [np.float32, np.float16, np.uint16])
+def test_gather_and_scatter_cast(make: Make, bits: Callable[[Any], np.ndarray], kind: type, chunk_kind: type) -> None:
+    def held(values: torch.Tensor, kind: type) -> np.ndarray:
+        if kind is np.uint16:
+            return values.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return values.to(torch.float16 if kind is np.float16 else torch.float32).numpy()
+
+    def values_of(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
+
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(99, generator=generator) * 10 ** torch.randint(-9, 9, (99,), generator=generator)
+    source = held(drawn, kind)
+    chunk, back = make(np.zeros(100, chunk_kind)), make(np.zeros(99, kind))
+    ps_kernels.gather([make(source)], chunk, [1])
+    there = held(values_of(source), chunk_kind)
+    np.testing.assert_array_equal(bits(chunk)[1:], bits(there))
+    ps_kernels.scatter(chunk, [1], [back])
+    np.testing.assert_array_equal(bits(back), bits(held(values_of(there), kind)))
+
+
 def test_bfloat16_rounds_to_nearest_even() -> None:
     """Every upper half with each lower half that decides, against torch."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -104,7 +126,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 def test_backends_say_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ps_kernels.backends()
     assert list(found) == ["cuda", "avx512", "avx2", "neon", "scalar", "torch", "numpy"]
-    assert {name for name, state in found.items() if state == "available"} == {"torch", "numpy"}
+    assert {found["torch"], found["numpy"]} == {"available"}
     monkeypatch.setattr(_backends, "find_spec", lambda name: None)
     assert ps_kernels.backends()["numpy"] == "numpy is not installed: pip install ps-kernels[numpy]"
     ps_kernels.set_threads(1)  # nothing to set, no error

@@ -103,9 +103,9 @@ def test_libraries_agree_across_pieces(bits: Callable[[Any], np.ndarray], out_ki
         assert tensor_out is not None
         tensor_out = tensor_out.view(torch.bfloat16)
     for step in (1, 2):
-        for arrays, into in ((numpy_arrays, out), (tensors, tensor_out)):
-            ps_kernels.adam_step(*arrays, into, step=step, lr=1e-2, weight_decay=0.01)
-            ps_kernels.sgd_step(arrays[0], arrays[1], arrays[3], into, lr=1e-2, momentum_decay=0.5)
+        for arrays, into, library in ((numpy_arrays, out, "numpy"), (tensors, tensor_out, "torch")):
+            ps_kernels.adam_step(*arrays, into, step=step, lr=1e-2, weight_decay=0.01, backend=library)
+            ps_kernels.sgd_step(arrays[0], arrays[1], arrays[3], into, lr=1e-2, momentum_decay=0.5, backend=library)
     for one, other in zip(numpy_arrays, tensors, strict=True):
         np.testing.assert_array_equal(bits(one), bits(other))
     if out is not None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ps_kernels._arrays import (
     FLOATS,
-    HALVES,
     Array,
     View,
     check_contiguous,
@@ -43,7 +42,7 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     """One Adam (``decoupled``: AdamW) step in place; ``step`` counts from 1.
 
     ``param``, ``momentum`` and ``variance`` are float32; ``grad``, of any float type, is multiplied by ``grad_scale``
-    first; ``out`` gets the new parameters in 16 bits, and may be ``grad`` itself.
+    first; ``out``, of any float type, gets a copy of the new parameters, and may be ``grad`` itself.
     """
     arguments = AdamArguments(
         step=check_count("step", step),
@@ -95,7 +94,7 @@ def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     choose(states[0], backend).sgd((states[0].array, used), source.array, target and target.array, scalars)
 
 
-def sumsq_finite(x: Array, out: Array) -> None:
+def sumsq_finite(x: Array, out: Array, *, backend: str | None = None) -> None:
     """Add ``x``'s sum of squares to ``out[0]``, and set ``out[1]`` to one if any element is not finite.
 
     ``out`` is two float32 numbers on ``x``'s device; the host waits for nothing.
@@ -107,10 +106,10 @@ def sumsq_finite(x: Array, out: Array) -> None:
     check_flat(source, source.numel)
     check_flat(target, 2)
     check_written([target], [source])
-    choose(source, None).sumsq_finite(source.array, target.array)
+    choose(source, backend).sumsq_finite(source.array, target.array)
 
 
-def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0) -> None:
+def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: str | None = None) -> None:
     """Add ``grad``, of any float type, times ``scale`` to a float32 accumulator."""
     factor = to_single(check_number("scale", scale))
     target, source = view("accumulator", accumulator), view("grad", grad)
@@ -120,28 +119,26 @@ def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0) -> None:
     for item in (target, source):
         check_flat(item, target.numel)
     check_written([target], [source])
-    choose(target, None).accumulate(target.array, source.array, factor)
+    choose(target, backend).accumulate(target.array, source.array, factor)
 
 
-def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]) -> None:
-    """Copy each tensor into the chunk, from its offset on; offsets count the chunk's elements."""
+def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None) -> None:
+    """Copy each tensor into the chunk, from its offset on, cast to the chunk's type; offsets count its elements."""
     whole, parts, spans = _check_pieces(tensors, chunk, offsets)
     check_written([whole], parts)
     for one, other in zip(sorted(spans), sorted(spans)[1:], strict=False):
         if other[0] < one[1]:
             raise InvalidArgument(f"offsets: pieces {one} and {other} of the chunk overlap")
-    backend = choose(whole, None)
-    for part, (start, stop) in zip(parts, spans, strict=True):
-        backend.copy(whole.array[start:stop], part.array)
+    pairs = [(whole.array[start:stop], part.array) for part, (start, stop) in zip(parts, spans, strict=True)]
+    choose(whole, backend).copy_all(pairs)
 
 
-def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array]) -> None:
-    """Copy out of the chunk into each tensor, from its offset on; offsets count the chunk's elements."""
+def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, backend: str | None = None) -> None:
+    """Copy out of the chunk into each tensor, from its offset on, cast to its type; offsets count chunk elements."""
     whole, parts, spans = _check_pieces(tensors, chunk, offsets)
     check_written(parts, [whole])
-    backend = choose(whole, None)
-    for part, (start, stop) in zip(parts, spans, strict=True):
-        backend.copy(part.array, whole.array[start:stop])
+    pairs = [(part.array, whole.array[start:stop]) for part, (start, stop) in zip(parts, spans, strict=True)]
+    choose(whole, backend).copy_all(pairs)
 
 
 def set_threads(count: int) -> None:
@@ -162,7 +159,7 @@ def _check_step(states: Sequence[View], grad: View, out: View | None) -> None:
         check_dtype(state, ("float32",))
     check_dtype(grad, FLOATS)
     if out is not None:
-        check_dtype(out, HALVES)
+        check_dtype(out, FLOATS)
     for item in everything:
         check_flat(item, states[0].numel)
     if out is None:
@@ -184,7 +181,7 @@ def _check_pieces(
     check_flat(whole, whole.numel)
     spans: list[tuple[int, int]] = []
     for part, offset in zip(parts, offsets, strict=True):
-        check_dtype(part, (whole.dtype,))
+        check_dtype(part, FLOATS if whole.dtype in FLOATS else (whole.dtype,))
         check_contiguous(part)
         if not 0 <= offset <= whole.numel - part.numel:
             raise InvalidArgument(

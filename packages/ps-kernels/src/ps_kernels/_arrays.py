@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain
 from typing import Any, TypeAlias
 
 from ps_kernels._errors import InvalidArgument
 
 Array: TypeAlias = Any  # a numpy.ndarray or a torch.Tensor; neither library need be installed
 FLOATS = ("float32", "float16", "bfloat16")
-HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +129,19 @@ def check_written(written: Iterable[View], read: Iterable[View]) -> None:
     for item in targets:
         if not item.writeable:
             raise InvalidArgument(f"{item.name}: read-only, and the result goes there")
-    pairs = [*combinations(targets, 2), *((target, source) for target in targets for source in read)]
-    for one, other in pairs:
+    for one, other in chain(_sharing(targets), ((target, source) for target in targets for source in read)):
         if one.overlaps(other):
             raise InvalidArgument(f"{one.name} and {other.name} share memory; expected separate arrays")
+
+
+def _sharing(items: Sequence[View]) -> Iterator[tuple[View, View]]:
+    """Each array, by address, with the one before it that reaches furthest: if any two overlap, so do two of these."""
+    order = sorted((index for index, item in enumerate(items) if item.nbytes), key=lambda index: items[index].address)
+    furthest = order[:1]
+    for index in order[1:]:
+        first, second = sorted((*furthest, index))
+        yield items[first], items[second]
+        furthest = [max(first, second, key=lambda i: items[i].address + items[i].nbytes)]
 
 
 def check_number(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
 
 from ps_kernels._arrays import Array, View
 from ps_kernels._errors import BackendMissing, InvalidArgument
+from ps_kernels._native import LEVELS, native
 from ps_kernels._order import AdamScalars, SgdScalars
 
 _NOT_BUILT = "not part of this release"
@@ -29,35 +33,70 @@ class Backend(Protocol):
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""
 
-    def copy(self, into: Array, source: Array) -> None:
-        """Copy elements; each side of any shape, both of one length."""
+    def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Copy the second of each pair into the first, of one length, any shape; cast where types differ."""
 
     def set_threads(self, count: int) -> None:
         """Use that many threads."""
 
 
 def backends() -> dict[str, str]:
-    """Every backend's name, and ``"available"`` or why it is not."""
+    """Every backend's name, and ``"available"`` or why it is not. Compiles the C kernels if they are not yet."""
     found = dict.fromkeys(_NAMES, _NOT_BUILT)
+    found |= {name: state if isinstance(state, str) else "available" for name, state in native().items()}
     for library in ("torch", "numpy"):
         installed = find_spec(library) is not None
         found[library] = "available" if installed else f"{library} is not installed: pip install ps-kernels[{library}]"
+    found["cuda"] = _cuda()
     return found
 
 
-def load(library: str) -> Backend:
-    """The backend that works on a library's arrays; loads the library."""
-    backend: Backend = import_module(f"ps_kernels._{library}").make_backend()
+def _cuda() -> str:
+    """Whether there are CUDA kernels; loads PyTorch only where CuPy is installed, too."""
+    for library in ("torch", "cupy"):
+        if find_spec(library) is None:
+            return f"{library} is not installed: pip install ps-kernels[cuda13], or [cuda12]"
+    why_not: str | None = import_module("ps_kernels._cuda").why_not()
+    return why_not or "available"
+
+
+def load(name: str) -> Backend:
+    """An available backend by its name; loads the library it needs."""
+    if name in LEVELS:
+        level = native()[name]
+        assert not isinstance(level, str), level
+        return level
+    backend: Backend = import_module(f"ps_kernels._{name}").make_backend()
     return backend
 
 
 def choose(like: View, wanted: str | None) -> Backend:
-    """The backend for an array, or the one asked for by name."""
-    if wanted is None or wanted == like.library:
-        return load(like.library)
+    """The backend for an array: the best there is, or the one asked for by name."""
+    on_cuda = like.device.startswith("cuda")
+    if wanted is None and on_cuda and _cuda() == "available":
+        return load("cuda")
+    if wanted is None:
+        return (fastest() if like.device == "cpu" else None) or load(like.library)
+    if wanted == like.library:
+        return load(wanted)
     why_not = backends().get(wanted)
     if why_not is None:
         raise InvalidArgument(f"backend: expected one of {', '.join(_NAMES)}, found {wanted!r}")
     if why_not != "available":
         raise BackendMissing(f"backend {wanted!r}: {why_not}")
-    raise InvalidArgument(f"backend {wanted!r}: cannot work on {like.name}, which is a {like.library} array")
+    if (wanted in LEVELS and like.device == "cpu") or (wanted == "cuda" and on_cuda):
+        return load(wanted)
+    raise InvalidArgument(
+        f"backend {wanted!r}: cannot work on {like.name}, which is a {like.library} array on {like.device}"
+    )
+
+
+@cache
+def fastest() -> Backend | None:
+    """The best compiled level of this processor. Where there is none, says so once."""
+    for level in native().values():
+        if not isinstance(level, str):
+            return level
+    reason = native()["scalar"]
+    warnings.warn(f"ps_kernels: torch or numpy does the work, several times slower: {reason}", stacklevel=4)
+    return None

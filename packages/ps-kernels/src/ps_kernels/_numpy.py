@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,9 +104,15 @@ class NumpyBackend:
                 target = accumulator[piece]
                 target += g
 
-    def copy(self, into: Array, source: Array) -> None:
-        """Copy elements; each side of any shape, both of one length."""
-        into.reshape(-1)[...] = source.reshape(-1)
+    def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Copy the second of each pair into the first."""
+        for into, source in pairs:
+            target, values = into.reshape(-1), source.reshape(-1)
+            if into.dtype == source.dtype:
+                target[...] = values
+                continue
+            with np.errstate(over="ignore"):
+                round_into(target, to_singles(values))
 
     def set_threads(self, count: int) -> None:
         """NumPy's elementwise work always uses one thread."""

@@ -5,7 +5,7 @@ Only operations that round once are used: no ``addcmul``, no ``add`` with ``alph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -85,9 +85,10 @@ class TorchBackend:
             accumulator[piece].add_(g.copy_(grad[piece]).mul_(scale))
 
     @torch.no_grad()
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copy elements; each side of any shape, both of one length."""
-        into.view(-1).copy_(source.view(-1))
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy the second of each pair into the first."""
+        for into, source in pairs:
+            into.view(-1).copy_(source.view(-1))
 
     def set_threads(self, count: int) -> None:
         """Use that many threads."""

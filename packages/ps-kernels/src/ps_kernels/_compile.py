@@ -1,0 +1,112 @@
+"""The compiled kernels: one shared library, made by whatever C compiler is there.
+
+It is built into the wheel where the building machine has a compiler (see ``hatch_build.py``, which loads this file by
+its path, so it imports nothing of the package). Where the package has none, as in a plain checkout or an editable
+install, it is made at first use and kept in a cache folder of the user. Its name carries a hash of its source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_SOURCE = _PACKAGE / "csrc"
+_COMMON = (
+    *("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
+    "-fno-trapping-math",  # conditions may become selections: results are the same, only exception flags are not
+)
+_X86_LEVELS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
+    "avx2": ("-mavx2", "-mf16c"),
+}
+_TIMEOUT_S = 120
+
+
+class CompileFailed(Exception):
+    """There is no library, and none can be made; says why."""
+
+
+def levels() -> dict[str, tuple[str, ...]]:
+    """The instruction sets compiled for this kind of processor, best first, each with its compiler flags."""
+    machine = platform.machine().lower()
+    vectors = _X86_LEVELS if machine in ("x86_64", "amd64") else {"neon": ()} if machine in ("aarch64", "arm64") else {}
+    return {**vectors, "scalar": ()}
+
+
+def library_name() -> str:
+    """The file's name: another source, flag or kind of processor makes another."""
+    digest = hashlib.sha256(repr((_COMMON, levels(), sys.platform)).encode())
+    for path in sorted((*_SOURCE.glob("*.c"), *_SOURCE.glob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"libps_kernels-{digest.hexdigest()[:16]}.so"
+
+
+def cache_folder() -> Path:
+    """Where a library is kept that the package does not bring; ``PS_KERNELS_CACHE`` names another folder."""
+    named = os.environ.get("PS_KERNELS_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ps_kernels"
+
+
+def library() -> Path:
+    """The library of this source, compiled now if there is none yet."""
+    name = library_name()
+    for folder in (_PACKAGE, cache_folder()):
+        if (folder / name).is_file():
+            return folder / name
+    return compile_into(cache_folder())
+
+
+def compile_into(folder: Path) -> Path:
+    """Compile the library and put it into a folder, under its name."""
+    compiler = _compiler()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            try:
+                made = _build(compiler, ("-fopenmp",), Path(scratch))
+            except CompileFailed:  # such as the compiler of macOS: then with one thread
+                made = _build(compiler, (), Path(scratch))
+            target = folder / library_name()
+            made.replace(target)  # in one move: another process finds all of it or nothing
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompileFailed(f"cannot compile into {folder}: {error}") from error
+    return target
+
+
+def _compiler() -> list[str]:
+    asked = shlex.split(os.environ.get("CC", ""))
+    for command in (asked,) if asked else (["cc"], ["gcc"], ["clang"]):
+        if shutil.which(command[0]):
+            return command
+    raise CompileFailed(f"no C compiler found: {asked[0] if asked else 'install gcc or clang'}")
+
+
+def _build(compiler: list[str], threads: tuple[str, ...], folder: Path) -> Path:
+    """Each level's object, a thread for each, then the library of them all."""
+    jobs = [(*flags, f"-DPS_LEVEL={name}", "-c", f"{_SOURCE}/loops.c", "-o", f"{folder}/{name}.o")
+            for name, flags in levels().items()]  # fmt: skip
+    jobs.append(("-c", f"{_SOURCE}/levels.c", "-o", f"{folder}/levels.o"))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: _run((*compiler, *_COMMON, *threads, *job)), jobs))
+    made = folder / "library.so"
+    _run((*compiler, "-shared", *threads, *(job[-1] for job in jobs), "-o", str(made)))
+    return made
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, errors="replace")
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+        raise CompileFailed(f"the C compiler failed: {said}")

@@ -1,0 +1,198 @@
+"""The backends in compiled C: one for each instruction set, on CPU arrays of either library.
+
+Every level runs the same source and gives the same bits. ctypes lets go of the interpreter's lock during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ps_kernels._arrays import Array
+from ps_kernels._compile import CompileFailed, levels, library
+from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
+
+LEVELS = ("avx512", "avx2", "neon", "scalar")
+_KINDS = {
+    "float32": 0,
+    "uint16": 1,
+    "float16": 2,
+    "torch.float32": 0,
+    "torch.bfloat16": 1,
+    "torch.float16": 2,
+}
+_NO_ARRAY = -1
+_STREAM_BYTES = 1 << 22
+"""From here on what is written is no longer in the cache when it is read, so it need not pass through it."""
+_NUMEL_PER_THREAD = 1 << 15
+"""Waking a thread for less than this costs more than it saves."""
+
+
+class _AdamScalars(ctypes.Structure):
+    _fields_ = [(f"number{index}", ctypes.c_float) for index in range(len(AdamScalars.__dataclass_fields__))]
+
+
+class _SgdScalars(ctypes.Structure):
+    _fields_ = [(f"number{index}", ctypes.c_float) for index in range(len(SgdScalars.__dataclass_fields__))]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("p", "m", "v", "grad", "out")),
+        ("n", ctypes.c_size_t),
+        *((name, ctypes.c_int) for name in ("grad_kind", "out_kind", "stream")),
+    )
+
+
+class _Copies(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "into", "counts")),
+        *((name, ctypes.c_size_t) for name in ("length", "total")),
+        *((name, ctypes.c_int) for name in ("element_bytes", "from_kind", "to_kind", "stream")),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Threads:
+    """How many threads there may be; all levels share it."""
+
+    count: int
+    process: int
+
+    def most(self, numel: int) -> int:
+        """For so many elements. One in a forked child: the pool of threads stayed with the parent."""
+        return min(self.count, numel // _NUMEL_PER_THREAD + 1) if os.getpid() == self.process else 1
+
+
+class NativeBackend:
+    """One instruction set."""
+
+    def __init__(self, functions: ctypes.CDLL, level: str, threads: Threads) -> None:
+        self._threads = threads
+        self._call: dict[str, Callable[..., None]] = {}
+        for name in ("adam", "sgd", "sumsq", "accumulate", "copy"):
+            function = functions[f"ps_{level}_{name}"]
+            function.restype = None
+            self._call[name] = function
+
+    def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
+        """One step on parameter, momentum and variance."""
+        self._step("adam", _AdamScalars(*astuple(s)), states, grad, out)
+
+    def sgd(self, states: tuple[Array, Array | None], grad: Array, out: Array | None, s: SgdScalars) -> None:
+        """One step on parameter and momentum."""
+        self._step("sgd", _SgdScalars(*astuple(s)), (*states, None), grad, out)
+
+    def _step(
+        self, name: str, scalars: ctypes.Structure, states: Sequence[Array | None], grad: Array, out: Array | None
+    ) -> None:
+        numel = _numel(grad)
+        step = _Step(
+            *(None if state is None else _address(state) for state in states),
+            _address(grad),
+            None if out is None else _address(out),
+            numel,
+            _kind(grad),
+            _NO_ARRAY if out is None else _kind(out),
+            2 * numel >= _STREAM_BYTES,
+        )
+        self._call[name](ctypes.byref(scalars), ctypes.byref(step), self._threads.most(numel))
+
+    def sumsq_finite(self, x: Array, out: Array) -> None:
+        """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
+        numel = _numel(x)
+        size = 1 << max(-(-numel // BLOCK_NUMEL) - 1, 0).bit_length()
+        sums = (ctypes.c_float * size)()
+        self._call["sumsq"](
+            ctypes.c_void_p(_address(x)),
+            _kind(x),
+            ctypes.c_size_t(numel),
+            sums,
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(_address(out)),
+            self._threads.most(numel),
+        )
+
+    def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
+        """Add the scaled gradient."""
+        numel = _numel(grad)
+        self._call["accumulate"](
+            ctypes.c_void_p(_address(accumulator)),
+            ctypes.c_void_p(_address(grad)),
+            _kind(grad),
+            ctypes.c_size_t(numel),
+            ctypes.c_float(scale),
+            self._threads.most(numel),
+        )
+
+    def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Copy the second of each pair into the first, with one call for all of one pair of types."""
+        groups: dict[tuple[Any, Any], list[tuple[int, int, int]]] = {}
+        for into, source in pairs:
+            members = groups.setdefault((into.dtype, source.dtype), [])
+            members.append((_address(source), _address(into), _numel(source)))
+        for (target, kind), members in groups.items():
+            columns = [(ctypes.c_size_t * len(members))(*column) for column in zip(*members, strict=True)]
+            total = sum(columns[2])
+            copies = _Copies(
+                *(ctypes.addressof(column) for column in columns),
+                len(members),
+                total,
+                kind.itemsize if target == kind else 0,
+                *((0, 0) if target == kind else (_KINDS[str(kind)], _KINDS[str(target)])),
+                total * target.itemsize >= _STREAM_BYTES,
+            )
+            self._call["copy"](ctypes.byref(copies), self._threads.most(total))
+
+    def set_threads(self, count: int) -> None:
+        """Use that many threads."""
+        self._threads.count = count
+
+
+@cache
+def native() -> dict[str, NativeBackend | str]:
+    """Every level: its backend, or why there is none. The library is loaded, and if need be made, on the first call."""
+    compiled = levels()
+    try:
+        functions = _open(library())
+    except (CompileFailed, OSError) as error:
+        return dict.fromkeys(LEVELS, f"not compiled: {error}")
+    threads = Threads(count=_default_threads() if functions.ps_has_threads() else 1, process=os.getpid())
+    return {
+        name: f"not for this kind of processor; compiled are {', '.join(compiled)}"
+        if name not in compiled
+        else NativeBackend(functions, name, threads)
+        if functions[f"ps_has_{name}"]()
+        else "this processor does not have it"
+        for name in LEVELS
+    }
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
+
+
+def _default_threads() -> int:
+    """As many as this process may use cores, unless ``OMP_NUM_THREADS`` says less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(cores, max(1, int(asked))) if asked.isdigit() else cores
+
+
+def _address(array: Array) -> int:
+    address: int = array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
+    return address
+
+
+def _numel(array: Array) -> int:
+    numel: int = array.numel() if hasattr(array, "numel") else array.size
+    return numel
+
+
+def _kind(array: Array) -> int:
+    return _KINDS[str(array.dtype)]

@@ -1,0 +1,403 @@
+/* Loops over arrays for one instruction set. Compiled once for each level, with PS_LEVEL its name and the compiler flags
+ * that go with it; the arithmetic is step.h's, and the compiler makes vectors of it.
+ *
+ * Elements do not depend on each other, so results depend neither on threads nor on where a block begins. The sum of
+ * squares has a fixed order of its own, see [Note: order of arithmetic] in _order.py.
+ */
+#include <stddef.h>
+#include <string.h>
+
+#include "step.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define JOIN_(a, b, c) a##b##_##c
+#define JOIN(a, b, c) JOIN_(a, b, c)
+#define NAME(what) JOIN(ps_, PS_LEVEL, what)
+#define INLINE static inline __attribute__((always_inline))
+#define PUBLIC __attribute__((visibility("default")))
+
+enum {
+    BLOCK = 64,        /* elements worked on at a time: two cache lines of 16-bit values */
+    AHEAD = 512,       /* elements between what is worked on and what is prefetched */
+    SUM_BLOCK = 65536, /* BLOCK_NUMEL of _order.py */
+    SUM_ROW = SUM_BLOCK / 8,
+    NONE = -1,
+};
+
+INLINE int width(int kind) { return kind == PS_FP32 ? 4 : 2; }
+INLINE const char *at(const void *base, size_t index, int kind) { return (const char *)base + index * width(kind); }
+
+/* Floating-point control is a thread's own and may flush denormals (torch can ask for that): set it to IEEE's. */
+#if defined(__x86_64__)
+INLINE unsigned long plain_ieee(void) {
+    unsigned int before = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return before;
+}
+INLINE void restore_control(unsigned long before) { _mm_setcsr((unsigned int)before); }
+INLINE void fence(void) { _mm_sfence(); }
+#elif defined(__aarch64__)
+INLINE unsigned long plain_ieee(void) {
+    unsigned long before, zero = 0;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(zero));
+    return before;
+}
+INLINE void restore_control(unsigned long before) { __asm__ volatile("msr fpcr, %0" : : "r"(before)); }
+INLINE void fence(void) {}
+#else
+INLINE unsigned long plain_ieee(void) { return 0; }
+INLINE void restore_control(unsigned long before) { (void)before; }
+INLINE void fence(void) {}
+#endif
+
+/* Store one block's 128 bytes past the caches; `to` is aligned to a line, `from` is anything. */
+INLINE void stream_lines(void *to, const void *from) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < 2; i++) _mm512_stream_si512((__m512i *)to + i, _mm512_loadu_si512((const __m512i *)from + i));
+#elif defined(__AVX__)
+    for (int i = 0; i < 4; i++) _mm256_stream_si256((__m256i *)to + i, _mm256_loadu_si256((const __m256i *)from + i));
+#elif defined(__x86_64__)
+    for (int i = 0; i < 8; i++) _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)from + i));
+#else
+    memcpy(to, from, 128);
+#endif
+}
+
+/* The hardware's conversions give the bits of step.h's, on all 2^16 and 2^32 inputs. AVX-512's bfloat16 ones do not:
+ * they flush denormals. */
+INLINE void widen(const void *from, int kind, int n, float *restrict to) {
+    const unsigned short *halves = from;
+    int i = 0;
+    if (kind == PS_FP32) {
+        memcpy(to, from, (size_t)n * 4);
+    } else if (kind == PS_BF16) {
+        for (; i < n; i++) to[i] = ps_from_bf16(halves[i]);
+    } else {
+#if defined(__AVX512F__)
+        for (; i + 16 <= n; i += 16)
+            _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + i))));
+#elif defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + i))));
+#endif
+        for (; i < n; i++) to[i] = ps_from_fp16(halves[i]);
+    }
+}
+
+INLINE void narrow(const float *restrict from, int kind, int n, void *to) {
+    unsigned short *halves = to;
+    int i = 0;
+    if (kind == PS_FP32) {
+        memcpy(to, from, (size_t)n * 4);
+    } else if (kind == PS_BF16) {
+        for (; i < n; i++) halves[i] = ps_to_bf16(from[i]);
+    } else {
+#if defined(__AVX512F__)
+        for (; i + 16 <= n; i += 16)
+            _mm256_storeu_si256((__m256i *)(halves + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), 0));
+#elif defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm_storeu_si128((__m128i *)(halves + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+        for (; i < n; i++) halves[i] = ps_to_fp16(from[i]);
+    }
+}
+
+INLINE void store_out(const float *restrict from, int kind, int n, void *out, int stream) {
+    if (kind == NONE) return;
+    if (stream && kind != PS_FP32 && n == BLOCK) {
+        _Alignas(64) unsigned short line[BLOCK];
+        narrow(from, kind, BLOCK, line);
+        stream_lines(out, line);
+    } else {
+        narrow(from, kind, n, out);
+    }
+}
+
+typedef struct {
+    float *p, *m, *v;
+    const void *grad;
+    void *out;
+    size_t n;
+    int grad_kind, out_kind;
+    int stream;
+} Step;
+
+INLINE void prefetch_lines(const void *from, size_t lines) {
+    for (size_t i = 0; i < lines; i++) __builtin_prefetch((const char *)from + 64 * i, 0, 3);
+}
+
+INLINE void adam_block(const ps_adam_scalars s, const Step *a, size_t i, int n, int gk, int ok) {
+    float *restrict p = a->p + i, *restrict m = a->m + i, *restrict v = a->v + i;
+    _Alignas(64) float g[BLOCK];
+    widen(at(a->grad, i, gk), gk, n, g);
+    for (int j = 0; j < n; j++) ps_adam(s, g[j], p + j, m + j, v + j);
+    store_out(p, ok, n, (void *)((size_t)a->out + i * width(ok)), a->stream);
+}
+
+INLINE void sgd_block(const ps_sgd_scalars s, const Step *a, size_t i, int n, int gk, int ok) {
+    float *restrict p = a->p + i, *restrict m = a->m + i;
+    _Alignas(64) float g[BLOCK];
+    widen(at(a->grad, i, gk), gk, n, g);
+    if (a->m == NULL)
+        for (int j = 0; j < n; j++) ps_sgd(s, g[j], p + j);
+    else
+        for (int j = 0; j < n; j++) ps_sgd_momentum(s, g[j], p + j, m + j);
+    store_out(p, ok, n, (void *)((size_t)a->out + i * width(ok)), a->stream);
+}
+
+/* Less than a block, at either end: rare, so one function for all element types. */
+static __attribute__((noinline)) void adam_block_any(const ps_adam_scalars s, const Step *a, size_t i, size_t n) {
+    adam_block(s, a, i, n < BLOCK ? (int)n : BLOCK, a->grad_kind, a->out_kind);
+}
+
+static __attribute__((noinline)) void sgd_block_any(const ps_sgd_scalars s, const Step *a, size_t i, size_t n) {
+    sgd_block(s, a, i, n < BLOCK ? (int)n : BLOCK, a->grad_kind, a->out_kind);
+}
+
+/* Elements before the first line of the output, where streaming may begin. */
+INLINE size_t head_of(const Step *a) {
+    size_t head = a->stream ? (64 - (size_t)a->out % 64) % 64 / 2 : 0;
+    return head < a->n ? head : a->n;
+}
+
+#define SWEEP(block, gk, ok)                                             \
+    do {                                                                 \
+        size_t i = head_of(a);                                           \
+        if (i) block##_any(s, a, 0, i);                                  \
+        for (; i + BLOCK <= a->n; i += BLOCK) {                          \
+            prefetch_lines(at(a->grad, i + AHEAD, gk), width(gk));       \
+            prefetch_lines(a->p + i + AHEAD, 4);                         \
+            if (a->m) prefetch_lines(a->m + i + AHEAD, 4);               \
+            if (a->v) prefetch_lines(a->v + i + AHEAD, 4);               \
+            block(s, a, i, BLOCK, gk, ok);                               \
+        }                                                                \
+        if (i < a->n) block##_any(s, a, i, a->n - i);                    \
+    } while (0)
+
+#define SWEEP_OUT(block, gk)                                             \
+    switch (a->out_kind) {                                               \
+        case PS_FP32: SWEEP(block, gk, PS_FP32); break;                  \
+        case PS_BF16: SWEEP(block, gk, PS_BF16); break;                  \
+        case PS_FP16: SWEEP(block, gk, PS_FP16); break;                  \
+        default: SWEEP(block, gk, NONE);                                 \
+    }
+
+#define SWEEP_GRAD(block)                                                \
+    switch (a->grad_kind) {                                              \
+        case PS_BF16: SWEEP_OUT(block, PS_BF16) break;                   \
+        case PS_FP16: SWEEP_OUT(block, PS_FP16) break;                   \
+        default: SWEEP_OUT(block, PS_FP32)                               \
+    }
+
+static void adam_part(const ps_adam_scalars s, const Step *a) { SWEEP_GRAD(adam_block) }
+static void sgd_part(const ps_sgd_scalars s, const Step *a) { SWEEP_GRAD(sgd_block) }
+
+/* Where the part-th of `parts` begins: a multiple of a block, or the end. */
+INLINE size_t cut(size_t n, int part, int parts) {
+    size_t blocks = (n + BLOCK - 1) / BLOCK, at_block = blocks / parts * part + blocks % parts * part / parts;
+    return part == parts || at_block * BLOCK > n ? n : at_block * BLOCK;
+}
+
+static Step part_of(const Step *a, int part, int parts) {
+    size_t from = cut(a->n, part, parts), to = cut(a->n, part + 1, parts);
+    Step b = *a;
+    b.n = to - from;
+    b.p += from;
+    if (b.m) b.m += from;
+    if (b.v) b.v += from;
+    b.grad = at(b.grad, from, b.grad_kind);
+    if (b.out) b.out = (char *)b.out + from * width(b.out_kind);
+    /* An odd address is on no line ever. */
+    b.stream = b.stream && b.out && b.out_kind != PS_FP32 && (size_t)b.out % 2 == 0;
+    return b;
+}
+
+#define IN_PARTS(body)                                                   \
+    _Pragma("omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)") \
+    for (int part = 0; part < threads; part++) {                         \
+        unsigned long control = plain_ieee();                            \
+        body;                                                            \
+        fence();                                                         \
+        restore_control(control);                                        \
+    }
+
+PUBLIC void NAME(adam)(const ps_adam_scalars *s, const Step *a, int threads) {
+    IN_PARTS(Step b = part_of(a, part, threads); adam_part(*s, &b))
+}
+
+PUBLIC void NAME(sgd)(const ps_sgd_scalars *s, const Step *a, int threads) {
+    IN_PARTS(Step b = part_of(a, part, threads); sgd_part(*s, &b))
+}
+
+INLINE void accumulate_run(float *restrict sum, const void *grad, int kind, size_t n, float scale) {
+    _Alignas(64) float g[BLOCK];
+    for (size_t i = 0; i < n; i += BLOCK) {
+        size_t count = n - i < BLOCK ? n - i : BLOCK;
+        prefetch_lines(sum + i + AHEAD, 4);
+        prefetch_lines(at(grad, i + AHEAD, kind), width(kind));
+        if (count == BLOCK) {
+            widen(at(grad, i, kind), kind, BLOCK, g);
+            for (size_t j = 0; j < BLOCK; j++) sum[i + j] = ps_accumulate(sum[i + j], g[j], scale);
+        } else {
+            widen(at(grad, i, kind), kind, count, g);
+            for (size_t j = 0; j < count; j++) sum[i + j] = ps_accumulate(sum[i + j], g[j], scale);
+        }
+    }
+}
+
+static void accumulate_part(float *sum, const void *grad, int kind, size_t n, float scale) {
+    if (kind == PS_BF16) accumulate_run(sum, grad, PS_BF16, n, scale);
+    else if (kind == PS_FP16) accumulate_run(sum, grad, PS_FP16, n, scale);
+    else accumulate_run(sum, grad, PS_FP32, n, scale);
+}
+
+PUBLIC void NAME(accumulate)(float *sum, const void *grad, int kind, size_t n, float scale, int threads) {
+    IN_PARTS(size_t from = cut(n, part, threads);
+             accumulate_part(sum + from, at(grad, from, kind), kind, cut(n, part + 1, threads) - from, scale))
+}
+
+/* Squares of the elements from `from` on, with zeros from the n-th on. */
+INLINE void squares(const void *x, int kind, size_t from, size_t n, float *restrict to) {
+    size_t count = from >= n ? 0 : n - from < BLOCK ? n - from : BLOCK;
+    if (count == BLOCK) {
+        widen(at(x, from, kind), kind, BLOCK, to);
+    } else {
+        memset(to, 0, BLOCK * sizeof *to);
+        widen(at(x, from, kind), kind, count, to);
+    }
+    for (size_t i = 0; i < BLOCK; i++) to[i] = to[i] * to[i];
+}
+
+/* The sum of one block's squares: the upper half added to the lower, again and again. The first three foldings are done
+ * on the way, over eight rows. */
+INLINE float sum_block(const void *x, int kind, size_t n) {
+    _Alignas(64) float row[SUM_ROW];
+    _Alignas(64) float q[8][BLOCK];
+    for (size_t i = 0; i < SUM_ROW; i += BLOCK) {
+        for (int k = 0; k < 8; k++) {
+            prefetch_lines(at(x, k * SUM_ROW + i + AHEAD, kind), width(kind));
+            squares(x, kind, k * SUM_ROW + i, n, q[k]);
+        }
+        for (size_t j = 0; j < BLOCK; j++)
+            row[i + j] = ((q[0][j] + q[4][j]) + (q[2][j] + q[6][j])) + ((q[1][j] + q[5][j]) + (q[3][j] + q[7][j]));
+    }
+    for (size_t half = SUM_ROW / 2; half >= 16; half /= 2)
+        for (size_t i = 0; i < half; i += 16)
+            for (size_t j = 0; j < 16; j++) row[i + j] = row[i + j] + row[i + j + half];
+    for (size_t half = 8; half; half /= 2)
+        for (size_t i = 0; i < half; i++) row[i] = row[i] + row[i + half];
+    return row[0];
+}
+
+static int any_not_finite(const void *x, int kind, size_t n) {
+    float g[BLOCK];
+    int found = 0;
+    for (size_t i = 0; i < n; i += BLOCK) {
+        size_t count = n - i < BLOCK ? n - i : BLOCK;
+        widen(at(x, i, kind), kind, count, g);
+        for (size_t j = 0; j < count; j++) found |= ps_not_finite(g[j]);
+    }
+    return found;
+}
+
+static float sum_any(const void *x, int kind, size_t n, int *bad) {
+    float sum = kind == PS_BF16   ? sum_block(x, PS_BF16, n)
+                : kind == PS_FP16 ? sum_block(x, PS_FP16, n)
+                                  : sum_block(x, PS_FP32, n);
+    /* Squares do not cancel: a finite sum has finite terms, so only an infinite one is looked into. */
+    if (ps_not_finite(sum)) *bad |= any_not_finite(x, kind, n);
+    return sum;
+}
+
+/* `sums` are zeros, a power of two of them and one for each block at least; `out` is the running sum and flag. */
+PUBLIC void NAME(sumsq)(const void *x, int kind, size_t n, float *sums, size_t size, float *out, int threads) {
+    size_t blocks = (n + SUM_BLOCK - 1) / SUM_BLOCK;
+    int bad = 0;
+    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(| : bad)")
+    for (long long b = 0; b < (long long)blocks; b++) {
+        size_t from = (size_t)b * SUM_BLOCK, count = n - from < SUM_BLOCK ? n - from : SUM_BLOCK;
+        unsigned long control = plain_ieee();
+        sums[b] = sum_any(at(x, from, kind), kind, count, &bad);
+        restore_control(control);
+    }
+    unsigned long control = plain_ieee();
+    for (size_t half = size / 2; half; half /= 2)
+        for (size_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
+    out[0] = out[0] + sums[0];
+    if (bad) out[1] = 1.0f;
+    restore_control(control);
+}
+
+/* Bytes, past the caches if there are enough of them. */
+static void copy_bytes(char *to, const char *from, size_t bytes, int stream) {
+    size_t head = (64 - (size_t)to % 64) % 64;
+    if (!stream || bytes < head + 512) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= 128; to += 128, from += 128, bytes -= 128) stream_lines(to, from);
+    memcpy(to, from, bytes);
+}
+
+INLINE void cast_run(const void *from, int fk, void *to, int tk, size_t n) {
+    _Alignas(64) float x[BLOCK];
+    for (size_t i = 0; i < n; i += BLOCK) {
+        size_t count = n - i < BLOCK ? n - i : BLOCK;
+        if (count == BLOCK) {
+            widen(at(from, i, fk), fk, BLOCK, x);
+            narrow(x, tk, BLOCK, (char *)to + i * width(tk));
+        } else {
+            widen(at(from, i, fk), fk, count, x);
+            narrow(x, tk, count, (char *)to + i * width(tk));
+        }
+    }
+}
+
+static void cast_some(const void *from, int fk, void *to, int tk, size_t n) {
+#define CASE(f, t) \
+    if (fk == f && tk == t) cast_run(from, f, to, t, n)
+    CASE(PS_FP32, PS_BF16);
+    CASE(PS_FP32, PS_FP16);
+    CASE(PS_BF16, PS_FP32);
+    CASE(PS_BF16, PS_FP16);
+    CASE(PS_FP16, PS_FP32);
+    CASE(PS_FP16, PS_BF16);
+#undef CASE
+}
+
+typedef struct {
+    const void *const *from;
+    void *const *to;
+    const size_t *counts; /* elements of each */
+    size_t length;        /* of the lists */
+    size_t total;         /* elements of all */
+    int element_bytes;    /* for plain copies, of any type; 0: cast */
+    int from_kind, to_kind;
+    int stream;
+} Copies;
+
+static void copy_part(const Copies *c, size_t first, size_t last) {
+    size_t start = 0;
+    for (size_t k = 0; k < c->length && start < last; start += c->counts[k], k++) {
+        size_t lo = start < first ? first - start : 0;
+        size_t hi = last - start < c->counts[k] ? last - start : c->counts[k];
+        if (lo >= hi) continue;
+        if (c->element_bytes)
+            copy_bytes((char *)c->to[k] + lo * c->element_bytes, (const char *)c->from[k] + lo * c->element_bytes,
+                       (hi - lo) * c->element_bytes, c->stream);
+        else
+            cast_some(at(c->from[k], lo, c->from_kind), c->from_kind, (char *)c->to[k] + lo * width(c->to_kind),
+                      c->to_kind, hi - lo);
+    }
+}
+
+PUBLIC void NAME(copy)(const Copies *c, int threads) {
+    IN_PARTS(copy_part(c, cut(c->total, part, threads), cut(c->total, part + 1, threads)))
+}
