@@ -140,7 +140,7 @@ class _Hunt:
             if model.layers > _DEEP and training.group_bytes is None:
                 layer = 13 * model.hidden**2 * training.weight_bytes
                 training = replace(training, group_bytes=-(-model.layers // _DEEP) * layer)
-            room = min(-need.missing_bytes / need.available_bytes for need in bounds(model, training))
+            room = min(-need.missing_bytes / max(1, need.available_bytes) for need in bounds(model, training))
             if room >= 0:
                 ways.append((room, training))
         return [training for _, training in sorted(ways, key=lambda way: -way[0])]

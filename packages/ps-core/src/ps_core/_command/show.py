@@ -142,7 +142,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         peak = told.peak_bytes[tier.name]
         lines.append(
             f"  {tier.name:<20}{format_bytes(peak):>12}{format_bytes(tier.capacity_bytes):>12}"
-            f"  {_bar(peak / tier.capacity_bytes, ascii_only)}"
+            f"  {_bar(peak / max(1, tier.capacity_bytes), ascii_only)}"
         )
     lines += ["", "  moved each step, each process"]
     lines += [f"  {name:<20}{format_bytes(count):>12}" for name, count in told.moved_bytes.items()]
@@ -179,6 +179,8 @@ def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> st
         f"  {why},",
         f"  {format_bytes(refusal.available_bytes)} available, {format_bytes(missing)} missing (each process)",
     ]
+    empty = [tier.name for tier in case.training.cluster.tiers() if not tier.capacity_bytes]
+    lines += [f"  what is kept in reserve takes all {name} memory (--reserve-{name} sets less)" for name in empty]
     lines += _bullets("what would help", remedies or ("no single change this command knows of would",))
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ps_core._errors import InvalidInput
 from ps_core._plan import Tier
-from ps_core._units import ALIGNMENT_BYTES, format_bytes
+from ps_core._units import ALIGNMENT_BYTES
 
 DEVICE_RESERVE_BYTES = 600 * 10**6
 """CUDA context, cuBLAS workspaces, kernels."""
@@ -85,8 +85,5 @@ class Cluster:
 
 
 def _tier(name: str, memory: int, reserve: int, sharers: int) -> Tier:
-    if reserve >= memory:
-        raise InvalidInput(
-            f"{name} memory of {format_bytes(memory)} is no more than the {format_bytes(reserve)} kept in reserve"
-        )
-    return Tier(name, (memory - reserve) // sharers // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+    """A rank's part of what the reserve leaves; nothing, if that is less than nothing."""
+    return Tier(name, max(0, memory - reserve) // sharers // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
