@@ -21,6 +21,8 @@ ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors")
 PYTEST = ("pytest", "hypothesis", "pytest-cov")
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "hatchling", "packaging")
 DOCS = ("mkdocs-material",)
+NVRTC = tuple(f"{name} ; sys_platform == 'linux'" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))
+"""CUDA's compilers, which need no device: the newest, and the last that knows sm_70."""
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -121,7 +123,7 @@ def pure(session: nox.Session) -> None:
 @nox.session
 def kernels(session: nox.Session) -> None:
     """ps-kernels."""
-    install(session, *ALL, *PYTEST)
+    install(session, *ALL, *PYTEST, *NVRTC)
     run_kernels(session)
 
 
@@ -188,7 +190,7 @@ def tests(session: nox.Session) -> None:
     """Everything that runs on each change."""
     for name in ("pure", "demo"):
         session.notify(name)
-    install(session, *ALL, *PYTEST, *TOOLS)
+    install(session, *ALL, *PYTEST, *TOOLS, *NVRTC)
     checks = (run_lint, run_types, run_imports, run_kernels, run_engine, run_dist, run_models, run_meta, run_docs)
     failed = []
     for step in (*checks, run_bench_once, run_gpu):

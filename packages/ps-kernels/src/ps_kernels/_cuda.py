@@ -1,0 +1,215 @@
+"""The backend for CUDA tensors: raw kernels on PyTorch's current stream. Keeps [Note: order of arithmetic].
+
+The kernels work on the tensors' own memory, and on PyTorch's stream, so PyTorch's allocator needs to be told nothing.
+Whatever a launch needs beside its arguments is a PyTorch tensor too, freed in stream order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
+
+_STEP_THREADS, _NORM_THREADS, _COPY_THREADS = 256, 512, 256
+_TILE = 1 << 14
+"""Bytes, or elements to be cast, that a thread block copies at a time; as in copy.cu."""
+_THREADS_A_MULTIPROCESSOR = 8 * 2048
+"""Eight times what any device holds at once: blocks enough to even out the end, none of them short of work."""
+_SORTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SAME_TYPE = 0
+
+Argument = int | float
+"""A kernel's argument: an int is a 64-bit address or length, a float a single-precision number."""
+
+
+class Launcher(Protocol):
+    """What starts kernels."""
+
+    def launch(self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[Argument], on: Tensor) -> None:
+        """Start a kernel, named by module and name, on blocks times threads, on the stream that ``on`` works on."""
+
+    def multiprocessors(self, on: Tensor) -> int:
+        """How many multiprocessors the tensor's device has."""
+
+
+class _Handle:
+    """PyTorch's stream, in the protocol by which libraries hand streams to each other."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version, and the stream's address."""
+        return 0, self._address
+
+
+class CupyLauncher:
+    """CuPy's raw modules: compiled when first used, kept on disk for the next process."""
+
+    def __init__(self) -> None:
+        self._cupy: Any = import_module("cupy")  # it has no types
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+
+    def launch(self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[Argument], on: Tensor) -> None:
+        """Start a kernel on PyTorch's current stream."""
+        import numpy as np
+
+        cuda, index = self._cupy.cuda, on.get_device()
+        values = tuple(np.float32(each) if isinstance(each, float) else np.int64(each) for each in arguments)
+        stream = cuda.Stream.from_external(_Handle(torch.cuda.current_stream(on.device).cuda_stream))
+        with cuda.Device(index), stream:
+            self._function(*kernel)((grid[0],), (grid[1],), values)
+
+    def multiprocessors(self, on: Tensor) -> int:
+        """How many multiprocessors the tensor's device has."""
+        return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
+
+    def warm(self, index: int) -> None:
+        """Compile every kernel for a device, or load it from the disk."""
+        with self._cupy.cuda.Device(index):
+            for module, names in KERNELS.items():
+                for name in names:
+                    self._function(module, name).compile()
+
+    def _function(self, module: str, name: str) -> Any:
+        """A kernel, which CuPy loads anew for each device."""
+        if module not in self._modules:
+            self._modules[module] = self._cupy.RawModule(code=source(module), options=OPTIONS)
+        if (module, name) not in self._functions:
+            self._functions[module, name] = self._modules[module].get_function(name)
+        return self._functions[module, name]
+
+
+class CudaBackend:
+    """Kernels of this package, started by a launcher."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
+        """One step on parameter, momentum and variance."""
+        self._step("adam", (*states, grad), out, astuple(s))
+
+    def sgd(self, states: tuple[Tensor, Tensor | None], grad: Tensor, out: Tensor | None, s: SgdScalars) -> None:
+        """One step on parameter and momentum."""
+        self._step("sgd", (*states, grad), out, astuple(s))
+
+    def sumsq_finite(self, x: Tensor, out: Tensor) -> None:
+        """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
+        numel, address = x.numel(), x.data_ptr()
+        blocks = -(-numel // BLOCK_NUMEL)
+        sums = torch.empty(max(blocks, 1), dtype=torch.float32, device=x.device)
+        if blocks:
+            arguments = (address, numel, int(address % 16 == 0), sums.data_ptr(), out.data_ptr())
+            self._launch(("norm", f"norm_{_name(x)}"), (blocks, _NORM_THREADS), arguments, x)
+        self._launch(("norm", "norm_total"), (1, _NORM_THREADS), (sums.data_ptr(), blocks, out.data_ptr()), x)
+
+    def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
+        """Add the scaled gradient."""
+        numel = grad.numel()
+        if numel:
+            head, groups = split(numel, (accumulator, grad))
+            arguments = (accumulator.data_ptr(), grad.data_ptr(), numel, head, groups, float(scale))
+            blocks = -(-max(groups, numel - 4 * groups) // _STEP_THREADS)
+            self._launch(("step", f"accumulate_{_name(grad)}"), (blocks, _STEP_THREADS), arguments, grad)
+
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy the second of each pair into the first, all in one launch."""
+        table, tiles = _table(pairs)
+        if tiles:
+            like = pairs[0][0]
+            columns = torch.tensor(table, dtype=torch.int64)
+            if like.is_cuda:
+                columns = columns.pin_memory().to(like.device, non_blocking=True)
+            arguments = (columns.data_ptr(), len(table[0]), tiles)
+            self._launch(("copy", "copy_pieces"), (tiles, _COPY_THREADS), arguments, like)
+
+    def set_threads(self, count: int) -> None:
+        """The CPU's threads have no part in it."""
+
+    def _step(
+        self, kind: str, arrays: tuple[Tensor | None, ...], out: Tensor | None, scalars: tuple[float, ...]
+    ) -> None:
+        grad = arrays[-1]
+        assert grad is not None
+        numel = grad.numel()
+        if not numel:
+            return
+        every = [*arrays, out]
+        head, groups = split(numel, [each for each in every if each is not None])
+        addresses = [0 if each is None else each.data_ptr() for each in every]
+        arguments = (*addresses, numel, head, groups, *(float(each) for each in scalars))
+        blocks = -(-max(groups, numel - 4 * groups) // _STEP_THREADS)
+        name = f"{kind}_{_name(grad)}_{'none' if out is None else _name(out)}"
+        self._launch(("step", name), (blocks, _STEP_THREADS), arguments, grad)
+
+    def _launch(
+        self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[Argument], on: Tensor
+    ) -> None:
+        blocks, threads = grid
+        most = self._launcher.multiprocessors(on) * (_THREADS_A_MULTIPROCESSOR // threads)
+        self._launcher.launch(kernel, (min(blocks, most), threads), arguments, on)
+
+
+def why_not() -> str | None:
+    """Why this backend cannot work here, where PyTorch and CuPy are installed; None if it can."""
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+def warm() -> list[str]:
+    """Compile every kernel for every device now, not in the first step; the devices' names."""
+    launcher = CupyLauncher()
+    names = []
+    for index in range(torch.cuda.device_count()):
+        launcher.warm(index)
+        names.append(torch.cuda.get_device_name(index))
+    return names
+
+
+@cache  # the compiled modules outlive a call
+def make_backend() -> CudaBackend:
+    """The backend of this module."""
+    return CudaBackend(CupyLauncher())
+
+
+def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """Elements before the first group of four at which every tensor is aligned for such groups, and the groups.
+
+    See [Note: head, groups, rest] in step.cu.
+    """
+    for head in range(min(4, numel)):
+        sizes = ((tensor.data_ptr(), tensor.element_size()) for tensor in tensors)
+        if all((address + head * size) % (4 * size) == 0 for address, size in sizes):
+            return head, (numel - head) // 4
+    return 0, 0
+
+
+def _table(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], int]:
+    """The columns that copy.cu describes, and how many tiles there are."""
+    sources, targets, lengths, sorts, firsts, tiles = [], [], [], [], [], 0
+    for into, values in pairs:
+        numel = into.numel()
+        if not numel:
+            continue
+        same = into.dtype == values.dtype
+        length = numel * into.element_size() if same else numel
+        sources.append(values.data_ptr())
+        targets.append(into.data_ptr())
+        lengths.append(length)
+        sorts.append(_SAME_TYPE if same else 3 * _SORTS[values.dtype] + _SORTS[into.dtype])
+        firsts.append(tiles)
+        tiles += -(-length // _TILE)
+    return [sources, targets, lengths, sorts, firsts], tiles
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,92 @@
+"""Every CUDA kernel compiles, without a warning, for every architecture; what it takes of each is recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from _nvrtc import Nvrtc, Resources, find, resources
+from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+
+ARCHITECTURES = {70: 12, 75: 13, 80: 13, 86: 13, 89: 13, 90: 13, 100: 13, 120: 13}
+"""Compute capability, and the release that compiles for it; 12 is the last that knows 70."""
+VERBOSE = "--ptxas-options=-v"
+EXPECTED = re.compile("nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated.*\n?")
+"""The one warning that is not about the source."""
+RECORDED: dict[tuple[int, str], Resources] = {}
+
+
+@cache
+def compiler(major: int) -> Nvrtc:
+    path = find(major)
+    if path is None:
+        pytest.skip(f"no NVRTC {major}: nothing was compiled with it")
+    return Nvrtc(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Close with registers and spilled bytes of every kernel."""
+    yield
+    if not RECORDED:
+        return
+    names = sorted({name for _, name in RECORDED})
+    lines = [f"{'registers (+ bytes spilled)':28}" + "".join(f"{f'sm_{each}':>8}" for each in ARCHITECTURES)]
+    for name in names:
+        cells = []
+        for architecture in ARCHITECTURES:
+            found = RECORDED.get((architecture, name))
+            spilled = f"+{found.spill_bytes}" if found and found.spill_bytes else ""
+            cells.append(f"{f'{found.registers}{spilled}' if found else '-':>8}")
+        lines.append(f"{name:28}" + "".join(cells))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *lines, sep="\n")
+
+
+@pytest.mark.parametrize("module", KERNELS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles(architecture: int, module: str) -> None:
+    compiled = compiler(ARCHITECTURES[architecture]).compile(source(module), architecture, (*OPTIONS, VERBOSE))
+    assert compiled.binary.startswith(b"\x7fELF")
+    assert "warning" not in EXPECTED.sub("", compiled.log)
+    found = resources(compiled.log)
+    assert set(found) == set(KERNELS[module]), "the kernels of the list and of the source are the same"
+    RECORDED.update({(architecture, name): each for name, each in found.items()})
+    # A block of 512 threads and 128 registers a thread are what every architecture can start.
+    assert all(each.registers <= 128 for each in found.values())
+    assert all(each.spill_bytes <= (16 if architecture == 70 else 0) for each in found.values()), found
+
+
+def test_a_warning_is_seen() -> None:
+    log = compiler(13).compile('extern "C" __global__ void it() { int unused; }', 80, OPTIONS).log
+    assert "warning" in EXPECTED.sub("", log)
+
+
+def test_an_error_is_raised() -> None:
+    with pytest.raises(ValueError, match="undefined"):
+        compiler(13).compile('extern "C" __global__ void it() { absent(); }', 80, OPTIONS)
+
+
+def test_spills_are_seen() -> None:
+    """A kernel that must spill, so that no spills above means something."""
+    body = "".join(f"float x{i} = in[{i} * n];" for i in range(200)) + "__syncthreads();"
+    body += "".join(f"out[{i} * n] = x{i} * x{(i * 7) % 200};" for i in range(200))
+    text = f'extern "C" __global__ void __launch_bounds__(1024) it(const float *in, float *out, int n) {{ {body} }}'
+    found = resources(compiler(13).compile(text, 80, (*OPTIONS, VERBOSE)).log)
+    assert found["it"].spill_bytes > 0
+
+
+def test_nothing_is_fused() -> None:
+    """The options keep a product and a sum apart: without them the same source has another machine code."""
+    text = 'extern "C" __global__ void it(float *a, float b, float c) { a[0] = a[0] * b + c; }'
+    fused = tuple(option for option in OPTIONS if option != "-fmad=false")
+    assert compiler(13).compile(text, 80, OPTIONS).binary != compiler(13).compile(text, 80, fused).binary
+
+
+def test_where_no_compiler_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/absent")
+    assert find(13) is None
