@@ -1,0 +1,178 @@
+"""Host memory of an exact size that a device can copy from and to without a detour.
+
+An allocator that rounds up to powers of two can take twice the memory asked for; mapping it here takes whole pages,
+and registering the mapping pins it. Linux places pages when they are first touched, so huge pages, and the memory next
+to the device, are asked for before pinning touches them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
+
+from ps_kernels._errors import InvalidArgument, KernelError
+
+if TYPE_CHECKING:
+    import torch
+
+_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""The system call's number, which libc does not wrap."""
+
+
+class Pinner(Protocol):
+    """What pins memory."""
+
+    def node(self) -> int | None:
+        """The memory node that lies nearest to the device, if there is one."""
+
+    def pin(self, address: int, numbytes: int) -> str | None:
+        """Pin memory; why that failed, or None."""
+
+    def unpin(self, address: int) -> None:
+        """Take that back, once copies from and to the memory have ended."""
+
+
+class CudaPinner:
+    """CUDA's runtime, as PyTorch has loaded it."""
+
+    def node(self) -> int | None:
+        """The node that the current device's bus belongs to."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # older releases lack these names
+        with suppress(AttributeError, OSError, ValueError):
+            place = f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
+            node = int(Path(f"/sys/bus/pci/devices/{place}/numa_node").read_text("ascii"))
+            return node if node >= 0 else None
+        return None
+
+    def pin(self, address: int, numbytes: int) -> str | None:
+        """Pin memory for every device; why that failed, or None."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        portable = 1
+        status = int(runtime.cudaHostRegister(address, numbytes, portable))
+        return None if status == 0 else f"cudaHostRegister failed with status {status}"
+
+    def unpin(self, address: int) -> None:
+        """Wait for every device's copies, then unpin."""
+        import torch
+
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(address)
+
+
+class _Mapping(mmap.mmap):
+    """Private memory, unpinned before it is unmapped. Tensors hold it, so it outlives the last of them."""
+
+    pinner: Pinner | None = None
+    address: int = 0
+
+    def unpin(self) -> None:
+        """Unpin what is pinned."""
+        pinner, self.pinner = self.pinner, None
+        if pinner is not None:
+            pinner.unpin(self.address)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then the process's end unpins, and CUDA's runtime may be gone
+            self.unpin()
+
+
+class PinnedArena:
+    """Host memory of exactly so many bytes (whole pages), pinned where that is possible; else a warning says so.
+
+    Its tensors keep the memory alive: dropping the arena while tensors are in use is safe, and :meth:`close`, which
+    gives the memory back at a definite moment, refuses while there are any.
+    """
+
+    def __init__(self, bytes: int, *, pin: bool = True, pinner: Pinner | None = None) -> None:
+        if isinstance(bytes, bool) or not isinstance(bytes, int) or bytes < 1:
+            raise InvalidArgument(f"bytes: expected a whole number from 1, found {bytes!r}")
+        self._mapping = _Mapping(-1, bytes)
+        self._mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._windows: list[ref[ctypes.Array[ctypes.c_char]]] = []
+        self._closed = False
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        if pin:
+            self._pin(pinner or CudaPinner())
+
+    def _pin(self, pinner: Pinner) -> None:
+        node = pinner.node()
+        if node is not None:
+            prefer_node(self._mapping.address, len(self._mapping), node)
+        why_not = pinner.pin(self._mapping.address, len(self._mapping))
+        if why_not is None:
+            self._mapping.pinner = pinner
+        else:
+            warnings.warn(f"ps_kernels: host memory is not pinned, so copies are slower: {why_not}", stacklevel=3)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes were asked for."""
+        return 0 if self._closed else len(self._mapping)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether devices reach the memory without a detour."""
+        return self._mapping.pinner is not None
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the arena's memory; ``offset`` counts bytes and is a multiple of the element's size."""
+        import torch
+
+        if self._closed:
+            raise KernelError("this PinnedArena is closed and gives no more tensors; make another")
+        size = dtype.itemsize
+        if offset < 0 or numel < 0 or offset % size or offset + numel * size > self.bytes:
+            raise InvalidArgument(
+                f"offset: {numel} elements of {size} bytes from byte {offset}: expected a multiple of {size}, "
+                f"and an end within {self.bytes} bytes"
+            )
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        # The tensor's storage holds the window, and the window the mapping.
+        window = (ctypes.c_char * (numel * size)).from_buffer(self._mapping, offset)
+        self._windows = [each for each in self._windows if each() is not None] + [ref(window)]
+        return torch.frombuffer(window, dtype=dtype)
+
+    def close(self) -> None:
+        """Unpin the memory and give it back; a second time does nothing. Raises while one of its tensors lives."""
+        if self._closed:
+            return
+        alive = sum(each() is not None for each in self._windows)
+        if alive:
+            raise KernelError(f"this PinnedArena has {alive} tensors in use: drop them, and every view of them, first")
+        self._mapping.unpin()
+        self._mapping.close()
+        self._closed = True
+
+
+def prefer_node(address: int, numbytes: int, node: int) -> bool:
+    """Ask for pages on a memory node, before they are touched; whether the kernel took note."""
+    number = _MBIND.get(platform.machine())
+    if sys.platform != "linux" or number is None:
+        return False
+    mask = ctypes.c_ulong(1 << node)
+    length = -(-numbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    long, pointer = ctypes.c_long, ctypes.c_void_p
+    # The kernel reads one bit fewer than it is told.
+    arguments = (long(number), pointer(address), long(length), long(_PREFERRED), ctypes.byref(mask), long(65), long(0))
+    return bool(ctypes.CDLL(None).syscall(*arguments) == 0)

@@ -1,0 +1,199 @@
+"""Host memory: its size, its alignment, how long it lives, and what pins it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ps_kernels import InvalidArgument, KernelError, PinnedArena
+from ps_kernels._pinned import CudaPinner, prefer_node
+
+MIB = 1 << 20
+
+
+class StubPinner:
+    """Pins nothing, and remembers being asked."""
+
+    def __init__(self, why_not: str | None = None, node: int | None = None) -> None:
+        self._why_not, self._node = why_not, node
+        self.calls: list[tuple[str, int]] = []
+
+    def node(self) -> int | None:
+        return self._node
+
+    def pin(self, address: int, numbytes: int) -> str | None:
+        self.calls.append(("pin", numbytes))
+        return self._why_not
+
+    def unpin(self, address: int) -> None:
+        self.calls.append(("unpin", 0))
+
+
+def test_tensors_are_views_of_it() -> None:
+    arena = PinnedArena(4096, pin=False)
+    singles = arena.tensor(128, 4, torch.float32)
+    halves = arena.tensor(128, 8, torch.bfloat16)
+    singles.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert halves[1::2].tolist() == [1, 2, 3, 4]
+    assert arena.tensor(4096, 0, torch.float32).shape == (0,)
+    assert arena.bytes == 4096
+    assert not arena.pinned
+
+
+@pytest.mark.parametrize("size", [1, 4097, 3 * MIB + 5])
+def test_alignment_and_zeros(size: int) -> None:
+    arena = PinnedArena(size, pin=False)
+    assert arena.bytes == size
+    whole = arena.tensor(0, size, torch.uint8)
+    assert whole.data_ptr() % 4096 == 0
+    assert not whole.any()
+    whole.fill_(255)
+    if size > 256:
+        assert arena.tensor(128, 1, torch.uint8).data_ptr() % 128 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux")
+def test_it_takes_what_was_asked_for() -> None:
+    """In a process of its own: 65 MiB, which an allocator of powers of two would make 128."""
+    program = (
+        "import torch\nfrom ps_kernels import PinnedArena\n"
+        "def resident():\n"
+        "    line = next(each for each in open('/proc/self/status') if each.startswith('VmRSS'))\n"
+        "    return int(line.split()[1]) / 1024\n"
+        "torch.ones(10).fill_(2)\n"
+        "before = resident()\n"
+        "arena = PinnedArena(65 << 20, pin=False)\n"
+        "empty = resident()\n"
+        "arena.tensor(0, 65 << 20, torch.uint8).fill_(1)\n"
+        "full = resident()\n"
+        "arena.close()\n"
+        "print(empty - before, full - before, resident() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    empty, full, closed = (float(word) for word in done.stdout.split())
+    assert empty < 4
+    assert 64 <= full < 72
+    assert closed < 8
+
+
+def test_close() -> None:
+    arena = PinnedArena(4096, pin=False)
+    view = arena.tensor(0, 8, torch.float32)[2:]
+    with pytest.raises(KernelError, match="has 1 tensors in use: drop them"):
+        arena.close()
+    view.fill_(1)
+    del view
+    gc.collect()
+    arena.close()
+    arena.close()
+    assert arena.bytes == 0
+    with pytest.raises(KernelError, match="is closed and gives no more tensors"):
+        arena.tensor(0, 1, torch.float32)
+
+
+def test_tensors_outlive_a_dropped_arena_and_pinning_outlives_them() -> None:
+    pinner = StubPinner()
+    arena = PinnedArena(1 << 16, pinner=pinner)
+    assert arena.pinned
+    tensor = arena.tensor(0, 1 << 14, torch.float32)
+    del arena
+    gc.collect()
+    assert tensor.fill_(2).sum() == 2 << 14
+    assert pinner.calls == [("pin", 1 << 16)]
+    del tensor
+    gc.collect()
+    assert pinner.calls == [("pin", 1 << 16), ("unpin", 0)]
+
+
+def test_close_unpins_once() -> None:
+    pinner = StubPinner(node=0)
+    arena = PinnedArena(4096, pinner=pinner)
+    arena.close()
+    arena.close()
+    del arena
+    gc.collect()
+    assert [name for name, _ in pinner.calls] == ["pin", "unpin"]
+
+
+def test_where_pinning_fails_memory_is_there_all_the_same() -> None:
+    with pytest.warns(UserWarning, match="not pinned, so copies are slower: no room"):
+        arena = PinnedArena(4096, pinner=StubPinner("no room"))
+    assert not arena.pinned
+    assert arena.tensor(0, 4, torch.float32).tolist() == [0] * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device() -> None:
+    with pytest.warns(UserWarning, match="torch finds no CUDA device"):
+        assert not PinnedArena(4096).pinned
+    assert CudaPinner().node() is None
+
+
+class Runtime:
+    """CUDA's runtime, which refuses more than a page."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+
+    def cudaHostRegister(self, *arguments: int) -> int:
+        self.calls.append(arguments)
+        return 0 if arguments[1] <= 4096 else 2
+
+    def cudaHostUnregister(self, *arguments: int) -> int:
+        self.calls.append(arguments)
+        return 0
+
+
+def test_the_runtime_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, waited = Runtime(), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(CudaPinner, "node", lambda self: None)
+    arena = PinnedArena(4096)
+    address = arena.tensor(0, 1, torch.uint8).data_ptr()
+    arena.close()
+    assert runtime.calls == [(address, 4096, 1), (address,)]
+    assert waited == [0, 1]
+    with pytest.warns(UserWarning, match="cudaHostRegister failed with status 2"):
+        PinnedArena(8192)
+
+
+def test_the_node_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        pci_domain_id, pci_bus_id, pci_device_id = 0, 0x3B, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    for text, node in (("1\n", 1), ("-1\n", None), ("?", None)):
+        read = []
+        monkeypatch.setattr(Path, "read_text", lambda self, encoding, text=text, read=read: read.append(self) or text)
+        assert CudaPinner().node() == node
+        assert [str(path) for path in read] == ["/sys/bus/pci/devices/0000:3b:00.0/numa_node"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory nodes are Linux's")
+def test_a_node_that_is_not_there_is_refused() -> None:
+    address = PinnedArena(4096, pin=False).tensor(0, 1, torch.uint8)
+    assert not prefer_node(address.data_ptr(), 4096, 63)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5, "1GiB"])
+def test_sizes_that_are_refused(count: object) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(f"bytes: expected a whole number from 1, found {count!r}")):
+        PinnedArena(count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", [(-4, 1), (0, -1), (2, 1), (4096, 1), (0, 1025)])
+def test_places_that_are_refused(place: tuple[int, int]) -> None:
+    arena = PinnedArena(4096, pin=False)
+    with pytest.raises(InvalidArgument, match="expected a multiple of 4, and an end within 4096 bytes"):
+        arena.tensor(*place, torch.float32)
