@@ -40,7 +40,7 @@ def make(library: str) -> Callable[[np.ndarray], Any]:
     return _as_numpy if library == "numpy" else _as_torch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def bits() -> Callable[[Any], np.ndarray]:
     """Any array's bits, with every nan made the same one."""
 
