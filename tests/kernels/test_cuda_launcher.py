@@ -1,0 +1,142 @@
+"""What starts the kernels, with a stand-in for CuPy; and the script that runs all this on a device."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ps_kernels import _backends, _cuda
+from ps_kernels._arrays import View
+from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+from ps_kernels._errors import InvalidArgument
+
+ROOT = Path(__file__).parents[2]
+
+
+class StandIn:
+    """The part of CuPy that is used, writing down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.cuda = SimpleNamespace(Device=self.device, Stream=SimpleNamespace(from_external=self.stream))
+        self.RawModule = self.module
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        self.calls.append(("device", index))
+        yield
+
+    @contextmanager
+    def entered(self, stream: tuple[int, int]) -> Iterator[None]:
+        self.calls.append(("stream", stream))
+        yield
+
+    def stream(self, external: Any) -> Any:
+        return self.entered(external.__cuda_stream__())
+
+    def module(self, *, code: str, options: tuple[str, ...]) -> Any:
+        self.calls.append(("module", code, options))
+        return SimpleNamespace(get_function=self.function)
+
+    def function(self, name: str) -> Any:
+        def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+            self.calls.append((name, grid, block, arguments))
+
+        launch.compile = lambda: self.calls.append(("compile", name))  # type: ignore[attr-defined]
+        return launch
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    return stand_in
+
+
+def test_a_launch(cupy: StandIn) -> None:
+    launcher = _cuda.CupyLauncher()
+    on = SimpleNamespace(get_device=lambda: 1, device="cuda:1")
+    for _ in range(2):
+        launcher.launch(("step", "accumulate_float32"), (3, 256), (1 << 40, 2.5), on)  # type: ignore[arg-type]
+    module, *rest = [call for call in cupy.calls if call[0] == "module"]
+    assert module[1:] == (source("step"), OPTIONS)
+    assert not rest, "a module is made once"
+    assert ("device", 1) in cupy.calls
+    assert ("stream", (0, 77)) in cupy.calls
+    name, grid, block, arguments = cupy.calls[-1]
+    assert (name, grid, block) == ("accumulate_float32", (3,), (256,))
+    assert [(type(x), x) for x in arguments] == [(np.int64, 1 << 40), (np.float32, 2.5)]
+
+
+def test_warming_compiles_every_kernel_for_every_device(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"device {index}")
+    assert _cuda.warm() == ["device 0", "device 1"]
+    compiled = [call[1] for call in cupy.calls if call[0] == "compile"]
+    assert compiled == [name for names in KERNELS.values() for name in names] * 2
+
+
+def test_which_backend_a_cuda_tensor_goes_to(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backends, "find_spec", lambda name: name)
+    like = View(
+        name="x", array=None, library="torch", device="cuda:0", dtype="float32",
+        shape=(1,), contiguous=True, writeable=True, address=0, nbytes=4,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _backends.backends()["cuda"] == "torch finds no CUDA device"
+    assert type(_backends.choose(like, None)).__name__ == "TorchBackend"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _cuda.make_backend.cache_clear()
+    assert _backends.backends()["cuda"] == "available"
+    assert isinstance(_backends.choose(like, None), _cuda.CudaBackend)
+    assert _backends.choose(like, "cuda") is _backends.choose(like, None)
+    assert type(_backends.choose(like, "torch")).__name__ == "TorchBackend"
+    with pytest.raises(InvalidArgument, match="backend 'numpy': cannot work on x, which is a torch array on cuda:0"):
+        _backends.choose(like, "numpy")
+    _cuda.make_backend.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: run the script itself")
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
+def test_the_script_says_that_there_is_no_device(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu" / "run.sh"
+    done = subprocess.run(
+        ["sh", script],
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "NO GPU: torch finds no CUDA device here" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
+def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path) -> None:
+    """With an interpreter that only writes down how it was called, and fails the tests."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in *pytest*) exit 3 ;; esac\n', "utf-8")
+    python.chmod(0o755)
+    script = ROOT / "benchmarks" / "gpu" / "run.sh"
+    environment = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "CALLS": str(tmp_path / "calls")}
+    done = subprocess.run(
+        ["sh", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, "a part that fails is not forgotten"
+    assert "tests: exit status 3" in done.stdout
+    calls = (tmp_path / "calls").read_text("utf-8")
+    assert calls.index("tests/gpu") < calls.index("benchmarks/gpu/kernels.py --json")
+    assert json.dumps(str(tmp_path)).strip('"') in calls
