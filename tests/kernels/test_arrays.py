@@ -88,6 +88,20 @@ def test_gather_and_scatter_are_inverse(make: Make) -> None:
     assert [x.tolist() for x in back] == [piece.tolist() for piece in pieces]
 
 
+def test_pieces_are_copied_again_and_again(make: Make) -> None:
+    tensors, chunk = [make(np.zeros(2, np.float32)), make(np.zeros(3, np.float16))], make(np.zeros(6, np.float32))
+    pieces = ps_kernels.Pieces(tensors, chunk, [4, 0])
+    for number in (1, 2):
+        tensors[0][:], tensors[1][:] = number, -number
+        pieces.gather()
+        assert chunk.tolist() == [-number, -number, -number, 7 * (number - 1), number, number]
+        chunk[:] = 7 * number
+        pieces.scatter()
+        assert [x.tolist() for x in tensors] == [[7 * number] * 2, [7 * number] * 3]
+    with pytest.raises(ps_kernels.InvalidArgument, match="of the chunk overlap"):
+        ps_kernels.Pieces(tensors, chunk, [2, 0])
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float16, np.uint16])
 @pytest.mark.parametrize("chunk_kind", [np.float32, np.float16, np.uint16])
 def test_gather_and_scatter_cast(make: Make, bits: Callable[[Any], np.ndarray], kind: type, chunk_kind: type) -> None:

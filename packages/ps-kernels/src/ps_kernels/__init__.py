@@ -3,7 +3,7 @@
 Importing this loads neither NumPy nor PyTorch; a call loads what its arrays belong to.
 """
 
-from ps_kernels._api import accumulate, adam_step, gather, scatter, set_threads, sgd_step, sumsq_finite
+from ps_kernels._api import Pieces, accumulate, adam_step, gather, scatter, set_threads, sgd_step, sumsq_finite
 from ps_kernels._backends import backends
 from ps_kernels._errors import BackendMissing, InvalidArgument, KernelError
 from ps_kernels._pinned import PinnedArena
@@ -13,6 +13,7 @@ __all__ = [
     "BackendMissing",
     "InvalidArgument",
     "KernelError",
+    "Pieces",
     "PinnedArena",
     "__version__",
     "accumulate",

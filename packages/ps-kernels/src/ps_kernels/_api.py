@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ps_kernels._arrays import (
     FLOATS,
@@ -122,23 +123,44 @@ def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: 
     choose(target, backend).accumulate(target.array, source.array, factor)
 
 
+class Pieces:
+    """Tensors, each with its place in a chunk: checked once, then copied as often as wanted.
+
+    Offsets count the chunk's elements; floats are cast. The arrays must stay where they are.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None
+    ) -> None:
+        whole, parts, spans = _check_pieces(tensors, chunk, offsets)
+        check_written([whole, *parts], [])
+        _check_apart(spans)
+        chosen, pairs = choose(whole, backend), _pairs(whole, parts, spans)
+        self._gather = chosen.copier(pairs)
+        self._scatter = chosen.copier([(part, place) for place, part in pairs])
+
+    def gather(self) -> None:
+        """Copy each tensor to its place in the chunk."""
+        self._gather()
+
+    def scatter(self) -> None:
+        """Copy each tensor's place in the chunk into the tensor."""
+        self._scatter()
+
+
 def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None) -> None:
     """Copy each tensor into the chunk, from its offset on, cast to the chunk's type; offsets count its elements."""
     whole, parts, spans = _check_pieces(tensors, chunk, offsets)
     check_written([whole], parts)
-    for one, other in zip(sorted(spans), sorted(spans)[1:], strict=False):
-        if other[0] < one[1]:
-            raise InvalidArgument(f"offsets: pieces {one} and {other} of the chunk overlap")
-    pairs = [(whole.array[start:stop], part.array) for part, (start, stop) in zip(parts, spans, strict=True)]
-    choose(whole, backend).copy_all(pairs)
+    _check_apart(spans)
+    choose(whole, backend).copy_all(_pairs(whole, parts, spans))
 
 
 def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, backend: str | None = None) -> None:
     """Copy out of the chunk into each tensor, from its offset on, cast to its type; offsets count chunk elements."""
     whole, parts, spans = _check_pieces(tensors, chunk, offsets)
     check_written(parts, [whole])
-    pairs = [(part.array, whole.array[start:stop]) for part, (start, stop) in zip(parts, spans, strict=True)]
-    choose(whole, backend).copy_all(pairs)
+    choose(whole, backend).copy_all([(part, place) for place, part in _pairs(whole, parts, spans)])
 
 
 def set_threads(count: int) -> None:
@@ -189,3 +211,14 @@ def _check_pieces(
             )
         spans.append((offset, offset + part.numel))
     return whole, parts, spans
+
+
+def _check_apart(spans: Sequence[tuple[int, int]]) -> None:
+    for one, other in pairwise(sorted(spans)):
+        if other[0] < one[1]:
+            raise InvalidArgument(f"offsets: pieces {one} and {other} of the chunk overlap")
+
+
+def _pairs(whole: View, parts: Sequence[View], spans: Sequence[tuple[int, int]]) -> list[tuple[Array, Array]]:
+    """Each piece's place in the chunk, and the piece."""
+    return [(whole.array[start:stop], part.array) for part, (start, stop) in zip(parts, spans, strict=True)]

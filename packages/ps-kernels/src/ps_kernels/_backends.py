@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +35,9 @@ class Backend(Protocol):
 
     def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Copy the second of each pair into the first, of one length, any shape; cast where types differ."""
+
+    def copier(self, pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+        """The same, prepared once and done at each call."""
 
     def set_threads(self, count: int) -> None:
         """Use that many threads."""

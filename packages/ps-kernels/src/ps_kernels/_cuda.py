@@ -6,9 +6,9 @@ Whatever a launch needs beside its arguments is a PyTorch tensor too, freed in s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -132,6 +132,10 @@ class CudaBackend:
                 columns = columns.pin_memory().to(like.device, non_blocking=True)
             arguments = (columns.data_ptr(), len(table[0]), tiles)
             self._launch(("copy", "copy_pieces"), (tiles, _COPY_THREADS), arguments, like)
+
+    def copier(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """The same, at each call."""
+        return partial(self.copy_all, pairs)
 
     def set_threads(self, count: int) -> None:
         """The CPU's threads have no part in it."""

@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _KINDS = {
 _NO_ARRAY = -1
 _STREAM_BYTES = 1 << 22
 """From here on what is written is no longer in the cache when it is read, so it need not pass through it."""
+_COPY_STREAM_BYTES = 1 << 25
+"""The same for copies, which read so little that the cache holds more of what they write."""
 _NUMEL_PER_THREAD = 1 << 15
 """Waking a thread for less than this costs more than it saves."""
 
@@ -132,22 +134,21 @@ class NativeBackend:
 
     def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Copy the second of each pair into the first, with one call for all of one pair of types."""
+        self.copier(pairs)()
+
+    def copier(self, pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+        """The same, prepared once and done at each call."""
         groups: dict[tuple[Any, Any], list[tuple[int, int, int]]] = {}
         for into, source in pairs:
             members = groups.setdefault((into.dtype, source.dtype), [])
             members.append((_address(source), _address(into), _numel(source)))
-        for (target, kind), members in groups.items():
-            columns = [(ctypes.c_size_t * len(members))(*column) for column in zip(*members, strict=True)]
-            total = sum(columns[2])
-            copies = _Copies(
-                *(ctypes.addressof(column) for column in columns),
-                len(members),
-                total,
-                kind.itemsize if target == kind else 0,
-                *((0, 0) if target == kind else (_KINDS[str(kind)], _KINDS[str(target)])),
-                total * target.itemsize >= _STREAM_BYTES,
-            )
-            self._call["copy"](ctypes.byref(copies), self._threads.most(total))
+        prepared = [_copies(*types, members) for types, members in groups.items()]
+        return partial(self._run_copies, prepared, pairs)
+
+    def _run_copies(self, prepared: Sequence[tuple[_Copies, object]], _keep: object) -> None:
+        """``_keep`` holds the arrays for as long as their addresses may be used."""
+        for copies, _ in prepared:
+            self._call["copy"](ctypes.byref(copies), self._threads.most(copies.total))
 
     def set_threads(self, count: int) -> None:
         """Use that many threads."""
@@ -182,6 +183,21 @@ def _default_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(cores, max(1, int(asked))) if asked.isdigit() else cores
+
+
+def _copies(target: Any, source: Any, members: Sequence[tuple[int, int, int]]) -> tuple[_Copies, object]:
+    """What the C function takes for a list of addresses and lengths, and what holds the lists."""
+    columns = [(ctypes.c_size_t * len(members))(*column) for column in zip(*members, strict=True)]
+    total, same = sum(columns[2]), target == source
+    copies = _Copies(
+        *(ctypes.addressof(column) for column in columns),
+        len(members),
+        total,
+        source.itemsize if same else 0,
+        *((0, 0) if same else (_KINDS[str(source)], _KINDS[str(target)])),
+        total * target.itemsize >= _COPY_STREAM_BYTES,
+    )
+    return copies, columns
 
 
 def _address(array: Array) -> int:

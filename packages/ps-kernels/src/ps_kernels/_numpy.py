@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +114,10 @@ class NumpyBackend:
                 continue
             with np.errstate(over="ignore"):
                 round_into(target, to_singles(values))
+
+    def copier(self, pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+        """The same, at each call."""
+        return partial(self.copy_all, pairs)
 
     def set_threads(self, count: int) -> None:
         """NumPy's elementwise work always uses one thread."""

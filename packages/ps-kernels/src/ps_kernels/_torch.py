@@ -6,6 +6,7 @@ Only operations that round once are used: no ``addcmul``, no ``add`` with ``alph
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -89,6 +90,10 @@ class TorchBackend:
         """Copy the second of each pair into the first."""
         for into, source in pairs:
             into.view(-1).copy_(source.view(-1))
+
+    def copier(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """The same, at each call."""
+        return partial(self.copy_all, pairs)
 
     def set_threads(self, count: int) -> None:
         """Use that many threads."""
