@@ -15,6 +15,7 @@ class Compiled:
     """What the compiler made of a module, and what it said."""
 
     binary: bytes
+    ptx: str
     log: str
 
 
@@ -49,7 +50,8 @@ class Nvrtc:
             log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode()
             if status:
                 raise ValueError(log)
-            return Compiled(binary=self._bytes(program, "CUBIN"), log=log)
+            ptx = self._bytes(program, "PTX").rstrip(b"\0").decode()
+            return Compiled(binary=self._bytes(program, "CUBIN"), ptx=ptx, log=log)
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 

@@ -60,6 +60,26 @@ def test_every_kernel_compiles(architecture: int, module: str) -> None:
     assert all(each.spill_bytes <= (16 if architecture == 70 else 0) for each in found.values()), found
 
 
+@pytest.mark.parametrize(
+    ("module", "kernel", "wide"),
+    [
+        ("step", "adam_bfloat16_bfloat16", {"ld.global.v4.f32": 3, "st.global.v4.f32": 3, "ld.global.v4.u16": 1}),
+        ("step", "accumulate_float32", {"ld.global.v4.f32": 2, "st.global.v4.f32": 1}),
+        ("norm", "norm_float32", {"ld.global.v4.f32": 4}),
+        ("norm", "norm_bfloat16", {"ld.global.v4.u32": 4}),
+        ("copy", "copy_pieces", {"ld.v4.u32": 4, "st.v4.u32": 4}),
+    ],
+)
+def test_accesses_are_wide(module: str, kernel: str, wide: dict[str, int]) -> None:
+    """As wide as they were meant to be, and so many in a row; written-out loops may multiply them."""
+    text = compiler(13).compile(source(module), 90, OPTIONS).ptx
+    body = next(part for part in text.split(".entry ") if part.startswith(f"{kernel}("))
+    for access, count in wide.items():
+        found = len(re.findall(rf"\b{re.escape(access)}\b", body))
+        assert found >= count, (access, found)
+        assert found % count == 0
+
+
 def test_a_warning_is_seen() -> None:
     log = compiler(13).compile('extern "C" __global__ void it() { int unused; }', 80, OPTIONS).log
     assert "warning" in EXPECTED.sub("", log)
