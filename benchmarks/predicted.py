@@ -179,7 +179,7 @@ TAIL = """
 - **Contention is simple**: processes of a node divide host memory and disks evenly; copies up and down share host
   memory by their bytes; a step on the CPU is slowed by its segment's copies. Real memory controllers, NUMA, PCIe
   switches shared by two GPUs, and power limits are rougher. Collectives and matrix work do not slow each other.
-- **Non-model memory comes from formulas** (`_analytic`), not from an allocator: fragmentation is a flat 5 %, the CUDA
+- **Non-model memory comes from formulas**, not from an allocator: fragmentation is a flat 5 %, the CUDA
   context and NCCL are named reserves. The real peak can be off by several percent, and so can the largest model.
 - **Every process keeps step**: no stragglers, no loading of data, no checkpoints, no evaluation.
 - **The machine files are cautious readings** of data sheets and published runs. Change them (`--machine FILE`) to

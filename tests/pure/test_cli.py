@@ -60,6 +60,13 @@ def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["assumed"] == ["the rates of 'laptop' (--machine)"]
 
 
+def test_positions_added_for_a_long_sequence_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _, longer = document(capsys, "plan", "gpt-10m", *SMALL[2:])
+    assert "1024 positions (--seq)" in longer["assumed"]
+    _, fits = document(capsys, "plan", "gpt-10m", *SMALL)
+    assert not any("positions" in said for said in fits["assumed"])
+
+
 def test_memory_that_the_reserve_takes_whole_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     little = ("--device-memory", "300MiB", "--host-memory", "8GiB", "--gpus", "1")
     status, out, err = run(capsys, "plan", "gpt-50m", *little)
@@ -318,3 +325,45 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_what_cannot_be_printed_is_spelled_out(tmp_path: Path) -> None:
+    config = tmp_path / "ß☃.json"
+    config.write_text("{", encoding="utf-8")
+    words = [sys.executable, "-m", "ps_core.cli", "plan", "--hf", str(config), *SMALL]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_without_an_output_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plan", "gpt-10m", *SMALL]) == 1
+    monkeypatch.undo()
+    assert "no output" in capsys.readouterr().err
+
+
+def test_an_interruption_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "forecast", interrupted)
+    assert run(capsys, "plan", "gpt-10m", *SMALL) == (130, "", "")
+
+
+def test_scale_says_how_to_plan_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--device-memory", "2GiB", "--host-memory", "9GiB", "--gpus", "1", "--min-tflops", "0.1", "--seq", "128")
+    status, out, _ = run(capsys, "scale", *where)
+    assert status == 0
+    line = next(line for line in out.splitlines() if line.startswith("as: pstar plan"))
+    words = line.split("pstar ")[1].split(",")[0].split()
+    assert run(capsys, *words, *where[:6], *where[8:])[0] == 0
+
+
+def test_any_text_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["plan", "gpt-10m", *SMALL]) == 0
+    assert "it fits" in out.getvalue()

@@ -183,8 +183,10 @@ def test_fragmentation_adds_to_non_model_bytes():
 
 
 def test_accumulating_less_than_once_is_refused():
-    with pytest.raises(InvalidInput, match="accumulate must be at least 1, found 0"):
+    with pytest.raises(InvalidInput, match="accumulate must be 1 to 1024, found 0"):
         program(accumulate=0)
+    with pytest.raises(InvalidInput, match="found 1025"):
+        program(accumulate=1025)
 
 
 def test_tiers_links_and_workers():

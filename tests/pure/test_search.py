@@ -156,3 +156,26 @@ def test_group_sizes_are_fewer_in_a_hurry_and_as_given():
     trace = analytic_trace(shape("gpt-10b"), Workload())
     assert len(group_sizes(trace, Setup(quick=True))) < len(group_sizes(trace, Setup()))
     assert group_sizes(trace, Setup(group_numel=7)) == [7]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"precision": "bf16"},
+        {"policy": "lru"},
+        {"ranks": 2.5},
+        {"nonmodel_overhead": -1.0},
+        {"nonmodel_overhead": float("nan")},
+    ],
+)
+def test_setups_that_make_no_sense_are_refused(bad):
+    with pytest.raises(InvalidInput):
+        Setup(**bad)
+
+
+def test_a_disk_that_is_not_needed_is_not_used():
+    tiers = two(6, 40)
+    without = find("gpt-2b", tiers)
+    planned = find("gpt-2b", (*tiers, Tier("disk", 1000 * GIB)))
+    assert planned.prediction.moved_bytes["host->disk"] == 0
+    assert planned.prediction.step_time_s <= 1.01 * without.prediction.step_time_s

@@ -409,3 +409,32 @@ def test_a_norm_that_is_not_waited_for():
     fault = fault_of(made, replace(plan, segments=segments))
     assert "found none that is waited for" in str(fault)
     assert set(fault.others) <= norms
+
+
+def ill_typed(plan, what):
+    micro = next(segment for segment in plan.segments if segment.name is SegmentName.MICRO_LAST)
+    if what in ("home", "tiers", "segments"):
+        return replace(plan, **{what: None})
+    if what == "extent":
+        return replace(plan, home=(replace(plan.home[0], extent=1.5), *plan.home[1:]))
+    changes = {
+        "after": lambda instr: replace(instr, after=None),
+        "op": lambda instr: replace(instr, op=1.5),
+        "slots": lambda instr: replace(instr, op=replace(instr.op, slots=None)),
+        "tide": lambda instr: replace(instr, op=replace(instr.op, nonmodel_bytes=float("nan"))),
+    }
+    place = next(place for place, instr in enumerate(micro.instrs) if isinstance(instr.op, Run))
+    instrs = list(micro.instrs)
+    instrs[place] = changes[what](instrs[place])
+    changed = tuple(replace(row, instrs=tuple(instrs)) if row is micro else row for row in plan.segments)
+    return replace(plan, segments=changed)
+
+
+@pytest.mark.parametrize("what", ["home", "tiers", "segments", "extent", "after", "op", "slots", "tide"])
+def test_ill_typed_plans_are_no_plans(what):
+    made = program()
+    plan = serial_plan(made, random.Random(1), ("device", "host"))
+    verify(made, plan)
+    with pytest.raises(PlanMismatch):
+        verify(made, ill_typed(plan, what))
+    assert len(faults(made, ill_typed(plan, what))) == 1

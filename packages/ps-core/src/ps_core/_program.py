@@ -41,6 +41,10 @@ WIRE_BYTES = 256 * 2**20
 """At most so much scratch in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
 
 
+MOST_MICRO_BATCHES = 1024
+"""Of one step; an iteration is written out, so more would only cost time."""
+
+
 class Precision(StrEnum):
     """What parameters are computed in. The 16-bit ones keep fp32 masters."""
 
@@ -128,8 +132,8 @@ class Program:
     """Added to every moment's non-model bytes, as a part of them (fragmentation)."""
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise InvalidInput(f"accumulate must be at least 1, found {self.accumulate}")
+        if not 1 <= self.accumulate <= MOST_MICRO_BATCHES:
+            raise InvalidInput(f"accumulate must be 1 to {MOST_MICRO_BATCHES}, found {self.accumulate}")
 
     @property
     def ranks(self) -> int:

@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -43,7 +44,7 @@ from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import shape
 from ps_core.report import tide, tide_svg, tide_text
 
-FITS, FAILED, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
+FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 ASSUMED_MACHINE = "a100-40"
 """Where nothing tells: no machine, no device memory, no GPU here."""
 _LEFT_FREE = 0.9
@@ -52,12 +53,18 @@ _LEFT_FREE = 0.9
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
+    if sys.stdout is None:
+        return _fail(FAILED, OSError("there is no output to write to"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = make_parser().parse_args(argv)
         command: Callable[[argparse.Namespace], int] = options.command
         status = command(options)
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except InvalidInput as error:
         return _fail(BAD_INPUT, error)
     except (PatrickStarError, OSError) as error:
@@ -172,7 +179,9 @@ def _size(text: str) -> int:
 def _plan(options: argparse.Namespace) -> int:
     place = _place(options)
     subject = _subject(options)
-    case = Case(subject, _training(options, place), place.assumed)
+    longer = options.hf is None and options.trace is None and options.seq > shape(options.model).positions
+    assumed = (f"{options.seq} positions (--seq)",) if longer else ()
+    case = Case(subject, _training(options, place), place.assumed + assumed)
     try:
         found = forecast(subject, case.training)
     except DoesNotFit as refusal:
@@ -203,7 +212,8 @@ def _scale(options: argparse.Namespace) -> int:
     if options.json:
         _print(scale_document(found, fits_document(case, found.forecast, told)))
     else:
-        _print(scale_text(found, fits_text(case, found.forecast, told, ascii_only=_ascii_only())))
+        plan = fits_text(case, found.forecast, told, ascii_only=_ascii_only())
+        _print(scale_text(found, plan, chunked_loss=options.chunked_loss))
     return FITS
 
 

@@ -111,6 +111,8 @@ def _setting(case: Case) -> Document:
         "batch": training.batch,
         "seq": training.seq,
         "accumulate": training.accumulate,
+        "checkpointing": training.checkpointing,
+        "chunked_loss": training.chunked_loss,
         "precision": training.precision.value,
         "policy": training.policy.value,
         "assumed": list(case.assumed),
@@ -185,11 +187,12 @@ def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> st
     return "\n".join(lines) + "\n"
 
 
-def scale_text(found: Largest, plan: str) -> str:
+def scale_text(found: Largest, plan: str, *, chunked_loss: bool) -> str:
     """`pstar scale`."""
     shape = found.shape
     size = f"{format_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden}"
-    return f"largest: {shape.name}, {size}\nstopped: {found.limit}\n\n{plan}"
+    again = f"as: pstar plan {shape.name} --{'' if chunked_loss else 'no-'}chunked-loss, other options the same"
+    return f"largest: {shape.name}, {size}\nstopped: {found.limit}\n{again}\n\n{plan}"
 
 
 def doctor_text(found: Mapping[str, str]) -> str:

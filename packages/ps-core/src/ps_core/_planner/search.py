@@ -56,6 +56,13 @@ class Setup:
     quick: bool = False
     """Look at few candidates: for asking whether something fits, and roughly how fast it is."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, Precision) or not isinstance(self.policy, Policy):
+            raise InvalidInput(f"precision and policy are enums, found {self.precision!r} and {self.policy!r}")
+        if not isinstance(self.ranks, int) or not 0 <= self.nonmodel_overhead <= 10:
+            found = f"{self.ranks!r} and {self.nonmodel_overhead!r}"
+            raise InvalidInput(f"ranks is a whole number, nonmodel_overhead a part of at most 10; found {found}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -167,8 +174,9 @@ class _Scorer:
         streamed = frozenset(range(resident, groups, stride)) if stride else frozenset()
         lower = None
         if len(self.tiers) == 3:
-            largest = max((self._bytes(group) for group in range(groups)), default=0)
-            lower = self.tiers[1].capacity_bytes - 3 * largest
+            sizes = [self._bytes(group) for group in range(groups)]
+            host = self.tiers[1].capacity_bytes
+            lower = host if sum(sizes[resident:]) <= host else host - 3 * max(sizes, default=0)
         return filled(self.program, self.tiers, resident=resident, lower_bytes=lower, streamed=streamed)
 
     def _bytes(self, group: int) -> int:

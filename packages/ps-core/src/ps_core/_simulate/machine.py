@@ -60,6 +60,9 @@ class Machine:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise InvalidInput(f"machine {self.name!r}: {key} must be a number above 0, found {value!r}")
+            low, high = (0, 1e3) if key.endswith("_s") else (1, 1e24)
+            if not low <= value <= high:
+                raise InvalidInput(f"machine {self.name!r}: {key} must be {low:g} to {high:g}, found {value!r}")
             if key.endswith("_bytes") and not isinstance(value, int):
                 raise InvalidInput(f"machine {self.name!r}: {key} must be a whole number, found {value!r}")
 
@@ -88,7 +91,7 @@ def machine_from_toml(text: str, source: str = "machine file") -> Machine:
         raise InvalidInput(f"{source}: not TOML: {' '.join(str(error).split())}") from error
     base = data.pop("base", None)
     if base is not None:
-        if base not in MACHINES:
+        if not isinstance(base, str) or base not in MACHINES:
             raise InvalidInput(f"{source}: unknown base {base!r} (known: {', '.join(MACHINES)})")
         known = {key: getattr(MACHINES[base], key) for key in NUMBERS}
         data = {"name": f"{base}, adapted", **known, **data}

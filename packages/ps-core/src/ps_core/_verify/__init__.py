@@ -37,11 +37,16 @@ def _faults(program: Program, plan: Plan) -> Iterator[Fault]:
     except Fault as fault:
         yield fault
         return
+    except (TypeError, AttributeError, ValueError, LookupError) as error:
+        yield Fault("a frame of the right types", f"{type(error).__name__}: {error}")
+        return
     for segment in plan.segments:
         try:
             _check_segment(program, plan, segment, known)
         except Fault as fault:
             yield fault.at(segment.name.value)
+        except (TypeError, AttributeError, ValueError, LookupError) as error:
+            yield Fault("instructions of the right types", f"{type(error).__name__}: {error}").at(str(segment.name))
 
 
 def _check_frame(program: Program, plan: Plan, known: dict[Extent, int]) -> None:

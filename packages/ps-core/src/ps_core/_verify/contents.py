@@ -228,7 +228,7 @@ class Contents:
 
     def _raise_tide(self, tide_bytes: int, wanted_bytes: int) -> None:
         """Give non-model data its bytes for this moment, and take back what it will not need until the next."""
-        if tide_bytes < wanted_bytes:
+        if not tide_bytes >= wanted_bytes:
             raise Fault(f"{wanted_bytes} non-model bytes", f"{tide_bytes}")
         ranges, capacity = self._slots.ranges[0], self._plan.tiers[0].capacity_bytes
         ranges.check_free(capacity - tide_bytes, capacity - self._tide_bytes, self._clock)
