@@ -33,7 +33,6 @@ def test_every_tensor_is_whole_in_one_group_and_shards_are_equal_and_aligned(tra
         assert all(layout.group_of[index] == group.index for index in group.tensors)
     padding = sum(group.shard_numel * ranks - group.numel for group in layout.groups)
     assert layout.padding_numel == padding == layout.padded_numel - trace.parameters
-    assert layout.largest_numel == max((group.shard_numel * ranks for group in layout.groups), default=0)
 
 
 @given(traces(), st.integers(1, 2000), st.integers(2, 9))
@@ -69,7 +68,7 @@ def test_at_least_98_percent_of_what_is_stored_is_used_at_every_published_size(n
 
 def test_an_empty_trace_has_an_empty_layout():
     layout = lay_out(Trace(model="m", tensors=(), moments=()), group_numel=1)
-    assert (layout.groups, layout.utilisation, layout.largest_numel) == ((), 1.0, 0)
+    assert (layout.groups, layout.utilisation) == ((), 1.0)
 
 
 @pytest.mark.parametrize("bad", [{"group_numel": 0}, {"group_numel": 1, "ranks": 0}])

@@ -54,11 +54,6 @@ class Layout:
         """Elements that hold something, as a part of those stored."""
         return 1 - self.padding_numel / self.padded_numel if self.groups else 1.0
 
-    @property
-    def largest_numel(self) -> int:
-        """Elements of the largest gathered group."""
-        return max((group.shard_numel * self.ranks for group in self.groups), default=0)
-
 
 def lay_out(trace: Trace, *, group_numel: int, ranks: int = 1) -> Layout:
     """Pack the trace's tensors into groups of about ``group_numel`` elements.

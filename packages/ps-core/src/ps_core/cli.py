@@ -1,7 +1,7 @@
 """The command ``pstar``: plan, scale, doctor.
 
 Exit status: 0 done (`plan`: it fits), 3 it does not fit, 2 input that cannot be used (one line on stderr), 1 anything
-else.
+else; 130 interrupted.
 """
 
 from __future__ import annotations
