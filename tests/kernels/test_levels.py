@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from array import array
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,34 @@ def test_sgd_is_the_reference(
             same(bits, mine, theirs, backend)
         if out is not None:
             same(bits, out, as_kind(wanted[0], kinds[1]), backend)
+
+
+def nearest(exact: Fraction) -> np.float32:
+    """The single nearest to an exact value, the even one of two."""
+    guess = np.float32(float(exact))
+    around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    return min(around, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) % 2))
+
+
+@pytest.mark.parametrize("backend", EVERY)
+@pytest.mark.parametrize("exponent", [0, -30, -126, -135], ids=lambda exponent: f"2^{exponent}")
+def test_fused_operations_round_once(bits: Any, backend: str, exponent: int) -> None:
+    """A hair from halfway between two singles: too little for a double, so rounding twice would go wrong."""
+    rng = np.random.default_rng(abs(exponent))
+    unit = 2.0 ** max(exponent - 23, -149)
+    p = (rng.integers(0, 1 << 23, 400) * unit + (2.0**exponent if exponent >= -126 else 0)).astype(np.float32)
+    p *= rng.choice([-1, 1], 400).astype(np.float32)
+    for k in (1, 3, 101):
+        lr, less = (1 + k * 2.0**-23) * 2.0**-40, 1 - k * 2.0**-23
+        g = (rng.choice([-1, 1], 400) * less * (unit / 2) * 2.0**40).astype(np.float32)
+        wanted = np.array(
+            [nearest(Fraction(float(x)) - Fraction(lr) * Fraction(float(y))) for x, y in zip(p, g, strict=True)]
+        )
+        twice = (p.astype(np.float64) - lr * g.astype(np.float64)).astype(np.float32)
+        assert (twice != wanted).mean() > 0.1, "or there is nothing to see"
+        mine = p.copy()
+        ps_kernels.sgd_step(view_as(backend, mine), None, view_as(backend, g.copy()), lr=lr, backend=backend)
+        same(bits, mine, wanted, backend)
 
 
 @given(numel=lengths, kinds=st.tuples(*[st.sampled_from(KINDS)] * 2), by=st.integers(0, 9), seed=st.integers(0, 2**32))
@@ -329,5 +358,5 @@ def test_every_level_of_the_processor_is_there() -> None:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     if not LEVELS or not flags & {"avx2", "sse2"}:
         pytest.skip("no compiled levels, or no list of what the processor has")
-    assert ("avx2" in LEVELS) == ({"avx2", "f16c"} <= flags)
-    assert ("avx512" in LEVELS) == ({"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags)
+    assert ("avx2" in LEVELS) == ({"avx2", "fma", "f16c"} <= flags)
+    assert ("avx512" in LEVELS) == ({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"} <= flags)

@@ -1,4 +1,4 @@
-"""Optimizer steps: the pure-Python reference, numpy and torch give the same bits; torch.optim agrees within 2 ulp."""
+"""Optimizer steps: the pure-Python reference, numpy and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -130,46 +130,6 @@ def test_out_may_be_the_gradient(make: Callable[[np.ndarray], Any], bits: Callab
     ps_kernels.adam_step(*over, over[3], step=1, lr=1e-3)
     np.testing.assert_array_equal(bits(over[3]), bits(out))
     np.testing.assert_array_equal(bits(over[0]), bits(apart[0]))
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_agrees_with_torch_optim(decoupled: bool) -> None:
-    rng = torch.Generator().manual_seed(7)
-    param = torch.randn(5000, generator=rng)
-    momentum, variance = torch.zeros(5000), torch.zeros(5000)
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    for step in range(1, 6):
-        grad = torch.randn(5000, generator=rng) * 1e-2
-        theirs = torch.nn.Parameter(param.clone())
-        theirs.grad = grad.clone()
-        optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, fused=True)
-        optimizer.state[theirs] = {
-            "step": torch.tensor(float(step - 1)),
-            "exp_avg": momentum.clone(),
-            "exp_avg_sq": variance.clone(),
-        }
-        optimizer.step()
-        before = param.clone()
-        ps_kernels.adam_step(param, momentum, variance, grad, step=step, lr=1e-3, weight_decay=0.1, decoupled=decoupled)
-        size = torch.maximum(param.abs(), (param - before).abs())
-        ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
-        assert ((param - theirs.detach()).abs() <= 2 * ulp).all()
-        assert ((param - before).abs() > 4 * ulp).float().mean() > 0.99
-
-
-def test_sgd_agrees_with_torch_optim() -> None:
-    rng = torch.Generator().manual_seed(8)
-    theirs = torch.nn.Parameter(torch.randn(5000, generator=rng))
-    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.1)
-    momentum = torch.zeros(5000)
-    for _ in range(4):
-        param = theirs.detach().clone()
-        theirs.grad = torch.randn(5000, generator=rng)
-        grad = theirs.grad.clone()
-        optimizer.step()
-        ps_kernels.sgd_step(param, momentum, grad, lr=0.1, momentum_decay=0.9, weight_decay=0.1)
-        torch.testing.assert_close(param, theirs.detach(), rtol=1e-6, atol=1e-6)
-        momentum.copy_(optimizer.state[theirs]["momentum_buffer"])
 
 
 def test_a_step_leaves_no_graph() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -18,8 +19,13 @@ MODEST = st.floats(-100, 100, width=32).filter(lambda x: x == 0 or abs(x) > 1e-6
 
 
 def r(exact: Fraction) -> Fraction:
-    """Rounded to single; the values here are far from both ends of the range."""
-    return Fraction(single(float(exact)))
+    """The nearest single to an exact value, even where two are; the values here are far from the range's upper end."""
+    near = single(float(exact))
+    word = struct.unpack("<i", struct.pack("<f", abs(near)))[0]
+    words = [each for each in (word - 1, word, word + 1) if each >= 0]
+    candidates = [(struct.unpack("<f", struct.pack("<i", each))[0], each) for each in words]
+    found = min(candidates, key=lambda pair: (abs(Fraction(pair[0]) - abs(exact)), pair[1] % 2))
+    return Fraction(found[0]) * (-1 if exact < 0 else 1)
 
 
 def by_hand(optimizer, step, grad_scale, p, m, v, grad):
@@ -30,16 +36,17 @@ def by_hand(optimizer, step, grad_scale, p, m, v, grad):
     if isinstance(optimizer, AdamW):
         p = r(p * c["keep"])
     else:
-        g = r(g + r(c["decay"] * p))
+        g = r(g + c["decay"] * p)
     if isinstance(optimizer, SGD):
         if optimizer.momentum:
             m = r(r(c["momentum"] * m) + g)
             g = m
-        return r(p - r(c["lr"] * g)), m, v
-    m = r(r(c["beta1"] * m) + r(c["gain1"] * g))
-    v = r(r(c["beta2"] * v) + r(r(c["gain2"] * g) * g))
+        return r(p - c["lr"] * g), m, v
+    apart = r(g - m)
+    m = r(m + c["gain1"] * apart) if c["gain1"] < Fraction(1, 2) else r(g + (c["gain1"] - 1) * apart)
+    v = r(r(c["beta2"] * v) + r(c["gain2"] * g) * g)
     denominator = r(r(r(Fraction(math.sqrt(v))) / c["root"]) + c["eps"])
-    return r(p - r(c["size"] * r(m / denominator))), m, v
+    return r(p - r(r(c["size"] * m) / denominator)), m, v
 
 
 def constants(optimizer, step):
@@ -49,7 +56,6 @@ def constants(optimizer, step):
     beta1, beta2 = optimizer.betas
     return {
         **found,
-        "beta1": beta1,
         "gain1": 1 - beta1,
         "beta2": beta2,
         "gain2": 1 - beta2,

@@ -25,6 +25,7 @@ static Dimension gridDim, blockDim, blockIdx, threadIdx;
 
 static inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
+static inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline unsigned int __float_as_uint(float x) {
     unsigned int bits;
     std::memcpy(&bits, &x, sizeof bits);

@@ -26,8 +26,8 @@ _COMMON = (
     "-fno-trapping-math",  # conditions may become selections: results are the same, only exception flags are not
 )
 _X86_LEVELS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c", "-mprefer-vector-width=512"),
-    "avx2": ("-mavx2", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 _TIMEOUT_S = 120
 

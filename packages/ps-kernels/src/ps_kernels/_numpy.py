@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps_kernels._arrays import Array
-from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
+from ps_kernels._order import BLOCK_NUMEL, LANES, ROWS, AdamScalars, SgdScalars
 
 Singles = NDArray[np.float32]
 _PIECE_NUMEL = 1 << 15
@@ -37,6 +37,24 @@ def round_into(out: Array, x: Singles) -> None:
     out[...] = np.where(np.isnan(x), quiet, rounded)
 
 
+def fused(a: Singles, b: Singles | float, c: Singles) -> Singles:
+    """``a * b + c`` rounded once; a number ``b`` is a single. [Note: fused in double] in step.h says how.
+
+    What is rounded wrongly without more care lies halfway between two singles, so its last 28 bits are zeros.
+    """
+    product = a.astype(np.float64) * b
+    total = product + c
+    bits = total.view(np.int64)
+    near = np.flatnonzero((bits & 0xFFFFFFF) == 0)
+    if near.size:
+        exact, rounded = product[near], total[near]
+        back = rounded - exact
+        error = (exact - (rounded - back)) + (c[near] - back)
+        bits[near] += np.where((error > 0) | (error < 0), np.where((error > 0) == (rounded > 0), 1, -1), 0)
+    singles: Singles = total.astype(np.float32)
+    return singles
+
+
 class NumpyBackend:
     """One thread, in pieces that stay in the cache."""
 
@@ -48,21 +66,16 @@ class NumpyBackend:
                 g = to_singles(grad[piece])
                 g *= np.float32(s.grad_scale)
                 if s.coupled_decay:
-                    g += p * np.float32(s.coupled_decay)
+                    g = fused(p, s.coupled_decay, g)
                 if s.decay_factor != 1:
                     p *= np.float32(s.decay_factor)
-                m *= np.float32(s.beta1)
-                m += g * np.float32(s.one_minus_beta1)
-                square = g * np.float32(s.one_minus_beta2)
-                square *= g
+                m[...] = fused(g - m, s.lerp, g if s.lerp_from_grad else m)
                 v *= np.float32(s.beta2)
-                v += square
+                v[...] = fused(g * np.float32(s.one_minus_beta2), g, v)
                 denominator = np.sqrt(v)
                 denominator /= np.float32(s.sqrt_bc2)
                 denominator += np.float32(s.eps)
-                update = m / denominator
-                update *= np.float32(s.step_size)
-                p -= update
+                p -= m * np.float32(s.step_size) / denominator
                 if out is not None:
                     round_into(out[piece], p)
 
@@ -74,13 +87,13 @@ class NumpyBackend:
                 p, g = param[piece], to_singles(grad[piece])
                 g *= np.float32(s.grad_scale)
                 if s.weight_decay:
-                    g += p * np.float32(s.weight_decay)
+                    g = fused(p, s.weight_decay, g)
                 if momentum is not None:
                     m = momentum[piece]
                     m *= np.float32(s.momentum_decay)
                     m += g
                     g = m
-                p -= g * np.float32(s.lr)
+                p[...] = fused(g, -s.lr, p)
                 if out is not None:
                     round_into(out[piece], p)
 
@@ -93,7 +106,7 @@ class NumpyBackend:
                 if not np.isfinite(values).all():
                     out[1] = 1
                 values *= values
-                sums[index] = _fold(values)
+                sums[index] = _fold(_group_sums(values))
             out[:1] += _fold(sums)
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
@@ -130,6 +143,17 @@ def make_backend() -> NumpyBackend:
 
 def _pieces(numel: int) -> Iterator[slice]:
     return (slice(start, start + _PIECE_NUMEL) for start in range(0, numel, _PIECE_NUMEL))
+
+
+def _group_sums(squares: Singles) -> Singles:
+    """The sum over the rows of each group, its lanes apart."""
+    padded = np.zeros(-(-squares.size // (ROWS * LANES)) * ROWS * LANES, np.float32)
+    padded[: squares.size] = squares
+    groups = padded.reshape(-1, ROWS, LANES)
+    sums = groups[:, 0].copy()
+    for row in range(1, ROWS):
+        sums += groups[:, row]
+    return sums.reshape(-1)
 
 
 def _fold(values: Singles) -> np.float32:

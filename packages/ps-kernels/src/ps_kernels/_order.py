@@ -1,27 +1,33 @@
 """The order of the arithmetic, which every backend keeps so that all give the same bits.
 
 [Note: order of arithmetic]
-Every ``*``, ``+``, ``-``, ``/`` and ``sqrt`` below is one IEEE single-precision operation, rounded to nearest even; no
-two are fused. Constants are computed in double precision from the arguments and rounded to single once, here.
+Every ``*``, ``+``, ``-``, ``/``, ``sqrt`` and ``fma`` below is one IEEE single-precision operation, rounded to nearest
+even; ``fma(a, b, c)`` is a * b + c rounded once, and nothing else is fused. Constants are computed in double precision
+from the arguments and rounded to single once, here.
 
     Adam   g = float32(grad) * grad_scale
-           g = g + weight_decay * p                 only if not decoupled and weight_decay != 0
+           g = fma(weight_decay, p, g)              only if not decoupled and weight_decay != 0
            p = p * (1 - lr * weight_decay)          only if decoupled and weight_decay != 0
-           m = beta1 * m + (1 - beta1) * g
-           v = beta2 * v + ((1 - beta2) * g) * g
-           p = p - step_size * (m / (sqrt(v) / sqrt_bc2 + eps))
+           m = fma(1 - beta1, g - m, m)             for 1 - beta1 of a half or more: fma((1 - beta1) - 1, g - m, g)
+           v = fma((1 - beta2) * g, g, beta2 * v)
+           p = p - (step_size * m) / (sqrt(v) / sqrt_bc2 + eps)
            with step_size = lr / (1 - beta1**step) and sqrt_bc2 = sqrt(1 - beta2**step)
 
     SGD    g = float32(grad) * grad_scale
-           g = g + weight_decay * p                 only if weight_decay != 0
+           g = fma(weight_decay, p, g)              only if weight_decay != 0
            m = momentum_decay * m + g               only with momentum; then g = m
-           p = p - lr * g
+           p = fma(-lr, g, p)
+
+These are the operations of ``torch.optim``'s fused Adam and AdamW, and of its SGD, as PyTorch compiles them for
+processors with AVX2 or AVX-512, so there the results are the same bits.
 
     accumulate    a = a + float32(grad) * scale
 
-    sum of squares    x * x, padded with zeros to blocks of BLOCK_NUMEL; in each block the upper half is added to the
-                      lower until one number is left; those numbers are summed in the same way, until one is left;
-                      that is added to the running sum
+    sum of squares    x * x, padded with zeros to blocks of BLOCK_NUMEL. A block is GROUPS groups of ROWS rows of LANES
+                      elements: in each group the rows are added to the first, one after another. The groups' sums,
+                      GROUPS * LANES numbers, are halved: the upper half is added to the lower until one number is
+                      left. The blocks' numbers, padded with zeros to a power of two, are halved in the same way; what
+                      is left is added to the running sum
 
 The 16-bit copy is the new p rounded to nearest even.
 """
@@ -33,7 +39,9 @@ import math
 from dataclasses import dataclass
 
 BLOCK_NUMEL = 1 << 16
-"""Elements summed as one block; a power of two."""
+"""Elements summed as one block."""
+GROUPS, ROWS, LANES = 16, 16, 256
+"""The shape of a block; as in loops.c and norm.cu."""
 
 
 def to_single(value: float) -> float:
@@ -48,8 +56,9 @@ class AdamScalars:
     grad_scale: float
     coupled_decay: float
     decay_factor: float
-    beta1: float
-    one_minus_beta1: float
+    lerp: float
+    lerp_from_grad: float
+    """One if the momentum is reckoned from the gradient, zero if from the old momentum: from the nearer of the two."""
     beta2: float
     one_minus_beta2: float
     sqrt_bc2: float
@@ -72,12 +81,14 @@ class AdamArguments:
 
     def scalars(self) -> AdamScalars:
         """The constants of this step, rounded once."""
+        gain = to_single(1 - self.beta1)
+        from_grad = gain >= 0.5
         return AdamScalars(
             grad_scale=to_single(self.grad_scale),
             coupled_decay=0.0 if self.decoupled else to_single(self.weight_decay),
             decay_factor=to_single(1 - self.lr * self.weight_decay) if self.decoupled else 1.0,
-            beta1=to_single(self.beta1),
-            one_minus_beta1=to_single(1 - self.beta1),
+            lerp=gain - 1 if from_grad else gain,  # exact
+            lerp_from_grad=float(from_grad),
             beta2=to_single(self.beta2),
             one_minus_beta2=to_single(1 - self.beta2),
             sqrt_bc2=to_single(math.sqrt(1 - self.beta2**self.step)),

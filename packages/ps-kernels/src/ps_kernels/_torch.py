@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
+from ps_kernels._order import BLOCK_NUMEL, GROUPS, LANES, ROWS, AdamScalars, SgdScalars
 
 _CPU_PIECE_NUMEL = 1 << 17
 """Elements worked on at a time: small enough for the cache, large enough for PyTorch to share among its threads."""
@@ -35,15 +35,13 @@ class TorchBackend:
             p, m, v = param[piece], momentum[piece], variance[piece]
             g.copy_(grad[piece]).mul_(s.grad_scale)
             if s.coupled_decay:
-                g.add_(torch.mul(p, s.coupled_decay, out=scratch))
+                g.copy_(fused(p, s.coupled_decay, g))
             if s.decay_factor != 1:
                 p.mul_(s.decay_factor)
-            m.mul_(s.beta1).add_(torch.mul(g, s.one_minus_beta1, out=scratch))
-            torch.mul(g, s.one_minus_beta2, out=scratch).mul_(g)
-            v.mul_(s.beta2).add_(scratch)
+            m.copy_(fused(torch.sub(g, m, out=scratch), s.lerp, g if s.lerp_from_grad else m))
+            v.copy_(fused(torch.mul(g, s.one_minus_beta2, out=scratch), g, v.mul_(s.beta2)))
             self._root(v, scratch).div_(sqrt_bc2).add_(s.eps)
-            torch.div(m, scratch, out=scratch).mul_(s.step_size)
-            p.sub_(scratch)
+            p.sub_(torch.mul(m, s.step_size, out=g).div_(scratch))
             if out is not None:
                 out[piece].copy_(p)
 
@@ -51,13 +49,13 @@ class TorchBackend:
     def sgd(self, states: tuple[Tensor, Tensor | None], grad: Tensor, out: Tensor | None, s: SgdScalars) -> None:
         """One step on parameter and momentum."""
         param, momentum = states
-        for piece, g, scratch in _pieces(param):
+        for piece, g, _ in _pieces(param):
             p = param[piece]
             g.copy_(grad[piece]).mul_(s.grad_scale)
             if s.weight_decay:
-                g.add_(torch.mul(p, s.weight_decay, out=scratch))
+                g.copy_(fused(p, s.weight_decay, g))
             update = g if momentum is None else momentum[piece].mul_(s.momentum_decay).add_(g)
-            p.sub_(torch.mul(update, s.lr, out=scratch))
+            p.copy_(fused(update, -s.lr, p))
             if out is not None:
                 out[piece].copy_(p)
 
@@ -73,7 +71,7 @@ class TorchBackend:
             blocks = torch.zeros(-(-values.numel() // BLOCK_NUMEL), BLOCK_NUMEL, dtype=torch.float32, device=x.device)
             torch.mul(values, values, out=blocks.view(-1)[: values.numel()])
             first = start // BLOCK_NUMEL
-            sums[first : first + len(blocks)] = _fold(blocks)
+            sums[first : first + len(blocks)] = _fold(_group_sums(blocks))
         size = 1 << max(len(sums) - 1, 0).bit_length()
         padded = torch.zeros(1, size, dtype=torch.float32, device=x.device)
         padded[0, : len(sums)] = sums
@@ -110,6 +108,22 @@ def _divisor(value: float, like: Tensor) -> Tensor:
     return torch.full((1,), value, dtype=torch.float32, device=like.device)
 
 
+def fused(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """``a * b + c`` rounded once; a number ``b`` is a single. [Note: fused in double] in step.h says how.
+
+    PyTorch's own ``lerp`` and ``addcmul`` fuse on some processors, in some places of an array.
+    """
+    product = a.double().mul_(b)
+    total = product + c
+    back = total - product
+    error = product.sub_(total - back).add_(c - back)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    bits = total.view(torch.int64)
+    moves = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+    bits.add_(towards.mul_(moves))
+    return total.to(torch.float32)
+
+
 def double_root(x: Tensor, out: Tensor) -> Tensor:
     """The square root, rounded correctly.
 
@@ -138,6 +152,15 @@ def _pieces(like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     for start in range(0, numel, max(most, 1)):
         count = min(most, numel - start)
         yield slice(start, start + count), spaces[0, :count], spaces[1, :count]
+
+
+def _group_sums(blocks: Tensor) -> Tensor:
+    """The sum over the rows of each group of a block, its lanes apart."""
+    groups = blocks.view(-1, GROUPS, ROWS, LANES)
+    sums = groups[:, :, 0].clone()
+    for row in range(1, ROWS):
+        sums += groups[:, :, row]
+    return sums.view(-1, GROUPS * LANES)
 
 
 def _fold(blocks: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
  *
  * The order is that of [Note: order of arithmetic] in _order.py. Each operation is one IEEE single-precision
  * operation rounded to nearest even, so compile without contraction (-ffp-contract=off, -fmad=false) and without
- * flushing denormals. Constants are rounded on the host. The 16-bit conversions are integer arithmetic, so they are the
- * same bits everywhere; a nan stays one and becomes quiet.
+ * flushing denormals: what is fused says so, PS_FMA. Constants are rounded on the host. The 16-bit conversions are
+ * integer arithmetic, so they are the same bits everywhere; a nan stays one and becomes quiet.
  *
  * A subset of C that gcc and clang (as C and as C++), nvcc and NVRTC take as it stands; it includes nothing.
  */
@@ -14,6 +14,7 @@
 #define PS_FN __device__ __forceinline__
 #define PS_SQRT(x) __fsqrt_rn(x)
 #define PS_DIV(x, y) __fdiv_rn((x), (y))
+#define PS_FMA(a, b, c) __fmaf_rn((a), (b), (c))
 #define PS_BITS(x) __float_as_uint(x)
 #define PS_FLOAT(bits) __uint_as_float(bits)
 #else
@@ -32,6 +33,22 @@ PS_FN float ps_float(unsigned int bits) {
 }
 #define PS_BITS(x) ps_bits(x)
 #define PS_FLOAT(bits) ps_float(bits)
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+#define PS_FMA(a, b, c) __builtin_fmaf((a), (b), (c))
+#else
+/* [Note: fused in double] A product of singles is exact in double; the sum is rounded to odd, so that rounding it once
+ * more gives what one rounding would have: its error is found exactly, and an even inexact sum moves one bit towards it. */
+PS_FN float ps_fma(float a, float b, float c) {
+    double product = (double)a * (double)b, sum = product + (double)c, back = sum - product;
+    double error = (product - (sum - back)) + ((double)c - back);
+    long long bits;
+    __builtin_memcpy(&bits, &sum, sizeof bits);
+    if ((error > 0.0 || error < 0.0) && (bits & 1) == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
+    __builtin_memcpy(&sum, &bits, sizeof bits);
+    return (float)sum;
+}
+#define PS_FMA(a, b, c) ps_fma((a), (b), (c))
+#endif
 #endif
 
 /* Element types, as the host names them. */
@@ -41,8 +58,7 @@ PS_FN float ps_float(unsigned int bits) {
 
 /* Field by field AdamScalars and SgdScalars of _order.py. */
 typedef struct {
-    float grad_scale, coupled_decay, decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bc2, eps,
-        step_size;
+    float grad_scale, coupled_decay, decay_factor, lerp, lerp_from_grad, beta2, one_minus_beta2, sqrt_bc2, eps, step_size;
 } ps_adam_scalars;
 
 typedef struct {
@@ -84,27 +100,27 @@ PS_FN unsigned short ps_to_fp16(float x) {
 
 /* Multiplying by a decay factor of one changes nothing; adding a product with zero might, so that is left out. */
 PS_FN void ps_adam(const ps_adam_scalars s, float g, float *p, float *m, float *v) {
-    float root;
+    float denominator;
     g = g * s.grad_scale;
-    if (s.coupled_decay != 0.0f) g = g + s.coupled_decay * *p;
+    if (s.coupled_decay != 0.0f) g = PS_FMA(s.coupled_decay, *p, g);
     *p = *p * s.decay_factor;
-    *m = s.beta1 * *m + s.one_minus_beta1 * g;
-    *v = s.beta2 * *v + (s.one_minus_beta2 * g) * g;
-    root = PS_SQRT(*v);
-    *p = *p - s.step_size * PS_DIV(*m, PS_DIV(root, s.sqrt_bc2) + s.eps);
+    *m = PS_FMA(s.lerp, g - *m, s.lerp_from_grad != 0.0f ? g : *m);
+    *v = PS_FMA(s.one_minus_beta2 * g, g, s.beta2 * *v);
+    denominator = PS_DIV(PS_SQRT(*v), s.sqrt_bc2) + s.eps;
+    *p = *p - PS_DIV(s.step_size * *m, denominator);
 }
 
 PS_FN void ps_sgd(const ps_sgd_scalars s, float g, float *p) {
     g = g * s.grad_scale;
-    if (s.weight_decay != 0.0f) g = g + s.weight_decay * *p;
-    *p = *p - s.lr * g;
+    if (s.weight_decay != 0.0f) g = PS_FMA(s.weight_decay, *p, g);
+    *p = PS_FMA(-s.lr, g, *p);
 }
 
 PS_FN void ps_sgd_momentum(const ps_sgd_scalars s, float g, float *p, float *m) {
     g = g * s.grad_scale;
-    if (s.weight_decay != 0.0f) g = g + s.weight_decay * *p;
+    if (s.weight_decay != 0.0f) g = PS_FMA(s.weight_decay, *p, g);
     *m = s.momentum_decay * *m + g;
-    *p = *p - s.lr * *m;
+    *p = PS_FMA(-s.lr, *m, *p);
 }
 
 PS_FN float ps_accumulate(float sum, float g, float scale) { return sum + g * scale; }

@@ -107,9 +107,9 @@ PS_FN void add(float *sum, const Grad *g, ps_index numel, ps_index head, ps_inde
 #define PS_STEPS(GRAD_NAME, GRAD, OUT_NAME, OUT)                                                                       \
     extern "C" __global__ void __launch_bounds__(256) adam_##GRAD_NAME##_##OUT_NAME(                                   \
         float *p, float *m, float *v, const GRAD *g, OUT *out, ps_index numel, ps_index head, ps_index groups,         \
-        float grad_scale, float coupled_decay, float decay_factor, float beta1, float one_minus_beta1, float beta2,    \
+        float grad_scale, float coupled_decay, float decay_factor, float lerp, float lerp_from_grad, float beta2,      \
         float one_minus_beta2, float sqrt_bc2, float eps, float step_size) {                                           \
-        ps_adam_scalars s = {grad_scale,      coupled_decay, decay_factor, beta1,    one_minus_beta1, beta2,           \
+        ps_adam_scalars s = {grad_scale,      coupled_decay, decay_factor, lerp,     lerp_from_grad, beta2,            \
                              one_minus_beta2, sqrt_bc2,      eps,          step_size};                                 \
         adam(p, m, v, g, out, numel, head, groups, s);                                                                 \
     }                                                                                                                  \
