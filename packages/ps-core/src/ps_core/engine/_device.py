@@ -1,0 +1,61 @@
+"""What the engine asks of a device: memory, streams, events.
+
+[Note: streams]
+Every `Queue` but ``CPU`` is a stream: what is launched on it runs in order, and some time after everything the host
+thread had done when it launched it. ``Queue.CPU`` is the host thread itself; it knows of a stream's work only after
+it has waited for an event recorded behind that work, or after `Device.synchronize`. One stream knows of another's
+work in the same way, by `Device.wait`. Nothing else orders anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ps_core._plan import Queue
+
+
+class Event(Protocol):
+    """Everything that had been launched on a queue when the event was recorded, and all that this had waited for."""
+
+    @property
+    def queue(self) -> Queue:
+        """The queue it was recorded on."""
+
+
+class Device(Protocol):
+    """A tier 0 with its streams, and the host memory that it copies from and to. See [Note: streams]."""
+
+    name: str
+    """``emulated``, ``cpu``, ``cuda``."""
+    torch_device: torch.device
+    """Where tensors of tier 0 live."""
+
+    def arena(self, size_bytes: int) -> torch.Tensor:
+        """Memory of tier 0: uint8, 128-byte aligned, placed when first touched, given back with its last view."""
+
+    def host(self, size_bytes: int) -> torch.Tensor:
+        """Host memory of the same kind, pinned where that exists."""
+
+    def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy: the same shape and dtype, contiguous, no overlap. On ``Queue.CPU`` it is done on return."""
+
+    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Declare which memory is touched by the work that is launched on a queue from here to its next event.
+
+        ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.
+        """
+
+    def record(self, queue: Queue) -> Event:
+        """An event behind everything launched on a queue so far."""
+
+    def wait(self, queue: Queue, event: Event) -> None:
+        """What is launched on a queue from here on runs after the event; on ``Queue.CPU`` the host thread blocks."""
+
+    def synchronize(self) -> None:
+        """Block until everything launched on any queue is done."""
+
+    def close(self) -> None:
+        """Finish what was launched and let go of all resources but the tensors handed out; twice does nothing."""

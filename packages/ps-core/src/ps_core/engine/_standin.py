@@ -1,0 +1,359 @@
+"""A stand-in for an accelerator on the CPU: the streams and events of one, and a check that they are used rightly.
+
+Work is really done by the host thread, at once, so a wait that the engine forgot would never show. Hence two lines of
+defence, for tests: ``check`` compares what is declared by vector clocks (see [Note: clocks] in `_ordering`), and
+``seed`` delays copies for as long as the waits allow, so that reading without waiting sees old bytes. And
+``link_bytes_per_s`` holds copies to and from tier 0 to a rate, for benchmarks.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._plan import Queue
+from ps_core.engine._device import Event
+from ps_core.engine._faults import Fault
+from ps_core.engine._ordering import START, Clock, Ordering, Range
+from ps_kernels import PinnedArena
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """An event: a place in a queue, for each of those who keep track."""
+
+    queue: Queue
+    clock: Clock = START
+    position: int = 0
+    """How many delayed operations of the queue come before it."""
+    ready_s: float = 0.0
+    """When the links will have carried what comes before it."""
+
+
+class StandIn:
+    """A `Device` whose tier 0 is host memory.
+
+    With neither ``check``, ``seed`` nor ``link_bytes_per_s``, a copy is a copy and events cost nothing. ``fault``
+    leaves one kind of wait out, to test that the other two notice.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "emulated",
+        check: bool = False,
+        seed: int | None = None,
+        fault: Fault | None = None,
+        link_bytes_per_s: float | None = None,
+    ) -> None:
+        if fault is not None and not check and seed is None:
+            raise InvalidInput(f"fault: {fault.value!r} shows only with check=True or a seed; found neither")
+        if link_bytes_per_s is not None and not link_bytes_per_s > 0:
+            raise InvalidInput(f"link_bytes_per_s: expected a rate above 0, found {link_bytes_per_s!r}")
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self._places = _Places()
+        self._ordering = Ordering(self._places.name) if check else None
+        self._delays = None if seed is None else _Delays(seed)
+        self._links = None if link_bytes_per_s is None else Links(link_bytes_per_s)
+        self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)
+        self._plain = not check and seed is None and link_bytes_per_s is None
+        self._done = [_Mark(queue) for queue in Queue]
+
+    def arena(self, size_bytes: int) -> torch.Tensor:
+        """Memory of tier 0."""
+        return self._memory("arena", size_bytes)
+
+    def host(self, size_bytes: int) -> torch.Tensor:
+        """Host memory."""
+        return self._memory("host", size_bytes)
+
+    def _memory(self, kind: str, size_bytes: int) -> torch.Tensor:
+        if size_bytes < 1:
+            raise InvalidInput(f"{kind}: expected a size of at least 1 byte, found {size_bytes!r}")
+        memory = PinnedArena(size_bytes, pin=False).tensor(0, size_bytes, torch.uint8)
+        if not self._plain:
+            self._places.add(memory, kind, weakref.ref(memory))
+        return memory
+
+    def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy."""
+        if target.numel() != source.numel() or target.dtype != source.dtype:
+            raise PlanMismatch(
+                f"copy on {queue.name}: expected the same shape and dtype on both sides, found {source.dtype} "
+                f"{tuple(source.shape)} to {target.dtype} {tuple(target.shape)}; view both as bytes"
+            )
+        if self._plain:
+            target.copy_(source)
+            return
+        if not (target.is_contiguous() and source.is_contiguous()):
+            raise PlanMismatch(
+                f"copy on {queue.name}: expected contiguous tensors, found strided ones; copy whole slots"
+            )
+        self._launch(queue, "copy", (source,), (target,))
+        if self._links is not None:
+            self._links.copy(queue, target.nbytes)
+        if self._delays is not None and queue is not Queue.CPU:
+            self._delays.copy(queue, self._places.bytes_of(target), self._places.bytes_of(source))
+            self._delays.stir()
+        else:
+            target.copy_(source)
+
+    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Declare what the work launched from here on touches."""
+        if self._plain:
+            return
+        self._launch(queue, what, reads, writes)
+        if self._delays is not None:
+            self._delays.stir()
+            self._delays.perform(queue)  # for the host thread does the work now, and what comes before it is due
+
+    def _launch(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        if self._ordering is None:
+            return
+        for start, end in self._places.given_back():
+            self._ordering.history.forget(start, end)
+        self._ordering.launch(queue, what, self._places.ranges(reads), self._places.ranges(writes))
+
+    def record(self, queue: Queue) -> _Mark:
+        """An event behind everything launched on a queue so far."""
+        if self._plain:
+            return self._done[queue]
+        mark = _Mark(
+            queue,
+            START if self._ordering is None else self._ordering.record(queue),
+            0 if self._delays is None else self._delays.position(queue),
+            0.0 if self._links is None else self._links.ready_s(queue),
+        )
+        if self._delays is not None:
+            self._delays.stir()
+        return mark if self._saboteur is None else self._saboteur.record(mark)
+
+    def wait(self, queue: Queue, event: Event) -> None:
+        """What is launched on a queue from here on comes after the event."""
+        if self._plain:
+            return
+        if not isinstance(event, _Mark):
+            raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
+        if self._saboteur is not None and self._saboteur.ignores(queue, event):
+            return
+        if self._ordering is not None:
+            self._ordering.wait(queue, event.clock)
+        if self._delays is not None:
+            self._delays.stir()
+            self._delays.wait(queue, event)
+        if self._links is not None:
+            self._links.wait(queue, event.ready_s)
+
+    def synchronize(self) -> None:
+        """Block until everything launched is done."""
+        if self._ordering is not None:
+            self._ordering.synchronize()
+        if self._delays is not None:
+            for queue in Queue:
+                self._delays.perform(queue)
+        if self._links is not None:
+            self._links.synchronize()
+
+    def close(self) -> None:
+        """Finish what was launched; memory goes back with the tensors."""
+        self.synchronize()
+
+
+class _Saboteur:
+    """Carries out a `Fault`."""
+
+    def __init__(self, fault: Fault, seed: int) -> None:
+        self._fault = fault
+        self._random = Random(seed)
+        self._last = [_Mark(queue) for queue in Queue]
+
+    def ignores(self, queue: Queue, event: _Mark) -> bool:
+        return queue is self._fault.waiting and event.queue is self._fault.recorded
+
+    def record(self, mark: _Mark) -> _Mark:
+        if self._fault is Fault.LOST_EVENT and self._random.random() < 0.25:
+            return _Mark(mark.queue)
+        if self._fault is Fault.STALE_EVENT:
+            self._last[mark.queue], mark = mark, self._last[mark.queue]
+        return mark
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A storage."""
+
+    end: int
+    name: str
+    memory: Callable[[], torch.Tensor | None]
+    """Its bytes, where this device made it; while they are in use."""
+
+
+class _Places:
+    """The storages that were seen: their names, what is touched of them, and which were given back."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._known: dict[int, _Place] = {}  # by first address
+        self._gone: deque[int] = deque()
+        self._count = 0
+
+    def add(self, tensor: torch.Tensor, kind: str, memory: Callable[[], torch.Tensor | None] = lambda: None) -> None:
+        """Name a tensor's storage, and hear of its end."""
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        self._starts.insert(bisect_right(self._starts, start), start)
+        self._known[start] = _Place(start + storage.nbytes(), f"{kind} {self._count}", memory)
+        self._count += 1
+        # It may end at any instant, within a change to the history too: so it is only noted here.
+        weakref.finalize(storage, self._gone.append, start).atexit = False
+
+    def given_back(self) -> list[Range]:
+        """The ranges of storages that ended since the last call."""
+        ranges = []
+        while self._gone:
+            start = self._gone.popleft()
+            self._starts.remove(start)
+            ranges.append((start, self._known.pop(start).end))
+        return ranges
+
+    def ranges(self, tensors: Sequence[torch.Tensor]) -> list[Range]:
+        """What tensors touch; for strided ones, from their first byte to their last."""
+        ranges = []
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            start = tensor.data_ptr()
+            if self._find(start) is None:
+                self.add(tensor, "tensor")
+            steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((start, start + (steps + 1) * tensor.element_size()))
+        return ranges
+
+    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor's bytes, where possible as a view of the memory that they were cut from.
+
+        A real device's copy in flight holds no reference to a tensor, so one that is only delayed may not show in the
+        use count of its storage either.
+        """
+        start = self._find(tensor.data_ptr())
+        memory = None if start is None else self._known[start].memory()
+        if start is None or memory is None:
+            return tensor.view(-1).view(torch.uint8)
+        return memory.narrow(0, tensor.data_ptr() - start, tensor.nbytes)
+
+    def _find(self, address: int) -> int | None:
+        index = bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._known[self._starts[index]].end:
+            return None
+        return self._starts[index]
+
+    def name(self, start: int, end: int) -> str:
+        """A range for people: ``arena 0 [128:256]``."""
+        first = self._find(start)
+        if first is None:
+            return f"memory [{start:#x}:{end:#x}]"
+        return f"{self._known[first].name} [{start - first}:{end - first}]"
+
+
+class _Delays:
+    """Copies that are launched but not done yet.
+
+    A copy is done at a random later call, in its queue's order, or when something needs it done.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._eagerness = self._random.choice((0.0, 0.1, 0.5))
+        self._todo: list[deque[_Mark | tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in Queue]
+        self._begun = [0 for _ in Queue]  # Invariant: position(queue) operations launched, of which todo are left
+
+    def position(self, queue: Queue) -> int:
+        """How many operations were launched on a queue."""
+        return self._begun[queue] + len(self._todo[queue])
+
+    def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+        """To be done later."""
+        self._todo[queue].append((target, source))
+
+    def wait(self, queue: Queue, event: _Mark) -> None:
+        """What follows is to be done after an event."""
+        if queue is Queue.CPU:
+            self.perform(event.queue, event.position)
+        else:
+            self._todo[queue].append(event)
+
+    def stir(self) -> None:
+        """Perhaps do one thing."""
+        if self._random.random() < self._eagerness:
+            queue = self._random.choice(list(Queue))
+            if self._todo[queue]:
+                self.perform(queue, self._begun[queue] + 1)
+
+    def perform(self, queue: Queue, position: int | None = None) -> None:
+        """Do a queue's operations up to a position (None: all), each after what it waits for."""
+        goals = [(queue, self.position(queue) if position is None else position)]
+        while goals:
+            queue, position = goals[-1]
+            if self._begun[queue] >= position:
+                goals.pop()
+                continue
+            first = self._todo[queue][0]
+            if isinstance(first, _Mark) and self._begun[first.queue] < first.position:
+                goals.append((first.queue, first.position))
+                continue
+            self._todo[queue].popleft()
+            self._begun[queue] += 1
+            if not isinstance(first, _Mark):
+                target, source = first
+                target.copy_(source)
+
+
+class Links:
+    """Copies up and down take as long as they would at some rate, each direction on its own.
+
+    Bytes move at once; it is the event behind them that is ready late, and the host thread, which computes too, that
+    sleeps for it.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock, self._sleep = clock, sleep
+        self._free_s = [0.0 for _ in Queue]  # when what was launched on a queue is done
+
+    def copy(self, queue: Queue, numbytes: int) -> None:
+        """A copy is about to be made."""
+        if queue in (Queue.H2D, Queue.D2H):
+            self._free_s[queue] = max(self._free_s[queue], self._clock()) + numbytes / self._bytes_per_s
+
+    def ready_s(self, queue: Queue) -> float:
+        """When what was launched so far is done."""
+        return self._free_s[queue]
+
+    def wait(self, queue: Queue, ready_s: float) -> None:
+        """What follows is not done before that time."""
+        self._free_s[queue] = max(self._free_s[queue], ready_s)
+        if queue in (Queue.COMPUTE, Queue.CPU):
+            self._sleep_until(ready_s)
+
+    def synchronize(self) -> None:
+        """Sleep until everything is done."""
+        self._sleep_until(max(self._free_s))
+
+    def _sleep_until(self, ready_s: float) -> None:
+        remaining_s = ready_s - self._clock()
+        if remaining_s > 0:
+            self._sleep(remaining_s)
