@@ -33,18 +33,21 @@ PS_FN float ps_float(unsigned int bits) {
 }
 #define PS_BITS(x) ps_bits(x)
 #define PS_FLOAT(bits) ps_float(bits)
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
 #define PS_FMA(a, b, c) __builtin_fmaf((a), (b), (c))
 #else
-/* [Note: fused in double] A product of singles is exact in double; the sum is rounded to odd, so that rounding it once
- * more gives what one rounding would have: its error is found exactly, and an even inexact sum moves one bit towards it. */
+/* [Note: fused in double] A product of singles is exact in double. Rounding the sum to double and then to single is wrong
+ * only if the double lies halfway between two singles and the exact sum does not. So there, where the last 28 bits are
+ * zeros, the sum's exact error is found, and moves it by one bit. */
 PS_FN float ps_fma(float a, float b, float c) {
-    double product = (double)a * (double)b, sum = product + (double)c, back = sum - product;
-    double error = (product - (sum - back)) + ((double)c - back);
-    long long bits;
+    double product = (double)a * (double)b, sum = product + (double)c;
+    unsigned long long bits;
     __builtin_memcpy(&bits, &sum, sizeof bits);
-    if ((error > 0.0 || error < 0.0) && (bits & 1) == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
-    __builtin_memcpy(&sum, &bits, sizeof bits);
+    if (__builtin_expect((bits & 0xfffffffu) == 0, 0)) {
+        double back = sum - product, error = (product - (sum - back)) + ((double)c - back);
+        if (error > 0.0 || error < 0.0) bits += (error > 0.0) == (sum > 0.0) ? 1u : -1ull;
+        __builtin_memcpy(&sum, &bits, sizeof sum);
+    }
     return (float)sum;
 }
 #define PS_FMA(a, b, c) ps_fma((a), (b), (c))
