@@ -1,0 +1,63 @@
+"""The loss scale of fp16 training: the policy and the state of ``torch.amp.GradScaler``, and no pass over gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ps_core._errors import InvalidInput
+
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """Halved when a step was skipped, doubled after ``growth_interval`` steps in a row that were not."""
+
+    value: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    clean_steps: int = 0
+
+    def update(self, *, skipped: bool) -> None:
+        """Take note of a step."""
+        if skipped:
+            # Here torch would in the end reach zero, and then divide by it.
+            self.value = max(self.value * self.backoff_factor, SMALLEST)
+            self.clean_steps = 0
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.growth_interval:
+            grown = self.value * self.growth_factor
+            self.value = grown if grown <= LARGEST else self.value
+            self.clean_steps = 0
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in fp32 if the loss is a number: in fp16 it could not be held."""
+        return loss * torch.tensor(self.value, dtype=torch.float32, device=loss.device)
+
+    def state_dict(self) -> dict[str, float | int]:
+        """In ``GradScaler``'s format."""
+        return {
+            "scale": self.value,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.clean_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Take over what `state_dict` (or ``GradScaler``'s) gave."""
+        absent = self.state_dict().keys() - state.keys()
+        if absent:
+            raise InvalidInput(f"a loss scale's state needs {sorted(absent)[0]!r}, found only {sorted(state)}")
+        if not SMALLEST <= state["scale"] <= LARGEST:
+            raise InvalidInput(f"a loss scale must be a positive number within fp32, found {state['scale']!r}")
+        self.value = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self.clean_steps = int(state["_growth_tracker"])
