@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._C import _TorchDispatchModeKey
 from torch._C._dynamo import eval_frame as _frames
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _INFRASTRUCTURE = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
@@ -170,8 +171,8 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         return result
 
     def _is_transparent(self, kind: type) -> bool:
-        """Whether a subclass with its own dispatch is let through as it is: only what stands for no memory at all."""
-        return issubclass(kind, torch._subclasses.FakeTensor)
+        """Whether such arguments are let through: plain tensors (sparse ones come here), and what has no memory."""
+        return kind.__torch_dispatch__ is _PLAIN_DISPATCH or issubclass(kind, FakeTensor)
 
     def _look(self, func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         if isinstance(result, torch.Tensor):
@@ -181,6 +182,10 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
                 self._look(func, one, args, kwargs)
 
     def _look_at(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        if tensor.layout is torch.sparse_coo:
+            for part in (tensor._indices(), tensor._values()):
+                self._look_at(func, part, args, kwargs)
+            return
         if not self._counts(tensor):
             return
         storage = tensor.untyped_storage()
