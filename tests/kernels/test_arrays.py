@@ -15,23 +15,31 @@ from ps_kernels import _backends, _numpy
 Make = Callable[[np.ndarray], Any]
 
 
+def halved(numbers: list[np.float32], left: int = 1) -> list[np.float32]:
+    """The upper half added to the lower, until so many are left."""
+    while len(numbers) > left:
+        half = len(numbers) // 2
+        numbers = [a + b for a, b in zip(numbers[:half], numbers[half:], strict=True)]
+    return numbers
+
+
 def naive_sum_of_squares(x: np.ndarray) -> np.float32:
-    """[Note: order of arithmetic], read literally: blocks of 65,536, upper on lower half, again over the blocks."""
-    numbers = [np.float32(y) * np.float32(y) for y in x]
-    while len(numbers) > 1:
+    """[Note: order of arithmetic], read literally: blocks of 16 groups of 16 rows of 256, then halves."""
+    squares = [np.float32(y) * np.float32(y) for y in x]
+    squares += [np.float32(0)] * (-len(squares) % 65_536)
+    blocks = []
+    for start in range(0, len(squares), 65_536):
         sums = []
-        for start in range(0, len(numbers), 1 << 16):
-            block = numbers[start : start + (1 << 16)]
-            block += [np.float32(0)] * ((1 << 16) - len(block))
-            while len(block) > 1:
-                half = len(block) // 2
-                block = [a + b for a, b in zip(block[:half], block[half:], strict=True)]
-            sums += block
-        numbers = sums
-    return numbers[0]
+        for group in range(start, start + 65_536, 4096):
+            lanes = squares[group : group + 256]
+            for row in range(group + 256, group + 4096, 256):
+                lanes = [a + b for a, b in zip(lanes, squares[row : row + 256], strict=True)]
+            sums += halved(lanes, 16)
+        blocks += halved(sums)
+    return halved(blocks + [np.float32(0)] * ((1 << (len(blocks) - 1).bit_length()) - len(blocks)))[0]
 
 
-@pytest.mark.parametrize("numel", [2, 3, 1000, (1 << 16) + 5])
+@pytest.mark.parametrize("numel", [2, 3, 1000, 4096 + 255, (2 << 16) + 5])
 def test_sum_of_squares_in_the_order_of_the_note(make: Make, numel: int) -> None:
     x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
     out = make(np.zeros(2, np.float32))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ps_kernels._arrays import Array
-from ps_kernels._order import BLOCK_NUMEL, LANES, ROWS, AdamScalars, SgdScalars
+from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 
 Singles = NDArray[np.float32]
 _PIECE_NUMEL = 1 << 15
@@ -106,7 +106,7 @@ class NumpyBackend:
                 if not np.isfinite(values).all():
                     out[1] = 1
                 values *= values
-                sums[index] = _fold(_group_sums(values))
+                sums[index] = _block_sum(values)
             out[:1] += _fold(sums)
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
@@ -145,19 +145,22 @@ def _pieces(numel: int) -> Iterator[slice]:
     return (slice(start, start + _PIECE_NUMEL) for start in range(0, numel, _PIECE_NUMEL))
 
 
-def _group_sums(squares: Singles) -> Singles:
-    """The sum over the rows of each group, its lanes apart."""
+def _block_sum(squares: Singles) -> np.float32:
+    """The sum of a block, or of a shorter last one: groups that are all zeros change nothing."""
     padded = np.zeros(-(-squares.size // (ROWS * LANES)) * ROWS * LANES, np.float32)
     padded[: squares.size] = squares
     groups = padded.reshape(-1, ROWS, LANES)
     sums = groups[:, 0].copy()
     for row in range(1, ROWS):
         sums += groups[:, row]
-    return sums.reshape(-1)
+    while sums.shape[1] > KEPT:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return _fold(sums.reshape(-1))
 
 
 def _fold(values: Singles) -> np.float32:
-    """The sum, halving: zeros up to a power of two change nothing, so the block need not be full."""
+    """The sum, halving: zeros up to a power of two change nothing, so there may be any number."""
     size = 1 << max(values.size - 1, 0).bit_length()
     folded = np.zeros(size, np.float32)
     folded[: values.size] = values

@@ -24,10 +24,10 @@ processors with AVX2 or AVX-512, so there the results are the same bits.
     accumulate    a = a + float32(grad) * scale
 
     sum of squares    x * x, padded with zeros to blocks of BLOCK_NUMEL. A block is GROUPS groups of ROWS rows of LANES
-                      elements: in each group the rows are added to the first, one after another. The groups' sums,
-                      GROUPS * LANES numbers, are halved: the upper half is added to the lower until one number is
-                      left. The blocks' numbers, padded with zeros to a power of two, are halved in the same way; what
-                      is left is added to the running sum
+                      elements. In each group the rows are added to the first, one after another; then the upper half
+                      of the sums is added to the lower until KEPT are left. The groups' sums, GROUPS * KEPT numbers,
+                      are halved in the same way until one is left, and so are the blocks' numbers, padded with zeros
+                      to a power of two; what is left is added to the running sum
 
 The 16-bit copy is the new p rounded to nearest even.
 """
@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 BLOCK_NUMEL = 1 << 16
 """Elements summed as one block."""
-GROUPS, ROWS, LANES = 16, 16, 256
+GROUPS, ROWS, LANES, KEPT = 16, 16, 256, 16
 """The shape of a block; as in loops.c and norm.cu."""
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ps_kernels._order import BLOCK_NUMEL, GROUPS, LANES, ROWS, AdamScalars, SgdScalars
+from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 
 _CPU_PIECE_NUMEL = 1 << 17
 """Elements worked on at a time: small enough for the cache, large enough for PyTorch to share among its threads."""
@@ -71,11 +71,11 @@ class TorchBackend:
             blocks = torch.zeros(-(-values.numel() // BLOCK_NUMEL), BLOCK_NUMEL, dtype=torch.float32, device=x.device)
             torch.mul(values, values, out=blocks.view(-1)[: values.numel()])
             first = start // BLOCK_NUMEL
-            sums[first : first + len(blocks)] = _fold(_group_sums(blocks))
+            sums[first : first + len(blocks)] = _block_sums(blocks)
         size = 1 << max(len(sums) - 1, 0).bit_length()
         padded = torch.zeros(1, size, dtype=torch.float32, device=x.device)
         padded[0, : len(sums)] = sums
-        out[:1].add_(_fold(padded))
+        out[:1].add_(_fold(padded)[0])
 
     @torch.no_grad()
     def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
@@ -154,18 +154,18 @@ def _pieces(like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         yield slice(start, start + count), spaces[0, :count], spaces[1, :count]
 
 
-def _group_sums(blocks: Tensor) -> Tensor:
-    """The sum over the rows of each group of a block, its lanes apart."""
-    groups = blocks.view(-1, GROUPS, ROWS, LANES)
-    sums = groups[:, :, 0].clone()
+def _block_sums(blocks: Tensor) -> Tensor:
+    """The sum of each block."""
+    groups = blocks.view(-1, ROWS, LANES)
+    sums = groups[:, 0].clone()
     for row in range(1, ROWS):
-        sums += groups[:, :, row]
-    return sums.view(-1, GROUPS * LANES)
+        sums += groups[:, row]
+    return _fold(_fold(sums, KEPT).view(len(blocks), -1))[:, 0]
 
 
-def _fold(blocks: Tensor) -> Tensor:
-    """The sum of each row, whose length is a power of two, by halving."""
-    while blocks.shape[1] > 1:
-        half = blocks.shape[1] // 2
-        blocks = blocks[:, :half] + blocks[:, half:]
-    return blocks[:, 0]
+def _fold(rows: Tensor, left: int = 1) -> Tensor:
+    """Each row, whose length is a power of two, halved by adding until ``left`` numbers are left."""
+    while rows.shape[1] > left:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows

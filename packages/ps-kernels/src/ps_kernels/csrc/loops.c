@@ -23,7 +23,6 @@ enum {
     BLOCK = 64,        /* elements worked on at a time: two cache lines of 16-bit values */
     AHEAD = 512,       /* elements between what is worked on and what is prefetched */
     SUM_BLOCK = 65536, /* BLOCK_NUMEL of _order.py */
-    SUM_ROW = SUM_BLOCK / 8,
     NONE = -1,
 };
 
@@ -278,37 +277,102 @@ PUBLIC void NAME(accumulate)(float *sum, const void *grad, int kind, size_t n, f
              accumulate_part(sum + from, at(grad, from, kind), kind, cut(n, part + 1, threads) - from, scale))
 }
 
-/* Squares of the elements from `from` on, with zeros from the n-th on. */
-INLINE void squares(const void *x, int kind, size_t from, size_t n, float *restrict to) {
-    size_t count = from >= n ? 0 : n - from < BLOCK ? n - from : BLOCK;
-    if (count == BLOCK) {
-        widen(at(x, from, kind), kind, BLOCK, to);
+/* The sum of squares, [Note: order of arithmetic]: a block is GROUPS groups of ROWS rows of LANES elements. A group lies
+ * in one piece, so memory is read straight on. Vectors take COLUMN of its lanes at a time, as many as registers hold;
+ * where that is not all of them, what is prefetched is the next group, in order. */
+#if defined(__AVX512F__)
+enum { VECTOR = 64, COLUMN = 256, SUM_AHEAD = 2048 };
+#elif defined(__AVX2__)
+enum { VECTOR = 32, COLUMN = 64, SUM_AHEAD = 4096 };
+#else
+enum { VECTOR = 16, COLUMN = 32, SUM_AHEAD = 4096 };
+#endif
+enum {
+    ROWS = 16,
+    LANES = 256,
+    KEPT = 16,
+    GROUP = ROWS * LANES,
+    GROUPS = SUM_BLOCK / GROUP,
+    EACH = VECTOR / 4,
+    VECTORS = COLUMN / EACH,
+};
+typedef float Vector __attribute__((vector_size(VECTOR)));
+typedef unsigned int Words __attribute__((vector_size(VECTOR)));
+
+/* Two vectors of elements, in order; but of bfloat16 those with even and those with odd numbers, which takes one
+ * operation for each where putting them in order takes several. */
+INLINE void load_two(const void *x, int kind, Vector *one, Vector *other) {
+    if (kind == PS_BF16) {
+        Words pairs;
+        memcpy(&pairs, x, VECTOR);
+        *one = (Vector)(pairs << 16);
+        *other = (Vector)(pairs & 0xffff0000u);
     } else {
-        memset(to, 0, BLOCK * sizeof *to);
-        widen(at(x, from, kind), kind, count, to);
+        float values[2 * EACH];
+        const void *singles = kind == PS_FP32 ? x : values;
+        if (kind == PS_FP16) widen(x, kind, 2 * EACH, values);
+        memcpy(one, singles, VECTOR);
+        memcpy(other, (const char *)singles + VECTOR, VECTOR);
     }
-    for (size_t i = 0; i < BLOCK; i++) to[i] = to[i] * to[i];
 }
 
-/* The sum of one block's squares: the upper half added to the lower, again and again. The first three foldings are done
- * on the way, over eight rows. */
-INLINE float sum_block(const void *x, int kind, size_t n) {
-    _Alignas(64) float row[SUM_ROW];
-    _Alignas(64) float q[8][BLOCK];
-    for (size_t i = 0; i < SUM_ROW; i += BLOCK) {
-        for (int k = 0; k < 8; k++) {
-            prefetch_lines(at(x, k * SUM_ROW + i + AHEAD, kind), width(kind));
-            squares(x, kind, k * SUM_ROW + i, n, q[k]);
+/* COLUMN lanes of a group: their rows' squares, added one row after another. */
+INLINE void sum_column(const void *x, int kind, const void *ahead, float *to) {
+    Vector sums[VECTORS] = {0};
+    for (int row = 0; row < ROWS; row++) {
+        const void *from = at(x, (size_t)row * LANES, kind);
+        if (kind != PS_FP32 || COLUMN < LANES) /* singles read straight on need no help: it costs a twentieth */
+            prefetch_lines(at(ahead, (size_t)row * COLUMN, kind), COLUMN * width(kind) / 64);
+#pragma GCC unroll 16
+        for (int k = 0; k < VECTORS; k += 2) {
+            Vector one, other;
+            load_two(at(from, (size_t)k * EACH, kind), kind, &one, &other);
+            sums[k] += one * one;
+            sums[k + 1] += other * other;
         }
-        for (size_t j = 0; j < BLOCK; j++)
-            row[i + j] = ((q[0][j] + q[4][j]) + (q[2][j] + q[6][j])) + ((q[1][j] + q[5][j]) + (q[3][j] + q[7][j]));
     }
-    for (size_t half = SUM_ROW / 2; half >= 16; half /= 2)
-        for (size_t i = 0; i < half; i += 16)
-            for (size_t j = 0; j < 16; j++) row[i + j] = row[i + j] + row[i + j + half];
-    for (size_t half = 8; half; half /= 2)
-        for (size_t i = 0; i < half; i++) row[i] = row[i] + row[i + half];
-    return row[0];
+    for (int k = 0; k < VECTORS; k += 2)
+        for (int i = 0; i < EACH; i++) {
+            to[k * EACH + (kind == PS_BF16 ? 2 * i : i)] = sums[k][i];
+            to[k * EACH + (kind == PS_BF16 ? 2 * i + 1 : i + EACH)] = sums[k + 1][i];
+        }
+}
+
+/* The upper half added to the lower, until `left` are left. */
+INLINE void halve(float *sums, int count, int left) {
+    for (int half = count / 2; half >= left; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
+}
+
+/* A group's KEPT sums. Halving here, and not all of a block at its end, is done while memory brings the next group. */
+INLINE void sum_group(const void *x, int kind, float *to) {
+    _Alignas(64) float sums[LANES];
+#if !defined(__F16C__)
+    float singles[GROUP]; /* without instructions for it, compilers make vectors only of a conversion of many */
+    if (kind == PS_FP16) {
+        widen(x, kind, GROUP, singles);
+        x = singles;
+        kind = PS_FP32;
+    }
+#endif
+    for (int lane = 0; lane < LANES; lane += COLUMN)
+        sum_column(at(x, lane, kind), kind, at(x, SUM_AHEAD + (size_t)lane * ROWS, kind), sums + lane);
+    halve(sums, LANES, KEPT);
+    memcpy(to, sums, KEPT * sizeof *to);
+}
+
+/* The sum of one block's squares. What is beyond its end counts as zeros, and adding those changes nothing. */
+INLINE float sum_block(const void *x, int kind, size_t n) {
+    _Alignas(64) float sums[GROUPS * KEPT] = {0};
+    size_t whole = n / GROUP;
+    for (size_t group = 0; group < whole; group++) sum_group(at(x, group * GROUP, kind), kind, sums + group * KEPT);
+    if (whole * GROUP < n) {
+        _Alignas(64) unsigned short rest[2 * GROUP] = {0};
+        memcpy(rest, at(x, whole * GROUP, kind), (n - whole * GROUP) * width(kind));
+        sum_group(rest, kind, sums + whole * KEPT);
+    }
+    halve(sums, GROUPS * KEPT, 1);
+    return sums[0];
 }
 
 static int any_not_finite(const void *x, int kind, size_t n) {

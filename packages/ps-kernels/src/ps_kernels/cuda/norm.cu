@@ -1,95 +1,133 @@
 /* Sum of squares and finite flag in one pass over the data, in the order of [Note: order of arithmetic].
  *
- * A block of 65,536 elements is one thread block's, whatever the grid, so the bits depend on the data alone. Adding
- * the upper half to the lower until one number is left is a tree over the bits of an element's index, highest bits
- * first. Thread t holds elements (512 * k + t) * WIDE + c: the bits of k are the highest, so each thread adds over k
- * in registers (the sum over even k plus that over odd k, and so on down: [Tree]); t and c follow in shared memory.
- * Zeros beyond the end change nothing, since no square is a negative zero.
+ * A block of 65,536 elements is one thread block's, whatever the grid, so the bits depend on the data alone. A group is
+ * one warp's: each thread adds the rows of its lanes in registers, and what is left is halved in shared memory. Zeros
+ * beyond the end change nothing, since no square is a negative zero.
  */
 #include "common.h"
 
-#define PS_THREADS 512
-#define PS_BLOCK 65536
+#define PS_WARP 32
+#define PS_ROWS 16
+#define PS_LANES 256
+#define PS_KEPT 16
+#define PS_GROUP (PS_ROWS * PS_LANES)
+#define PS_GROUPS 16
+#define PS_BLOCK (PS_GROUPS * PS_GROUP)
+#define PS_THREADS (PS_GROUPS * PS_WARP)
 
+/* Accesses of a thread before the first is waited for. Converting fp16 takes registers, and two thread blocks are to fit
+ * on a multiprocessor. */
+template <typename T> struct Flight {
+    static const int COUNT = 4;
+};
+template <> struct Flight<Fp16> {
+    static const int COUNT = 2;
+};
+
+/* A thread has PACKS packs of a row, PS_WARP packs apart, so that a warp reads without gaps. */
 template <typename T> struct Shape {
-    static const int WIDE = 16 / sizeof(T), EACH = PS_BLOCK / (PS_THREADS * WIDE);
+    static const int WIDE = 16 / sizeof(T), PACKS = PS_LANES / (PS_WARP * WIDE), FLIGHT = Flight<T>::COUNT;
 };
 
-template <typename T> struct Source {
-    const T *x;       /* the thread block's first element */
-    ps_index numel;   /* of the thread block: fewer than PS_BLOCK at the end */
+template <typename T> struct Group {
+    const T *x;       /* the warp's first element */
+    ps_index numel;   /* from there on: fewer than PS_GROUP at the end, and none or less beyond it */
 };
 
-/* Squares of the thread's elements of one k. FAST: all are there, and x is 16-byte aligned. */
-template <typename T, bool FAST> PS_FN int squares(const Source<T> &source, int k, float *into) {
+PS_FN int thread_of_warp() { return (int)threadIdx.x % PS_WARP; }
+
+/* The pack's number within the group. */
+template <typename T> PS_FN int pack_at(int row, int pack) {
+    return (row * Shape<T>::PACKS + pack) * PS_WARP + thread_of_warp();
+}
+
+/* FAST: all elements are there, and x is 16-byte aligned. */
+template <typename T, bool FAST> PS_FN Pack<T, Shape<T>::WIDE> read(const Group<T> &group, int pack) {
     const int wide = Shape<T>::WIDE;
-    int bad = 0;
-    ps_index group = (ps_index)k * PS_THREADS + threadIdx.x;
-    Pack<T, Shape<T>::WIDE> values;
-    if (FAST) values = take<Shape<T>::WIDE>(source.x, group);
+    if (FAST) return take<Shape<T>::WIDE>(group.x, pack);
+    Pack<T, Shape<T>::WIDE> values = {};
 #pragma unroll
-    for (int c = 0; c < wide; ++c) {
-        float value = 0.0f;
-        if (FAST) value = widen(values.at[c]);
-        else if (group * wide + c < source.numel) value = widen(source.x[group * wide + c]);
-        bad |= ps_not_finite(value);
-        into[c] = value * value;
+    for (int c = 0; c < wide; ++c)
+        if (pack * wide + c < group.numel) values.at[c] = group.x[pack * wide + c];
+    return values;
+}
+
+/* The squares of the thread's lanes, added one row after another. */
+template <typename T, bool FAST> PS_FN void add_rows(const Group<T> &group, float sums[][Shape<T>::WIDE]) {
+    const int packs = Shape<T>::PACKS, wide = Shape<T>::WIDE, flight = Shape<T>::FLIGHT;
+#pragma unroll 1
+    for (int row = 0; row < PS_ROWS; row += flight / packs) {
+        Pack<T, Shape<T>::WIDE> values[flight];
+#pragma unroll
+        for (int i = 0; i < flight; ++i) values[i] = read<T, FAST>(group, pack_at<T>(row + i / packs, i % packs));
+#pragma unroll
+        for (int i = 0; i < flight; ++i)
+#pragma unroll
+            for (int c = 0; c < wide; ++c) {
+                float value = widen(values[i].at[c]);
+                sums[i % packs][c] = sums[i % packs][c] + value * value;
+            }
     }
+}
+
+/* Whether any of the thread's elements is not finite. */
+template <typename T> PS_FN int any_not_finite(const Group<T> &group) {
+    int bad = 0;
+#pragma unroll 1
+    for (int row = 0; row < PS_ROWS; ++row)
+#pragma unroll 1
+        for (int pack = 0; pack < Shape<T>::PACKS; ++pack) {
+            Pack<T, Shape<T>::WIDE> values = read<T, false>(group, pack_at<T>(row, pack));
+#pragma unroll
+            for (int c = 0; c < Shape<T>::WIDE; ++c) bad |= ps_not_finite(widen(values.at[c]));
+        }
     return bad;
 }
 
-/* [Tree]: the sum over every k = first + a multiple of STRIDE. Four leaves are written out, so that four loads are in
- * flight; above them the two halves are a loop, or the compiler would move all loads to the front and spill. */
-template <typename T, bool FAST, int STRIDE, int LEAVES> struct Tree {
-    static __device__ __forceinline__ int sum(const Source<T> &source, int first, float *into) {
-        int bad = 0;
-        if (LEAVES <= 4) {
-            bad |= Half::sum(source, first, into);
-            bad |= add(source, first + STRIDE, into);
-        } else {
+/* In each group the upper half of the lanes is added to the lower, until PS_KEPT are left; then so are the groups, and
+ * then the lanes of the first. */
+PS_FN void halve(float *shared) {
 #pragma unroll
-            for (int c = 0; c < Shape<T>::WIDE; ++c) into[c] = 0.0f; /* adding to a positive zero changes no square */
-#pragma unroll 1
-            for (int half = 0; half < 2; ++half) bad |= add(source, first + half * STRIDE, into);
+    for (int half = PS_LANES / 2; half >= PS_KEPT; half /= 2) {
+        for (int i = (int)threadIdx.x; i < PS_GROUPS * half; i += PS_THREADS) {
+            int at = i / half * PS_LANES + i % half;
+            shared[at] = shared[at] + shared[at + half];
         }
-        return bad;
+        __syncthreads();
     }
-
-  private:
-    typedef Tree<T, FAST, 2 * STRIDE, LEAVES / 2> Half;
-
-    static __device__ __forceinline__ int add(const Source<T> &source, int first, float *into) {
-        float other[Shape<T>::WIDE];
-        int bad = Half::sum(source, first, other);
-#pragma unroll
-        for (int c = 0; c < Shape<T>::WIDE; ++c) into[c] = into[c] + other[c];
-        return bad;
+    for (int half = PS_GROUPS / 2; half >= 1; half /= 2) {
+        int i = (int)threadIdx.x, at = i / PS_KEPT * PS_LANES + i % PS_KEPT;
+        if (i < half * PS_KEPT) shared[at] = shared[at] + shared[at + half * PS_LANES];
+        __syncthreads();
     }
-};
-template <typename T, bool FAST, int STRIDE> struct Tree<T, FAST, STRIDE, 1> {
-    static __device__ __forceinline__ int sum(const Source<T> &source, int first, float *into) {
-        return squares<T, FAST>(source, first, into);
+    for (int half = PS_KEPT / 2; half >= 1; half /= 2) {
+        if ((int)threadIdx.x < half) shared[threadIdx.x] = shared[threadIdx.x] + shared[threadIdx.x + half];
+        __syncthreads();
     }
-};
+}
 
 template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, float *sums, float *out, float *shared) {
-    const int wide = Shape<T>::WIDE, thread = threadIdx.x;
+    const int packs = Shape<T>::PACKS, wide = Shape<T>::WIDE, warp = (int)threadIdx.x / PS_WARP;
     ps_index blocks = (numel + PS_BLOCK - 1) / PS_BLOCK;
     for (ps_index block = blockIdx.x; block < blocks; block += gridDim.x) {
-        ps_index start = block * PS_BLOCK;
-        Source<T> source = {x + start, numel - start};
-        float mine[Shape<T>::WIDE];
-        int bad;
-        if (aligned && source.numel >= PS_BLOCK) bad = Tree<T, true, 1, Shape<T>::EACH>::sum(source, 0, mine);
-        else bad = Tree<T, false, 1, Shape<T>::EACH>::sum(source, 0, mine);
+        ps_index start = block * PS_BLOCK + (ps_index)warp * PS_GROUP;
+        Group<T> group = {x + start, numel - start};
+        float mine[Shape<T>::PACKS][Shape<T>::WIDE] = {};
+        int bad = 0;
+        if (aligned && group.numel >= PS_GROUP) add_rows<T, true>(group, mine);
+        else add_rows<T, false>(group, mine);
 #pragma unroll
-        for (int c = 0; c < wide; ++c) shared[thread * wide + c] = mine[c];
+        for (int pack = 0; pack < packs; ++pack)
+#pragma unroll
+            for (int c = 0; c < wide; ++c) {
+                bad |= ps_not_finite(mine[pack][c]);
+                shared[warp * PS_LANES + pack_at<T>(0, pack) * wide + c] = mine[pack][c];
+            }
+        /* Squares do not cancel: a finite sum has finite terms, so only one that is not is looked into. */
+        if (bad) bad = any_not_finite(group);
         bad = __syncthreads_or(bad);
-        for (int half = PS_THREADS * wide / 2; half >= 1; half /= 2) {
-            for (int i = thread; i < half; i += PS_THREADS) shared[i] = shared[i] + shared[i + half];
-            __syncthreads();
-        }
-        if (thread == 0) {
+        halve(shared);
+        if (threadIdx.x == 0) {
             sums[block] = shared[0];
             if (bad) out[1] = 1.0f; /* every thread block that writes it writes the same */
         }
@@ -98,9 +136,9 @@ template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, f
 }
 
 #define PS_NORM(NAME, T)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(PS_THREADS) norm_##NAME(const T *x, ps_index numel, ps_index aligned, \
+    extern "C" __global__ void __launch_bounds__(PS_THREADS, 2) norm_##NAME(const T *x, ps_index numel, ps_index aligned, \
                                                                          float *sums, float *out) {                    \
-        __shared__ float shared[PS_THREADS * Shape<T>::WIDE];                                                          \
+        __shared__ float shared[PS_GROUPS * PS_LANES];                                                                 \
         norm(x, numel, (int)aligned, sums, out, shared);                                                               \
     }
 
