@@ -8,11 +8,9 @@ defence, for tests: ``check`` compares what is declared by vector clocks (see [N
 
 from __future__ import annotations
 
-import time
 import weakref
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -22,7 +20,9 @@ from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._device import Event
 from ps_core.engine._faults import Fault
-from ps_core.engine._ordering import START, Clock, Ordering, Range
+from ps_core.engine._links import Links
+from ps_core.engine._ordering import START, Clock, Ordering
+from ps_core.engine._places import Places
 from ps_kernels import PinnedArena
 
 
@@ -60,8 +60,10 @@ class StandIn:
             raise InvalidInput(f"link_bytes_per_s: expected a rate above 0, found {link_bytes_per_s!r}")
         self.name = name
         self.torch_device = torch.device("cpu")
-        self._places = _Places()
+        self._places = Places()
         self._ordering = Ordering(self._places.name) if check else None
+        if self._ordering is not None:
+            self._places.forget = self._ordering.history.forget
         self._delays = None if seed is None else _Delays(seed)
         self._links = None if link_bytes_per_s is None else Links(link_bytes_per_s)
         self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)
@@ -117,11 +119,9 @@ class StandIn:
             self._delays.perform(queue)  # for the host thread does the work now, and what comes before it is due
 
     def _launch(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        if self._ordering is None:
-            return
-        for start, end in self._places.given_back():
-            self._ordering.history.forget(start, end)
-        self._ordering.launch(queue, what, self._places.ranges(reads), self._places.ranges(writes))
+        if self._ordering is not None:
+            self._places.tidy()
+            self._ordering.launch(queue, what, self._places.ranges(reads), self._places.ranges(writes))
 
     def record(self, queue: Queue) -> _Mark:
         """An event behind everything launched on a queue so far."""
@@ -187,83 +187,6 @@ class _Saboteur:
         return mark
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A storage."""
-
-    end: int
-    name: str
-    memory: Callable[[], torch.Tensor | None]
-    """Its bytes, where this device made it; while they are in use."""
-
-
-class _Places:
-    """The storages that were seen: their names, what is touched of them, and which were given back."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._known: dict[int, _Place] = {}  # by first address
-        self._gone: deque[int] = deque()
-        self._count = 0
-
-    def add(self, tensor: torch.Tensor, kind: str, memory: Callable[[], torch.Tensor | None] = lambda: None) -> None:
-        """Name a tensor's storage, and hear of its end."""
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        self._starts.insert(bisect_right(self._starts, start), start)
-        self._known[start] = _Place(start + storage.nbytes(), f"{kind} {self._count}", memory)
-        self._count += 1
-        # It may end at any instant, within a change to the history too: so it is only noted here.
-        weakref.finalize(storage, self._gone.append, start).atexit = False
-
-    def given_back(self) -> list[Range]:
-        """The ranges of storages that ended since the last call."""
-        ranges = []
-        while self._gone:
-            start = self._gone.popleft()
-            self._starts.remove(start)
-            ranges.append((start, self._known.pop(start).end))
-        return ranges
-
-    def ranges(self, tensors: Sequence[torch.Tensor]) -> list[Range]:
-        """What tensors touch; for strided ones, from their first byte to their last."""
-        ranges = []
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            start = tensor.data_ptr()
-            if self._find(start) is None:
-                self.add(tensor, "tensor")
-            steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            ranges.append((start, start + (steps + 1) * tensor.element_size()))
-        return ranges
-
-    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's bytes, where possible as a view of the memory that they were cut from.
-
-        A real device's copy in flight holds no reference to a tensor, so one that is only delayed may not show in the
-        use count of its storage either.
-        """
-        start = self._find(tensor.data_ptr())
-        memory = None if start is None else self._known[start].memory()
-        if start is None or memory is None:
-            return tensor.view(-1).view(torch.uint8)
-        return memory.narrow(0, tensor.data_ptr() - start, tensor.nbytes)
-
-    def _find(self, address: int) -> int | None:
-        index = bisect_right(self._starts, address) - 1
-        if index < 0 or address >= self._known[self._starts[index]].end:
-            return None
-        return self._starts[index]
-
-    def name(self, start: int, end: int) -> str:
-        """A range for people: ``arena 0 [128:256]``."""
-        first = self._find(start)
-        if first is None:
-            return f"memory [{start:#x}:{end:#x}]"
-        return f"{self._known[first].name} [{start - first}:{end - first}]"
-
-
 class _Delays:
     """Copies that are launched but not done yet.
 
@@ -272,7 +195,7 @@ class _Delays:
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
-        self._eagerness = self._random.choice((0.0, 0.1, 0.5))
+        self._eagerness = [self._random.choice((0.0, 0.1, 0.7)) for _ in Queue]  # one may be quick, another slow
         self._todo: list[deque[_Mark | tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in Queue]
         self._begun = [0 for _ in Queue]  # Invariant: position(queue) operations launched, of which todo are left
 
@@ -292,10 +215,9 @@ class _Delays:
             self._todo[queue].append(event)
 
     def stir(self) -> None:
-        """Perhaps do one thing."""
-        if self._random.random() < self._eagerness:
-            queue = self._random.choice(list(Queue))
-            if self._todo[queue]:
+        """Perhaps do a thing or two."""
+        for queue, eagerness in zip(Queue, self._eagerness, strict=True):
+            if self._todo[queue] and self._random.random() < eagerness:
                 self.perform(queue, self._begun[queue] + 1)
 
     def perform(self, queue: Queue, position: int | None = None) -> None:
@@ -315,45 +237,3 @@ class _Delays:
             if not isinstance(first, _Mark):
                 target, source = first
                 target.copy_(source)
-
-
-class Links:
-    """Copies up and down take as long as they would at some rate, each direction on its own.
-
-    Bytes move at once; it is the event behind them that is ready late, and the host thread, which computes too, that
-    sleeps for it.
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: float,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._clock, self._sleep = clock, sleep
-        self._free_s = [0.0 for _ in Queue]  # when what was launched on a queue is done
-
-    def copy(self, queue: Queue, numbytes: int) -> None:
-        """A copy is about to be made."""
-        if queue in (Queue.H2D, Queue.D2H):
-            self._free_s[queue] = max(self._free_s[queue], self._clock()) + numbytes / self._bytes_per_s
-
-    def ready_s(self, queue: Queue) -> float:
-        """When what was launched so far is done."""
-        return self._free_s[queue]
-
-    def wait(self, queue: Queue, ready_s: float) -> None:
-        """What follows is not done before that time."""
-        self._free_s[queue] = max(self._free_s[queue], ready_s)
-        if queue in (Queue.COMPUTE, Queue.CPU):
-            self._sleep_until(ready_s)
-
-    def synchronize(self) -> None:
-        """Sleep until everything is done."""
-        self._sleep_until(max(self._free_s))
-
-    def _sleep_until(self, ready_s: float) -> None:
-        remaining_s = ready_s - self._clock()
-        if remaining_s > 0:
-            self._sleep(remaining_s)

@@ -1,0 +1,430 @@
+"""The stand-in for an accelerator: right schedules pass, each ordering bug is caught, memory and time are kept."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from ps_core import InvalidInput, PlanMismatch
+from ps_core._plan import Queue
+from ps_core.engine._device import Device, Event
+from ps_core.engine._faults import Fault
+from ps_core.engine._links import Links
+from ps_core.engine._standin import StandIn
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "ordering.md"
+SLOT = 256
+RIGHT_SEEDS, FAULT_SEEDS = range(50), range(30)
+
+
+class Slot:
+    """Memory, and the events that whoever uses it next has to wait for."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.written: Event | None = None
+        self.read: list[Event] = []
+
+
+class Training:
+    """A pipeline over disk, host and device: fetch ahead, compute, copy out, step behind, write back.
+
+    Every access waits for what its slots were last used for, on other queues, and for nothing else. There are three
+    kinds of layers: trained ones, read from the disk, whose gradient is written over the weight; layers that are
+    gathered and save an activation on the disk; frozen ones, staged by the host in one buffer.
+    """
+
+    def __init__(self, device: Device, seed: int) -> None:
+        random = Random(seed)
+        self.device = device
+        self.layers, self.slots, self.lag = random.randint(7, 10), random.randint(3, 4), random.randint(1, 2)
+        self.rounds = random.randint(2, 3)
+        self.device_memory, self.host_memory = device.arena(40 * SLOT), device.host(80 * SLOT)
+        generator = torch.Generator().manual_seed(seed)
+        self.host_memory.random_(0, 256, generator=generator)
+        self.used = {"device": 0, "host": 0}
+        self.weights = self.take("device", self.slots)
+        self.full, self.shared, self.resident, self.activation, self.state = self.take("device", 5)
+        self.disk_weights, self.disk_moments = self.take("host", self.layers), self.take("host", self.layers)
+        self.disk_activations, self.frozen = self.take("host", self.layers), self.take("host", self.layers)
+        self.gradients = self.take("host", 2)
+        self.moment, self.inbox, self.outbox, self.staging, self.saved, self.loss = self.take("host", 6)
+
+    def take(self, where: str, count: int) -> list[Slot]:
+        memory = self.device_memory if where == "device" else self.host_memory
+        first = self.used[where]
+        self.used[where] += count
+        return [Slot(memory[at * SLOT : (at + 1) * SLOT]) for at in range(first, first + count)]
+
+    def wait(self, queue: Queue, reads: list[Slot], writes: list[Slot]) -> None:
+        events = [slot.written for slot in (*reads, *writes)] + [event for slot in writes for event in slot.read]
+        for event in events:
+            if event is not None and event.queue is not queue:
+                self.device.wait(queue, event)
+
+    def done(self, queue: Queue, reads: list[Slot], writes: list[Slot]) -> None:
+        event = self.device.record(queue)
+        for slot in reads:
+            slot.read.append(event)
+        for slot in writes:
+            slot.written, slot.read = event, []
+
+    def copy(self, queue: Queue, target: Slot, source: Slot) -> None:
+        self.wait(queue, [source], [target])
+        self.device.copy(queue, target.memory, source.memory)
+        self.done(queue, [source], [target])
+
+    def work(self, queue: Queue, what: str, reads: list[Slot], writes: list[Slot], body: Callable[[], object]) -> None:
+        self.wait(queue, reads, writes)
+        self.device.work(queue, what, [each.memory for each in reads], [each.memory for each in writes])
+        body()
+        self.done(queue, reads, writes)
+
+    def fetch(self, layer: int) -> None:
+        weight = self.weights[layer % self.slots]
+        if layer % 3 == 0:
+            self.copy(Queue.DISK_R, self.inbox, self.disk_weights[layer])
+            self.copy(Queue.H2D, weight, self.inbox)
+        elif layer % 3 == 1:
+            self.copy(Queue.H2D, weight, self.frozen[layer])
+        else:
+            staging, frozen = self.staging.memory, self.frozen[layer].memory
+            self.work(
+                *(Queue.CPU, f"stage {layer}", [self.frozen[layer]], [self.staging]),
+                lambda: staging.copy_(frozen ^ layer),
+            )
+            self.copy(Queue.H2D, weight, self.staging)
+
+    def gather(self, layer: int, source: Slot, target: Slot) -> None:
+        part, full = source.memory, target.memory
+        self.work(Queue.COLL, f"gather for {layer}", [source], [target], lambda: full.copy_(part * 5 + layer))
+
+    def compute(self, layer: int) -> None:
+        weight, state, shared = self.weights[layer % self.slots], self.state.memory, self.shared.memory
+        what = f"compute {layer}"
+        self.gather(layer, self.resident, self.shared)
+        if layer % 3 == 0:
+            self.work(
+                *(Queue.COMPUTE, what, [self.shared], [weight, self.state]),
+                lambda: weight.memory.mul_(3).add_(state.add_(weight.memory).add_(shared)),
+            )
+            self.copy(Queue.D2H, self.gradients[layer // 3 % 2], weight)
+            self.copy(Queue.DISK_R, self.moment, self.disk_moments[layer])
+        elif layer % 3 == 1:
+            self.gather(layer, weight, self.full)
+            full, activation = self.full.memory, self.activation.memory
+            self.work(
+                *(Queue.COMPUTE, what, [self.full, self.shared], [self.state, self.activation]),
+                lambda: activation.copy_(state.mul_(7).add_(full).add_(shared)),
+            )
+            self.copy(Queue.D2H, self.saved, self.activation)
+            self.copy(Queue.DISK_W, self.disk_activations[layer], self.saved)
+        else:
+            self.work(
+                *(Queue.COMPUTE, what, [weight, self.shared], [self.state]),
+                lambda: state.sub_(weight.memory).add_(shared),
+            )
+
+    def step(self, layer: int) -> None:
+        gradient, moment, outbox = self.gradients[layer // 3 % 2], self.moment.memory, self.outbox.memory
+        self.work(
+            *(Queue.CPU, f"step {layer}", [gradient], [self.moment, self.outbox]),
+            lambda: outbox.copy_(moment.mul_(9).add_(gradient.memory)),
+        )
+        self.copy(Queue.DISK_W, self.disk_moments[layer], self.moment)
+        self.copy(Queue.DISK_W, self.disk_weights[layer], self.outbox)
+
+    def read_loss(self) -> None:
+        self.loss.memory.copy_(self.state.memory)
+
+    def run(self) -> bytes:
+        """Everything there is in memory at the end."""
+        for _ in range(self.rounds):
+            fetched = 0
+            for layer in range(self.layers):
+                while fetched < min(self.layers, layer + self.slots):
+                    self.fetch(fetched)
+                    fetched += 1
+                self.compute(layer)
+                if layer >= self.lag and (layer - self.lag) % 3 == 0:
+                    self.step(layer - self.lag)
+            self.work(Queue.CPU, "read the loss", [self.state], [self.loss], self.read_loss)
+            for layer in range(self.layers - self.lag, self.layers):
+                if layer % 3 == 0:
+                    self.step(layer)
+        self.device.synchronize()
+        return bytes(self.device_memory.tolist() + self.host_memory.tolist())
+
+
+@cache
+def right(seed: int) -> bytes:
+    """What a run without delays, checks and faults leaves."""
+    return Training(StandIn(), seed).run()
+
+
+def test_runs_differ_by_seed_and_do_something() -> None:
+    assert len({right(seed) for seed in RIGHT_SEEDS}) == len(RIGHT_SEEDS)
+    training = Training(StandIn(), 0)
+    before = bytes(training.device_memory.tolist() + training.host_memory.tolist())
+    after = training.run()
+    changed = sum(one != other for one, other in zip(before, after, strict=True))
+    assert changed > 10 * SLOT
+
+
+@pytest.mark.parametrize("seed", RIGHT_SEEDS)
+def test_no_false_alarm_and_the_same_bytes(seed: int) -> None:
+    assert Training(StandIn(check=True, seed=seed), seed).run() == right(seed)
+    assert Training(StandIn(seed=seed + 1000), seed).run() == right(seed)
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_the_checker_catches_every_fault_on_every_seed(fault: Fault) -> None:
+    missed = [seed for seed in FAULT_SEEDS if not caught(seed, fault)]
+    assert missed == []
+
+
+def caught(seed: int, fault: Fault) -> bool:
+    try:
+        Training(StandIn(check=True, fault=fault, seed=seed), seed).run()
+    except PlanMismatch as error:
+        sides = re.search(r"^unordered: .* on (\w+)\) (?:reads|writes) .* on (\w+)\), launched earlier", str(error))
+        assert sides is not None
+        if fault.waiting is not None and fault.recorded is not None:
+            assert sides.groups() == (fault.waiting.name, fault.recorded.name)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_delays_show_what_a_late_copy_can_show(fault: Fault) -> None:
+    shown = [Training(StandIn(seed=seed, fault=fault), seed).run() != right(seed) for seed in FAULT_SEEDS]
+    # Compute and collectives are done at once by the host thread; only the checker sees that nobody waits for them.
+    assert any(shown) == (fault.recorded not in (Queue.COMPUTE, Queue.COLL))
+
+
+def test_faults_need_something_that_notices() -> None:
+    with pytest.raises(InvalidInput, match=r"lost-event.*check=True or a seed"):
+        StandIn(fault=Fault.LOST_EVENT)
+
+
+def test_the_documented_faults() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.+?) \| (.+?) \|$", DOCS.read_text("utf-8"), re.MULTILINE)
+    waits = {
+        fault: "-"
+        if fault.waiting is None or fault.recorded is None
+        else f"{fault.waiting.name} for {fault.recorded.name}"
+        for fault in Fault
+    }
+    assert rows == [(str(fault), waits[fault], fault.__doc__) for fault in Fault]
+
+
+def test_a_message_teaches() -> None:
+    device = StandIn(check=True)
+    arena, host = device.arena(1024), device.host(512)
+    device.copy(Queue.H2D, arena[128:640], host)
+    device.record(Queue.H2D)
+    with pytest.raises(PlanMismatch) as caught:
+        device.work(Queue.COMPUTE, "forward of layer 3", [arena[256:512]], [])
+    assert str(caught.value).splitlines() == [
+        "unordered: 'forward of layer 3' (operation 1 on COMPUTE) reads arena 0 [256:512] while 'copy' (operation 1 on "
+        "H2D), launched earlier, perhaps still writes arena 0 [128:640]; both touch arena 0 [256:512]",
+        "  expected: COMPUTE has waited for an event recorded on H2D behind its operation 1; "
+        "found: it has waited for H2D up to operation 0",
+        "  try: event = device.record(Queue.H2D) right behind 'copy', and device.wait(Queue.COMPUTE, event) before "
+        "'forward of layer 3'",
+    ]
+
+
+@pytest.mark.parametrize("how", [{}, {"check": True}, {"seed": 1}])
+def test_copies_refuse_what_is_not_the_same_bytes(how: dict[str, object]) -> None:
+    device = StandIn(**how)  # type: ignore[arg-type]
+    arena = device.arena(1024)
+    with pytest.raises(PlanMismatch, match=r"copy on H2D: expected the same shape and dtype.*float32.*uint8"):
+        device.copy(Queue.H2D, arena[:4], torch.ones(4))
+    with pytest.raises(PlanMismatch, match="same shape"):
+        device.copy(Queue.H2D, arena[:4], arena[8:9])
+
+
+def test_reading_without_waiting_sees_old_bytes() -> None:
+    old = 0
+    for seed in range(20):
+        device = StandIn(seed=seed)
+        arena, host = device.arena(64), device.host(64)
+        host.fill_(7)
+        device.copy(Queue.H2D, arena, host)
+        event = device.record(Queue.H2D)
+        old += int(arena.sum()) == 0
+        device.wait(Queue.CPU, event)
+        assert int(arena.sum()) == 7 * 64
+    assert old >= 10
+
+
+def test_a_delayed_copy_does_not_count_as_a_use_of_a_residency() -> None:
+    device = StandIn(seed=0)
+    arena = device.arena(1024)
+    residency = torch.utils.dlpack.from_dlpack(arena[128:256]).view(torch.float32)
+    address = residency.untyped_storage()._cdata
+    before = torch._C._storage_Use_Count(address)
+    device.copy(Queue.H2D, residency, torch.ones(32))
+    assert torch._C._storage_Use_Count(address) == before
+    device.synchronize()
+    assert residency.tolist() == [1.0] * 32
+
+
+def test_what_is_remembered_does_not_grow() -> None:
+    device, random = StandIn(check=True), Random(0)
+    arena, host = device.arena(64 * SLOT), device.host(64 * SLOT)
+    history = device._ordering.history  # type: ignore[union-attr]
+    largest = []
+    for step in range(10_000):
+        slot, start = random.randrange(64), random.randrange(0, SLOT, 64)
+        part = slice(slot * SLOT + start, (slot + 1) * SLOT)
+        queue = random.choice([Queue.H2D, Queue.D2H, Queue.COMPUTE, Queue.DISK_W])
+        for other in Queue:
+            device.wait(queue, device.record(other))
+        if queue is Queue.H2D:
+            device.copy(queue, arena[part], host[part])
+        elif queue is Queue.D2H:
+            device.copy(queue, host[part], arena[part])
+        else:
+            device.work(queue, "use", [host[part]], [arena[part]] if queue is Queue.COMPUTE else [])
+        if step % 1000 == 999:
+            largest.append(len(history))
+    assert 64 < max(largest) <= 64 * 2 * 4 * 2  # slots, memories, parts of a slot, a writer and a reader
+    assert max(largest[5:]) <= 1.1 * max(largest[:5])
+
+
+def test_memory_that_is_given_back_is_forgotten() -> None:
+    device = StandIn(check=True)
+    arena = device.arena(1 << 16)
+    for _ in range(200):
+        loose = torch.ones(1 << 12)  # the allocator gives the same address again and again
+        device.work(Queue.COMPUTE, "make a gradient", [], [loose])
+        device.copy(Queue.COMPUTE, arena[: loose.nbytes], loose.view(torch.uint8))
+        del loose
+        on_host = torch.ones(1 << 12)
+        device.work(Queue.CPU, "use something else", [], [on_host])
+        del on_host
+    gc.collect()
+    device.work(Queue.COMPUTE, "tidy up", [], [])
+    assert len(device._ordering.history) == 1  # type: ignore[union-attr]
+
+
+def test_loose_memory_is_checked_while_it_lives() -> None:
+    device, loose = StandIn(check=True), torch.ones(8)
+    device.work(Queue.COMPUTE, "make a gradient", [], [loose])
+    with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[4:12\] while 'make a gradient'"):
+        device.work(Queue.CPU, "read it", [loose[1:3]], [])
+    with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[0:28\]"):
+        device.work(Queue.CPU, "read every second element", [loose[0:7:2]], [])
+
+
+def mapped_bytes() -> tuple[int, int]:
+    """Of this process: address space, and what is resident."""
+    total, resident = Path("/proc/self/statm").read_text("ascii").split()[:2]
+    return int(total) * 4096, int(resident) * 4096
+
+
+@pytest.mark.parametrize("kind", ["arena", "host"])
+@pytest.mark.parametrize("how", [{}, {"check": True, "seed": 1}])
+def test_memory_is_exact_lazy_and_given_back(kind: str, how: dict[str, object]) -> None:
+    size, device = (256 << 20) + 3, StandIn(**how)  # type: ignore[arg-type]
+    gc.collect()
+    total, resident = mapped_bytes()
+    memory = getattr(device, kind)(size)
+    assert (memory.dtype, memory.shape, memory.device) == (torch.uint8, (size,), device.torch_device)
+    assert memory.data_ptr() % 128 == 0
+    assert memory.untyped_storage().nbytes() == size
+    assert 0 <= mapped_bytes()[0] - total - size < 4096 + (1 << 20)
+    assert mapped_bytes()[1] - resident < 8 << 20
+    memory[: 64 << 20].fill_(1)
+    assert 56 << 20 < mapped_bytes()[1] - resident < 72 << 20
+    view = memory[5:10]
+    del memory
+    assert view.tolist() == [1] * 5
+    assert mapped_bytes()[0] - total >= size
+    del view
+    device.close()
+    assert mapped_bytes()[0] - total < size // 2  # less the stacks and heaps of threads that torch has started
+    assert mapped_bytes()[1] - resident < 8 << 20
+
+
+@pytest.mark.parametrize("kind", ["arena", "host"])
+def test_memory_refuses_nothing(kind: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{kind}: expected a size of at least 1 byte, found 0"):
+        getattr(StandIn(), kind)(0)
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.slept_s: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+
+def test_links_have_a_rate_each_way_and_waits_sleep() -> None:
+    clock = Clock()
+    links = Links(1000.0, clock, clock.sleep)
+    links.copy(Queue.H2D, 500)
+    first = links.ready_s(Queue.H2D)
+    links.copy(Queue.H2D, 1500)
+    links.copy(Queue.D2H, 1000)
+    links.copy(Queue.DISK_W, 10**9)
+    assert [links.ready_s(queue) for queue in (Queue.H2D, Queue.D2H, Queue.DISK_W)] == [102.0, 101.0, 0.0]
+    links.wait(Queue.COMPUTE, first)
+    assert clock.slept_s == [0.5]
+    links.wait(Queue.COMPUTE, first)
+    links.wait(Queue.D2H, 102.0)  # streams wait without the host
+    assert clock.slept_s == [0.5]
+    links.copy(Queue.D2H, 250)
+    assert links.ready_s(Queue.D2H) == 102.25
+    links.wait(Queue.CPU, links.ready_s(Queue.D2H))
+    assert clock.now_s == 102.25
+    clock.now_s = 110.0
+    links.copy(Queue.H2D, 1000)  # an idle link begins when asked
+    links.synchronize()
+    assert clock.now_s == 111.0
+
+
+def test_a_stand_in_held_to_a_rate_takes_that_long() -> None:
+    device = StandIn(link_bytes_per_s=10e6)
+    arena, host = device.arena(1 << 20), device.host(1 << 20)
+    host.fill_(3)
+    began_s = time.perf_counter()
+    device.copy(Queue.H2D, arena[: 1 << 19], host[: 1 << 19])
+    device.copy(Queue.D2H, host[1 << 19 :], arena[1 << 19 :])  # the other direction, at the same time
+    issued_s = time.perf_counter() - began_s
+    device.wait(Queue.COMPUTE, device.record(Queue.H2D))
+    waited_s = time.perf_counter() - began_s
+    assert issued_s < 0.05
+    assert waited_s >= 0.0524
+    assert int(arena[: 1 << 19].min()) == 3
+    device.copy(Queue.H2D, arena, host)
+    device.synchronize()
+    assert time.perf_counter() - began_s >= 0.0524 + 0.104
+
+
+def test_rates_are_positive() -> None:
+    with pytest.raises(InvalidInput, match="link_bytes_per_s: expected a rate above 0, found 0"):
+        StandIn(link_bytes_per_s=0)
+
+
+def test_an_event_of_another_device_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="expected an event of this device, found object"):
+        StandIn(check=True).wait(Queue.COMPUTE, object())  # type: ignore[arg-type]
