@@ -90,7 +90,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
 
     def start(self) -> None:
         """Begin to count (again). Does nothing under a fake-tensor, functionalising or tracing mode."""
-        if any(torch._C._get_dispatch_mode(key) is not None for key in _INFRASTRUCTURE):
+        if not self._sees_fakes() and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRASTRUCTURE):
             return
         self._on = True
         if not self._is_on_stack():
@@ -105,6 +105,9 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self._on = False
         if self._is_on_stack():
             _take_out(self)
+
+    def _sees_fakes(self) -> bool:
+        return False
 
     def _is_on_stack(self) -> bool:
         return any(mode is self for mode in _get_current_dispatch_mode_stack())

@@ -1,0 +1,151 @@
+"""``chunked``: put a model under management."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from ps_core._errors import AlreadyManaged, InvalidInput
+from ps_core._options import Budget, Optimizer, Options
+from ps_core._plan import Tier
+from ps_core._program import Precision
+from ps_core.engine._device import Device
+from ps_core.engine._engine import Engine
+from ps_core.engine._management import Management
+from ps_core.engine._materialise import initial_values
+from ps_core.engine._optimizer import ChunkedOptimizer
+from ps_core.engine._packing import DTYPES, pack
+from ps_core.engine._parameter import ManagedParameter
+from ps_core.engine._pilot import Pilot
+from ps_core.engine._placing import fill, place
+from ps_core.engine._scaler import LossScale
+from ps_core.engine._standin import StandIn
+from ps_core.engine._store import Store
+
+_KEPT_FREE = 10
+"""One part in so many of a tier is left alone where no budget is given."""
+
+
+def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    device: str | Device = "cpu",
+    budget: Budget | None = None,
+    precision: str | Precision = Precision.BF16,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    options: Options | None = None,
+) -> tuple[nn.Module, ChunkedOptimizer | None]:
+    """Put a model's parameters under management; train it afterwards by a plain PyTorch loop.
+
+    The model is changed in place and returned with the optimizer (None without one). Parameters on ``meta`` are
+    initialised group by group; the memory of others is consumed as they are packed. ``device`` is ``"cpu"`` or
+    ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
+    """
+    options, budget = options or Options(), budget or Budget()
+    mode = _precision(precision)
+    _check(model, accumulation_steps)
+    where = _device(device)
+    tiers = _tiers(where, budget)
+    device_bytes = tiers[0].capacity_bytes if len(tiers) > 1 else None
+    training = optimizer is not None
+    packing = pack(model, options, mode, training=training, device_bytes=device_bytes)
+    store = Store(where, tiers, poison=options.poison)
+    overwrites = mode is not Precision.FP32 and accumulation_steps == 1
+    place(store, packing.groups, accumulates=training and not overwrites and len(tiers) > 1)
+    loss_scale = LossScale() if mode is Precision.FP16 and training else None
+    engine = Engine(
+        store,
+        packing.groups,
+        overwrites=overwrites,
+        loss_scale=loss_scale,
+        constant_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+    pilot = Pilot(
+        engine,
+        model_name=type(model).__name__,
+        precision=mode,
+        accumulate=accumulation_steps,
+        training=training,
+        options=options,
+    )
+    fill(packing.records, initial_values(model), engine)
+    cast = DTYPES[mode] if options.cast_inputs else None
+    front = None
+    if optimizer is not None:
+        order = sorted(packing.records.values(), key=lambda record: record.index)
+        front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
+    Management(model, engine, pilot, cast=cast).install()
+    return model, front
+
+
+def _precision(precision: str | Precision) -> Precision:
+    try:
+        return Precision(precision)
+    except ValueError:
+        known = ", ".join(mode.value for mode in Precision)
+        raise InvalidInput(f"precision must be one of {known}; found {precision!r}") from None
+
+
+def _check(model: nn.Module, accumulation_steps: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"chunked(model, ...) expects an nn.Module, found {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, ManagedParameter):
+            raise AlreadyManaged(f"{name!r} is under management already: release(model) first")
+    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
+    steps = accumulation_steps
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
+
+
+def _device(device: str | Device) -> Device:
+    if not isinstance(device, str):
+        return device
+    if device in ("cpu", "emulated"):
+        return StandIn(name=device)
+    raise InvalidInput(f"device must be 'cpu' or 'emulated', found {device!r}")
+
+
+def _tiers(device: Device, budget: Budget) -> tuple[Tier, ...]:
+    host = budget.host_bytes
+    if host is None:
+        free = available_bytes()
+        host = free - free // _KEPT_FREE
+    if device.name == "cpu":
+        if budget.device is not None:
+            raise InvalidInput("Budget.device must be None for device='cpu': its memory is Budget.host")
+        return (Tier("host", host),)
+    if budget.device_bytes is None:
+        raise InvalidInput(f"device={device.name!r} needs Budget(device=...): how large the accelerator is to be")
+    return (Tier("device", budget.device_bytes & -128), Tier("host", host))
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: the system's, or its control group's if that is less."""
+    return min(_limits())
+
+
+def _limits() -> Iterator[int]:
+    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    if found:
+        yield int(found[1]) * 1024
+    else:
+        yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, used = Path(limit).read_text().strip(), Path(usage).read_text().strip()
+        except OSError:
+            continue
+        if most != "max":
+            yield max(0, int(most) - int(used))

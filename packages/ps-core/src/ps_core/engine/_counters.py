@@ -1,0 +1,33 @@
+"""What has happened so far, for `statistics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts of one engine."""
+
+    moved_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """By tiers: from, to."""
+    evictions: int = 0
+    prefetch_hits: int = 0
+    fetches: int = 0
+    divergences: int = 0
+    replans: int = 0
+    passes: int = 0
+    replayed: int = 0
+    """Passes that ran by the plan to their end."""
+    steps: int = 0
+    planned_steps: int = 0
+    skipped: int = 0
+
+    def moved(self, source: int, target: int, size: int) -> None:
+        """Bytes went from one tier to another."""
+        self.moved_bytes[source, target] += size
+
+    def evicted(self) -> None:
+        """A group left the compute tier."""
+        self.evictions += 1

@@ -1,0 +1,88 @@
+"""Serving a pass moment by moment, without a plan: the first one, and whatever no plan foresaw.
+
+The least recently used group leaves first. Until the tide is known nothing is kept that the moment does not need, so
+that a pass fits whenever one can; later the room below the highest known tide serves as a cache.
+"""
+
+from __future__ import annotations
+
+from ps_core._errors import DoesNotFit
+from ps_core._plan import Queue
+from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._records import GroupRecord, Payload
+from ps_core.engine._residency import Residency
+
+
+class Demand:
+    """The compute tier, run by demand."""
+
+    tracked = True
+    """Whether the tide has to be watched while this drives."""
+
+    def __init__(self, residency: Residency, gradients: GradientKeeper) -> None:
+        self._residency = residency
+        self._store = residency.store
+        self._gradients = gradients
+        self._in: dict[GroupRecord, None] = {}
+        """Groups with a copy on the compute tier, least recently used first."""
+        self.highest_tide_bytes: int | None = None
+        """None: not known yet."""
+
+    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
+        """Have these groups on the compute tier, the payloads of the first valid."""
+        for group in reads:
+            if any(record.payload is not Payload.VALID for record in group.tensors):
+                self._gradients.reclaim(group)
+        groups = list(dict.fromkeys((*reads, *gains)))
+        for group in groups:
+            self._in.pop(group, None)
+        wanted = [group for group in groups if group.home.slot.tier and group.home.copies.get(0) is None]
+        self._make_room(wanted, set(groups), name)
+        device = self._store.device
+        for group in groups:
+            slot = self._residency.bring(group)
+            if group.home.slot.tier:
+                self._in[group] = None
+            device.work(Queue.COMPUTE, name, (slot.memory,), ())
+
+    def _make_room(self, wanted: list[GroupRecord], needed: set[GroupRecord], name: str) -> None:
+        capacity = self._store.tiers[0].capacity_bytes
+        size = sum(group.home.bytes for group in wanted)
+        line = capacity - (self.highest_tide_bytes or self._store.tide_bytes)
+        cache = self.highest_tide_bytes is not None
+        for group in list(self._in):
+            roomy = cache and self._store.used_bytes[0] + size <= line
+            if roomy and all(self._store.fits(each.home.bytes, line) for each in wanted):
+                break
+            if group not in needed and self._residency.drop(group):
+                del self._in[group]
+        if self._store.used_bytes[0] + size + self._store.tide_bytes > capacity:
+            raise DoesNotFit(
+                tier=self._store.tiers[0].name,
+                moment=name,
+                needed_bytes=self._store.used_bytes[0] + size + self._store.tide_bytes,
+                available_bytes=capacity,
+                proven=False,
+                remedies=remedies(self._store.used_bytes[0] + size + self._store.tide_bytes),
+            )
+
+    def finish(self) -> None:
+        """Bring everything home that can leave."""
+        for group in list(self._in):
+            if self._residency.drop(group):
+                del self._in[group]
+            else:
+                self._residency.write_home(group.home)
+
+    def adopt(self, groups: list[GroupRecord]) -> None:
+        """Take over what a plan left on the compute tier."""
+        self._in = {group: None for group in groups if 0 in group.home.copies}
+
+
+def remedies(needed_bytes: int) -> tuple[str, ...]:
+    """What helps where the compute tier is too small."""
+    return (
+        f"a budget of at least {needed_bytes:,} bytes for the device",
+        "activation checkpointing, or a smaller batch or sequence: less non-model data",
+        "a smaller Options.group_bytes: less parameters at a time",
+    )

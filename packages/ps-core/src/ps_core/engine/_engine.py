@@ -1,0 +1,378 @@
+"""The engine of one model: what parameters, hooks and the optimizer turn to.
+
+It knows where in training the model is (which pass, which moment) and leaves the work to others: moving to a driver
+(`_demand`, `_replay`), gradients to `_gradients`, steps to `_stepping`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+
+from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._counters import Counters
+from ps_core.engine._demand import Demand, remedies
+from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._managed_grad import ManagedGrad
+from ps_core.engine._moments import Beat, Recording
+from ps_core.engine._parameter import Function, changes
+from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._residency import Residency
+from ps_core.engine._saved import SavedTensors
+from ps_core.engine._scaler import LossScale
+from ps_core.engine._settings import Outcome, Settings
+from ps_core.engine._stepping import decide
+from ps_core.engine._store import Store
+from ps_core.engine._tide import Tide
+from ps_core.engine._update import Updater
+
+
+class Driver(Protocol):
+    """What brings groups to the compute tier during a pass."""
+
+    tracked: bool
+
+    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
+        """The next moment needs these payloads, and brings these gradients."""
+
+    def finish(self) -> None:
+        """The pass is over."""
+
+
+class Engine:
+    """One model under management."""
+
+    def __init__(
+        self,
+        store: Store,
+        groups: list[GroupRecord],
+        *,
+        overwrites: bool,
+        loss_scale: LossScale | None,
+        constant_bytes: int,
+    ) -> None:
+        self.store = store
+        self.groups = groups
+        self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
+        self.loss_scale = loss_scale
+        self.constant_bytes = constant_bytes
+        """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
+        self.counters = Counters()
+        self.residency = Residency(store, self.counters)
+        self.gradients = GradientKeeper(self.residency, overwrites=overwrites)
+        self.updater = Updater(self.residency, self.gradients, groups)
+        self.saved = SavedTensors(self)
+        self.tide = Tide()
+        self.demand = Demand(self.residency, self.gradients)
+        self.driver: Driver = self.demand
+        self.moment = 0
+        self.recording: Recording | None = None
+        """Of the pass that is on; None between passes."""
+        self.observer: Callable[[Recording], None] | None = None
+        """Told of every pass that ran to its end."""
+        self.management: Any = None
+        """The owner of the hooks (any: it knows this class)."""
+        self.choose: Callable[[bool], Driver] = lambda training: self.demand
+        """Who drives the pass that begins now."""
+        self._task = -1
+        self.collecting = False
+        """A state dict is being made: parameters answer with copies."""
+        self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
+        """A state dict is being loaded: parameters are written through this."""
+
+    # What parameters ask (`_parameter.Keeper`).
+
+    def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function once these parameters are where it can read them."""
+        self.touch(records)
+        pushed = torch.is_grad_enabled() and self.saved.push()
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(*args, **kwargs)
+        finally:
+            if pushed:
+                self.saved.pop()
+        for record in records:
+            if changes(record.parameter) != record.version:
+                self._refuse_change(record)
+        return result
+
+    def get_gradient(self, record: TensorRecord) -> torch.Tensor | None:
+        """What ``parameter.grad`` is."""
+        if record.gradient is Gradient.NONE:
+            return None
+        if record.face is None:
+            record.face = ManagedGrad(record, self, self.loss_scale)
+        return record.face
+
+    def set_gradient(self, record: TensorRecord, value: Any) -> None:
+        """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
+        if value is record.face and value is not None:
+            return
+        self.discard_gradients([record])
+        if value is not None:
+            if value.shape != record.shape:
+                raise UnsupportedParameter(
+                    f"the gradient given to {record.name!r} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(record.shape)}"
+                )
+            self.arrive(record, value.detach().clone())
+
+    def overwrite(self, record: TensorRecord, function: Function, args: Any) -> Any:
+        """A function that changes the parameter in place: only a state dict being loaded may."""
+        if self.loading is not None and function is torch.Tensor.copy_:
+            self.loading(record, args[1])
+            return record.parameter
+        name = getattr(function, "__name__", str(function))
+        raise UnsupportedParameter(
+            f"{name} would change {record.name!r} in place, but what the optimizer steps is its fp32 master: "
+            f"write inside `with materialized(model, names=[{record.name!r}], write=True):`"
+        )
+
+    def detached(self, record: TensorRecord) -> torch.Tensor | None:
+        """A copy for a state dict that is being collected."""
+        return self.read(record) if self.collecting else None
+
+    def _refuse_change(self, record: TensorRecord) -> None:
+        record.version = changes(record.parameter)
+        home = record.group.home
+        if 0 in home.copies and home.copies[0].stamp == home.stamp and not home.dirty:
+            home.copies[0].stamp = -1  # home still has the bytes as they were
+        elif record.group.weight is Kind.P16 and record.group.trainable:
+            self.residency.rebuild(record.group, [record])
+        record.group.reading = -1
+        raise self._change_refused(record)
+
+    @staticmethod
+    def _change_refused(record: TensorRecord) -> UnsupportedParameter:
+        return UnsupportedParameter(
+            f"{record.name!r} was changed in place, but what the optimizer steps is its fp32 master: write inside "
+            f"`with materialized(model, names=[{record.name!r}], write=True):`"
+        )
+
+    def forget_version(self, record: TensorRecord) -> None:
+        """Changes in place so far were meant."""
+        record.version = changes(record.parameter)
+        record.group.reading = -1
+
+    # What saved tensors ask (`_saved.Fetcher`).
+
+    def fetch(self, record: TensorRecord) -> Bound:
+        """The record's residency, brought in if need be."""
+        self.touch([record])
+        assert record.bound is not None, "touching binds"
+        return record.bound
+
+    def owner(self, storage: int) -> TensorRecord | None:
+        """Whose residency a storage is."""
+        return self.residency.owners.get(storage)
+
+    # Moments.
+
+    def touch(self, records: list[TensorRecord]) -> None:
+        """Have these parameters in, and keep them in for the moment."""
+        self._enter()
+        moment = self.moment
+        for record in records:
+            if record.group.reading != moment or record.payload is not Payload.VALID:
+                self._next(list(dict.fromkeys(each.group for each in records)), [])
+                break
+        for record in records:
+            if record.bound is None or record.bound.slot.stamp != record.group.home.stamp:
+                self.residency.unbind(record)
+                self.residency.bind(record)
+            if self.recording is not None:
+                self.recording.beats[-1].touched[record.index] = None
+
+    def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+        """A gradient came."""
+        self._enter()
+        group = record.group
+        if self.moment not in (group.reading, group.gaining):
+            self._next([], [group])
+        group.gaining = self.moment
+        with torch.no_grad():
+            self.gradients.arrive(record, gradient)
+        if self.recording is not None and not record.waiting:
+            self.recording.beats[-1].grads[record.index] = None
+
+    def _enter(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self.recording is None:
+            self._begin_pass(backward=task != -1)
+        if task not in (-1, self._task):
+            self._task = task
+            Variable._execution_engine.queue_callback(self._backward_done)  # type: ignore[no-untyped-call]
+
+    def _next(self, reads: list[GroupRecord], gains: list[GroupRecord]) -> None:
+        """End the moment, begin another."""
+        recording = self.recording
+        assert recording is not None, "there is a pass"
+        held = self._close_moment()
+        backward = torch._C._current_graph_task_id() != -1
+        beat = recording.begin(backward=backward, reads=reads, gains=gains, held=held)
+        self.moment += 1
+        self.driver.begin(reads, gains, beat.name)
+        for group in reads:
+            group.reading = self.moment
+        for group in gains:
+            group.gaining = self.moment
+
+    def _close_moment(self) -> list[GroupRecord]:
+        """Settle what the moment leaves behind; the groups that are held on to."""
+        recording = self.recording
+        if recording is None or not recording.beats:
+            return []
+        beat = recording.beats[-1]
+        for record in self.gradients.waiting():
+            if self.moment in (record.group.reading, record.group.gaining) and self.gradients.put_over(record):
+                beat.grads[record.index] = None
+        if self.driver.tracked:
+            self._measure_tide(beat)
+        open_groups = {self.groups[index] for index in (*beat.reads, *beat.held)}
+        return [group for group in open_groups if group.home.slot.tier and group.aliased]
+
+    def _measure_tide(self, beat: Beat) -> None:
+        peak = self.tide.take_peak()
+        beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
+        store = self.store
+        store.tide_bytes = peak + self.constant_bytes
+        store.note_peak()
+        needed, capacity = store.used_bytes[0] + store.tide_bytes, store.tiers[0].capacity_bytes
+        store.tide_bytes = self.tide.current_bytes + self.constant_bytes
+        if needed > capacity:
+            raise DoesNotFit(
+                tier=store.tiers[0].name,
+                moment=beat.name,
+                needed_bytes=needed,
+                available_bytes=capacity,
+                proven=False,
+                remedies=remedies(needed),
+            )
+
+    # Passes.
+
+    def enter(self) -> bool:
+        """The root module's forward begins; whether saved-tensor hooks were pushed for it."""
+        recording = self.recording
+        if recording is not None:
+            unfinished = recording.beats and recording.beats[-1].backward
+            if unfinished or not any(record.handles for record in self.records):
+                self.finish_pass()
+            else:
+                recording.regular = False
+        if self.recording is None:
+            self._begin_pass(backward=False)
+        return torch.is_grad_enabled() and self.saved.push()
+
+    def leave(self, pushed: bool) -> None:
+        """The root module's forward is over."""
+        if pushed:
+            self.saved.pop()
+        if not torch.is_grad_enabled() and self.recording is not None and torch._C._current_graph_task_id() == -1:
+            self.finish_pass()
+
+    def _check_tampered(self) -> None:
+        tampered, self.residency.tampered = self.residency.tampered, []
+        for record in tampered:
+            raise self._change_refused(record)
+
+    def _begin_pass(self, *, backward: bool) -> None:
+        self._check_tampered()
+        training = backward or torch.is_grad_enabled()
+        self.recording = Recording(regular=not backward, training=training)
+        self.driver = self.demand if backward else self.choose(training)
+        if self.driver.tracked:
+            self.tide.start()
+            self.tide.take_peak()
+
+    def _backward_done(self) -> None:
+        self._task = -1
+        if self.recording is None:
+            return
+        with torch.no_grad():
+            for record in self.gradients.waiting():
+                if record.busy:
+                    continue
+                if self.moment not in (record.group.reading, record.group.gaining):
+                    self._next([], [record.group])
+                if self.gradients.put_over(record):
+                    self.recording.beats[-1].grads[record.index] = None
+            self.gradients.stop_waiting()
+        self.finish_pass()
+
+    def finish_pass(self) -> None:
+        """Between passes everything is at home, but for what somebody holds on to."""
+        recording = self.recording
+        if recording is None:
+            return
+        self._close_moment()
+        self.recording = None
+        self.moment += 1
+        self.tide.stop()
+        self.store.tide_bytes = 0
+        with torch.no_grad():
+            self.driver.finish()
+        recording.regular &= not any(record.handles for record in self.records)
+        self.counters.passes += 1
+        if self.observer is not None:
+            self.observer(recording)
+
+    # What the optimizer asks (`_settings.Gradients`).
+
+    def has_gradient(self, record: TensorRecord) -> bool:
+        """Whether a gradient waits for the step."""
+        return record.gradient is not Gradient.NONE
+
+    def gradient_norm(self, record: TensorRecord) -> float:
+        """Of the stored gradient times its factor."""
+        self.finish_pass()
+        self.residency.await_all(Queue.CPU)
+        squares = float(self.gradients.measure(record)[0])
+        return math.sqrt(squares) * abs(record.factor)
+
+    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+        """Have the step multiply by this too."""
+        record.factor *= factor
+
+    def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
+        """Forget the gradients of these, or of all."""
+        self.finish_pass()
+        with torch.no_grad():
+            self.gradients.discard([r for r in records or self.records if r.gradient is not Gradient.NONE])
+
+    def step(self, settings: Callable[[TensorRecord], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
+        """Update every parameter that has a gradient, or none if one of them is not finite."""
+        self.finish_pass()
+        self._check_tampered()
+        for record in self.records:
+            if record.bound is not None and changes(record.parameter) != record.version:
+                self._refuse_change(record)
+        self.residency.await_all(Queue.CPU)
+        pending = [record for record in self.records if record.gradient is not Gradient.NONE]
+        decision = decide(pending, [self.gradients.measure(record) for record in pending], max_norm, loss_scale)
+        if decision.skip:
+            self.gradients.discard(pending)
+        else:
+            self.updater.step(settings, decision.factor)
+        self.counters.steps += 1
+        self.counters.skipped += decision.skip
+        return Outcome(norm=decision.norm, skipped=decision.skip)
+
+    def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """A copy in fp32 on the CPU, of the parameter's shape."""
+        return self.updater.read(record, kind)
+
+    def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Replace it."""
+        self.updater.write(record, kind, value)
+
+    def read(self, record: TensorRecord) -> torch.Tensor:
+        """A copy of the parameter as it is computed with."""
+        return self.updater.weight(record)

@@ -1,0 +1,211 @@
+"""Where gradients go: over the parameters, into fp32 sums, or aside for a while.
+
+[Note: over the parameter]
+In 16-bit training without accumulation a gradient takes its parameter's own place, so that it costs no memory. That is
+right only once nothing will read the parameter again before the step: no saved tensor names it, nothing aliases its
+memory. Until then the gradient stays aside, autograd's own tensor. If a forward pass wants the parameter back before
+the step, the gradient is moved into an fp32 sum and the parameter rebuilt from its master, which no one has changed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import ps_kernels
+from ps_core._errors import UnsupportedParameter
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._residency import Residency
+from ps_core.engine._store import Home, Slot
+
+
+def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a vector, in the memory order of the parameter."""
+    if gradient.stride() == record.stride:
+        return gradient.as_strided((record.numel,), (1,))
+    flat = torch.empty(record.numel, dtype=gradient.dtype, device=gradient.device)
+    flat.as_strided(record.shape, record.stride).copy_(gradient)
+    return flat
+
+
+class GradientKeeper:
+    """The gradients of one engine."""
+
+    def __init__(self, residency: Residency, *, overwrites: bool) -> None:
+        self._residency = residency
+        self._store = residency.store
+        self._overwrites = overwrites
+        self._one_tier = len(residency.store.tiers) == 1
+        self._waiting: dict[TensorRecord, None] = {}
+
+    # Arrival.
+
+    def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+        """A gradient came; its group is on the compute tier if it can go over the parameter."""
+        if gradient.layout is not torch.strided:
+            raise UnsupportedParameter(
+                f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
+            )
+        record.part = None
+        over = self._overwrites and record.group.weight is Kind.P16
+        if record.gradient is not Gradient.NONE or not over:
+            self.add(record, gradient)
+            return
+        record.aside, record.gradient = gradient, Gradient.ASIDE
+        if not self.put_over(record):
+            record.waiting = True
+            self._waiting[record] = None
+
+    def _resident(self, record: TensorRecord) -> bool:
+        """Whether gradients that cannot go over the parameter stay what autograd made them."""
+        return self._one_tier or record.group.pinned
+
+    def put_over(self, record: TensorRecord) -> bool:
+        """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
+        slot = record.group.home.newest(0)
+        if slot is None or record.busy or record.aside is None:
+            return False
+        target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
+        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        target.copy_(record.aside)
+        record.group.home.changed(slot)
+        record.aside, record.waiting = None, False
+        record.gradient, record.payload = Gradient.OVER, Payload.OVER
+        return True
+
+    def waiting(self) -> list[TensorRecord]:
+        """Those whose gradients are aside until nothing needs their parameters."""
+        self._waiting = {record: None for record in self._waiting if record.waiting}
+        return list(self._waiting)
+
+    def stop_waiting(self) -> None:
+        """Backward is over: what still cannot go over its parameter goes into the sums (or stays, on one tier)."""
+        for record in self.waiting():
+            if self._resident(record):
+                record.waiting = False
+            else:
+                self.sum_up(record)
+        self._waiting.clear()
+
+    def add(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+        """Add a gradient to what there is, in fp32."""
+        if record.gradient is Gradient.OVER:
+            self.reclaim(record.group)
+        if self._resident(record):
+            self._add_aside(record, gradient)
+            return
+        if record.gradient is Gradient.ASIDE:
+            self.sum_up(record)
+        self._add_summed(record, gradient)
+
+    def _add_aside(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+        if record.aside is None:
+            record.aside, record.gradient = gradient, Gradient.ASIDE
+        else:
+            record.aside = record.aside.float().add_(gradient)
+        record.waiting = False
+
+    def sum_up(self, record: TensorRecord) -> None:
+        """Move a gradient that is aside into the accumulator."""
+        gradient, record.aside, record.waiting = record.aside, None, False
+        record.gradient = Gradient.NONE
+        if gradient is not None:
+            self._add_summed(record, gradient)
+
+    def _add_summed(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+        home = self.accumulator(record.group)
+        flat = flatten(record, gradient)
+        if home.slot.tier:
+            stage = self._store.reserve(home.slot.tier, flat.nbytes)
+            staged = stage.memory.view(flat.dtype)
+            self._residency.await_all(Queue.D2H)
+            self._store.device.copy(Queue.D2H, staged, flat)
+            self._residency.watcher.moved(0, home.slot.tier, flat.nbytes)
+            self.add_flat(record, staged, home.slot, Queue.CPU)
+            self._store.release(stage)
+        else:
+            self.add_flat(record, flat, home.slot, Queue.COMPUTE)
+
+    def add_flat(self, record: TensorRecord, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
+        """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""
+        target = slot.flat(torch.float32, record.group.chunk_numel)[record.span]
+        self._residency.await_all(queue)
+        self._store.device.work(queue, f"sum of the gradient of {record.name}", (flat, target), (target,))
+        if record.gradient is Gradient.SUMMED:
+            ps_kernels.accumulate(target, flat)
+        else:
+            target.copy_(flat)
+        record.gradient = Gradient.SUMMED
+        record.group.homes[Kind.ACC].changed(slot)
+
+    def accumulator(self, group: GroupRecord) -> Home:
+        """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
+        home = group.homes.get(Kind.ACC)
+        if home is None:
+            tier = group.homes[Kind.P32].slot.tier
+            slot = self._store.reserve(tier, group.chunk_numel * 4)
+            home = group.homes[Kind.ACC] = Home(group.extent(Kind.ACC), slot.bytes, slot)
+            home.changed(slot)
+        return home
+
+    # The parameter wanted back.
+
+    def reclaim(self, group: GroupRecord) -> None:
+        """Make every payload of a group its parameter again, whatever lies over it."""
+        over = [record for record in group.tensors if record.payload is Payload.OVER]
+        lost = [record for record in group.tensors if record.payload is Payload.LOST]
+        self._residency.at_home(group.home)
+        for record in over:
+            flat, record.gradient = self._over(record), Gradient.NONE
+            if self._resident(record):
+                record.aside, record.gradient = flat.float().as_strided(record.shape, record.stride), Gradient.ASIDE
+            else:
+                home = self.accumulator(group)
+                self.add_flat(record, flat, home.slot, Queue.CPU if home.slot.tier else Queue.COMPUTE)
+        self._residency.rebuild(group, over + lost)
+        for record in over + lost:
+            record.payload = Payload.VALID
+
+    def discard(self, records: list[TensorRecord]) -> None:
+        """Forget gradients; what they lay over becomes the parameters again."""
+        groups = {}
+        for record in records:
+            if record.gradient is Gradient.OVER:
+                groups[record.group] = None
+            record.fresh()
+        for group in groups:
+            gone = [record for record in group.tensors if record.payload is not Payload.VALID]
+            kept = [record for record in gone if record.gradient is Gradient.OVER]
+            if kept:
+                self.reclaim(group)
+            else:
+                self._residency.rebuild(group, gone)
+            for record in gone:
+                record.payload = Payload.VALID
+
+    # Norms.
+
+    def _over(self, record: TensorRecord) -> torch.Tensor:
+        group = record.group
+        slot = group.home.source() if group.home.dirty else group.home.slot
+        return slot.flat(group.dtype, group.chunk_numel)[record.span]
+
+    def located(self, record: TensorRecord) -> torch.Tensor:
+        """The gradient as a vector, where it is."""
+        if record.gradient is Gradient.OVER:
+            return self._over(record)
+        if record.gradient is Gradient.SUMMED:
+            home = record.group.homes[Kind.ACC]
+            return home.source().flat(torch.float32, record.group.chunk_numel)[record.span]
+        assert record.aside is not None, "there is a gradient"
+        return flatten(record, record.aside)
+
+    def measure(self, record: TensorRecord) -> torch.Tensor:
+        """Sum of squares and non-finite flag of the gradient, taken once."""
+        if record.part is None:
+            flat = self.located(record)
+            part = torch.zeros(2, device=flat.device)
+            ps_kernels.sumsq_finite(flat, part)
+            record.part = part
+        return record.part

@@ -1,0 +1,178 @@
+"""What the engine hangs onto a model, and takes off again: hooks, all held by one object."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ps_core._errors import InvalidInput, UnsupportedParameter
+from ps_core._program import Kind
+from ps_core.engine._engine import Engine
+from ps_core.engine._packing import FLOATS
+from ps_core.engine._parameter import ManagedParameter, clear_grad, point_at, raw_grad
+from ps_core.engine._pilot import Pilot
+from ps_core.engine._records import TensorRecord
+
+
+class Management:
+    """One model's hooks. Nothing of torch's or the user's classes is changed."""
+
+    def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot, *, cast: torch.dtype | None) -> None:
+        self.model = model
+        self.engine = engine
+        self.pilot = pilot
+        engine.management = self
+        self._cast = cast
+        self._pushed: list[bool] = []
+        self._handles: list[RemovableHandle] = []
+        self._places = [(module, key, parameter) for module, key, parameter in _places(model)]
+
+    def install(self) -> None:
+        """Hang everything on."""
+        model = self.model
+        self._handles += [
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            model.register_state_dict_pre_hook(self._collect),
+            model.register_state_dict_post_hook(partial(self._collected)),  # torch marks the function it is given
+            model.register_load_state_dict_pre_hook(self._load),
+            model.register_load_state_dict_post_hook(self._loaded),
+        ]
+        for record in self.engine.records:
+            if record.trainable:
+                self._handles.append(record.parameter.register_post_accumulate_grad_hook(self._gradient))
+
+    def remove(self) -> None:
+        """Take everything off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Forward.
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._check_parameters()
+        self.pilot.prepare(module, args, kwargs)
+        self._pushed.append(self.engine.enter() if not self._pushed else False)
+        if self._cast is None:
+            return None
+        return _cast(args, self._cast), _cast(kwargs, self._cast)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._pushed:
+            return  # the hook before it failed
+        pushed = self._pushed.pop()
+        if not self._pushed:
+            self.engine.leave(pushed)
+
+    def _check_parameters(self) -> None:
+        """Find parameters that were added, removed or exchanged since the last forward."""
+        places = list(_places(self.model))
+        if len(places) == len(self._places) and all(
+            now[2] is then[2] and now[0] is then[0] for now, then in zip(places, self._places, strict=True)
+        ):
+            return
+        self._places = places
+        present = {id(parameter) for _, _, parameter in places}
+        for record in self.engine.records:
+            record.removed = id(record.parameter) not in present
+        for module, key, parameter in places:
+            if not isinstance(parameter, ManagedParameter) and parameter.is_floating_point():
+                raise UnsupportedParameter(
+                    f"parameter {key!r} of {type(module).__name__} was added after chunked(...), so nothing trains it "
+                    "and no budget counts it: release(model), then call chunked again"
+                )
+
+    # Gradients.
+
+    def _gradient(self, parameter: ManagedParameter) -> None:
+        gradient = raw_grad(parameter)
+        clear_grad(parameter)
+        if gradient is not None:
+            self.engine.arrive(parameter._record, gradient.detach())
+
+    # State dicts.
+
+    def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:
+            raise InvalidInput(
+                "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
+                "keep_vars out, or use materialized(model)"
+            )
+        self.engine.finish_pass()
+        self.engine.collecting = True
+
+    def _collected(self, *_: Any) -> None:
+        self.engine.collecting = False
+
+    def _load(self, *_: Any) -> None:
+        self.engine.finish_pass()
+        self.engine.loading = self._write
+
+    def _loaded(self, *_: Any) -> None:
+        self.engine.loading = None
+
+    def _write(self, record: TensorRecord, value: torch.Tensor) -> None:
+        self.engine.write_state(record, Kind.P32, value)
+
+    # The end.
+
+    def release(self) -> None:
+        """Give plain parameters back, as they are computed with; their memory is no longer anybody's budget."""
+        engine = self.engine
+        engine.finish_pass()
+        self.remove()
+        for group in engine.groups:
+            for record in group.tensors:
+                value = engine.read(record)
+                engine.residency.unbind(record)
+                parameter = record.parameter
+                del parameter._record, parameter._keeper
+                parameter.__class__ = nn.Parameter
+                point_at(parameter, value.to(engine.store.device.torch_device))
+            for home in group.homes.values():
+                for slot in (home.slot, *home.copies.values()):
+                    engine.store.release(slot)
+            group.homes.clear()
+        engine.store.device.close()
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [
+        (module, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in arguments, in another type."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and not isinstance(value, ManagedParameter) else value
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_cast(each, dtype) for each in value)
+    if isinstance(value, list):
+        return [_cast(each, dtype) for each in value]
+    return value
+
+
+def management_of(model: nn.Module) -> Management:
+    """Who manages a model; `InvalidInput` if nobody does."""
+    for parameter in model.parameters():
+        if isinstance(parameter, ManagedParameter):
+            keeper = parameter._keeper
+            assert isinstance(keeper, Engine), "engines are the only keepers"
+            if keeper.management is not None:
+                return keeper.management
+    _unmanaged(model)
+
+
+def _unmanaged(model: nn.Module) -> NoReturn:
+    raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")

@@ -1,0 +1,91 @@
+"""Moments as they happen: which groups each one touched, which gradients came, how high the tide was.
+
+[Note: moments]
+A moment begins when a call touches a group that the moment before did not read, or a gradient arrives for a group that
+it neither read nor brought gradients for. So a moment is a run of work on one group or a few, about a layer; the same
+model on the same kind of batch makes the same moments again. Groups whose memory somebody still holds on to (a
+checkpoint's recomputed block) are *held*: they belong to the moment although it does not touch them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ps_core._trace import Moment, Phase, Tensor, Trace
+from ps_core.engine._records import GroupRecord, TensorRecord
+
+
+@dataclass(slots=True)
+class Beat:
+    """One moment."""
+
+    backward: bool
+    reads: tuple[int, ...]
+    """Groups whose payload the moment was begun for."""
+    gains: tuple[int, ...]
+    """Groups it was begun for because a gradient arrived."""
+    held: tuple[int, ...] = ()
+    name: str = ""
+    touched: dict[int, None] = field(default_factory=dict)
+    """Tensors, in order."""
+    grads: dict[int, None] = field(default_factory=dict)
+    """Tensors whose gradients arrived."""
+    nonmodel_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Recording:
+    """The moments of one pass."""
+
+    beats: list[Beat] = field(default_factory=list)
+    regular: bool = True
+    """One forward, then one backward, and nothing in between."""
+    training: bool = True
+    """Whether it was to have a backward pass."""
+
+    def begin(
+        self, *, backward: bool, reads: list[GroupRecord], gains: list[GroupRecord], held: list[GroupRecord]
+    ) -> Beat:
+        """A moment begins."""
+        if not backward and self.beats and self.beats[-1].backward:
+            self.regular = False
+        first = (reads or gains)[0]
+        beat = Beat(
+            backward,
+            tuple(group.index for group in reads),
+            tuple(group.index for group in gains),
+            tuple(group.index for group in held if group not in reads),
+            f"{'backward' if backward else 'forward'} of {first.name}",
+        )
+        self.beats.append(beat)
+        return beat
+
+    @property
+    def complete(self) -> bool:
+        """Whether it can be planned from."""
+        return self.regular and bool(self.beats) and self.beats[-1].backward is self.training
+
+    def trace(self, model: str, records: list[TensorRecord], groups: list[GroupRecord], constant_bytes: int) -> Trace:
+        """The trace of this pass; ``constant_bytes`` of non-model data are always there."""
+        tensors = tuple(
+            Tensor(name=record.name, numel=record.numel, trainable=record.group.trainable) for record in records
+        )
+        return Trace(
+            model=model,
+            tensors=tensors,
+            moments=tuple(self._moment(beat, groups, constant_bytes) for beat in self.beats),
+        )
+
+    @staticmethod
+    def _moment(beat: Beat, groups: list[GroupRecord], constant_bytes: int) -> Moment:
+        read = dict(beat.touched)
+        for index in (*beat.reads, *beat.held):
+            if not any(record.index in read for record in groups[index].tensors):
+                read[groups[index].tensors[0].index] = None
+        return Moment(
+            name=beat.name,
+            phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
+            reads=tuple(read),
+            grads=tuple(beat.grads),
+            nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
+        )

@@ -1,0 +1,147 @@
+"""Which parameters share a group: settled before any value is looked at, and for good.
+
+Parameters come in the order in which modules register them, which is nearly always the order of use; a group holds
+whole tensors of one sort and ends where blocks (the entries of a ModuleList) end, if they fit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ps_core._errors import UnsupportedParameter
+from ps_core._options import Options
+from ps_core._program import Kind, Precision
+from ps_core._units import parse_bytes
+from ps_core.engine._records import GroupRecord, TensorRecord
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be managed, and what a root's inputs are cast from."""
+_SMALLEST_GROUP_NUMEL = 2**16
+_PARTS_OF_DEVICE = 16
+"""A group is at most this part of the accelerator's budget, lest moves be too coarse for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Groups, and what every parameter is in them."""
+
+    groups: list[GroupRecord]
+    records: dict[str, TensorRecord]
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter that can be managed, tied ones once."""
+    for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided:
+            raise UnsupportedParameter(f"{name!r} is {parameter.layout}: only dense parameters can live in chunks")
+        if parameter.is_floating_point() and parameter.dtype not in FLOATS:
+            raise UnsupportedParameter(
+                f"{name!r} is {parameter.dtype}: expected one of float32, bfloat16, float16; convert it with "
+                f".float() before chunked(...)"
+            )
+        if parameter.is_complex():
+            raise UnsupportedParameter(f"{name!r} is complex: keep its real and imaginary part as two parameters")
+        if parameter.is_floating_point():
+            yield name, parameter
+
+
+def pack(
+    model: nn.Module, options: Options, precision: Precision, *, training: bool, device_bytes: int | None
+) -> Packing:
+    """Groups for a model; nothing is moved or allocated yet."""
+    groups: list[GroupRecord] = []
+    records: dict[str, TensorRecord] = {}
+    limit = _group_numel(model, options, precision, device_bytes)
+    runs: dict[tuple[bool, torch.dtype], GroupRecord] = {}
+    places = {name: index for index, (name, _) in enumerate(named(model))}
+    for unit in _units(model):
+        sorts: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in unit:
+            kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in options.keep_fp32)
+            dtype = torch.float32 if kept else DTYPES[precision]
+            sorts.setdefault((training and parameter.requires_grad, dtype), []).append((name, parameter))
+        for sort, rows in sorts.items():
+            whole = sum(parameter.numel() for _, parameter in rows) <= limit
+            for part in [rows] if whole else [[row] for row in rows]:
+                size = sum(parameter.numel() for _, parameter in part)
+                group = runs.get(sort)
+                if group is None or group.numel + size > limit:
+                    group = runs[sort] = _group(len(groups), sort, precision)
+                    groups.append(group)
+                for name, parameter in part:
+                    records[name] = _record(places[name], name, parameter, sort)
+                    group.add(records[name])
+    return Packing(groups, records)
+
+
+def _group(index: int, sort: tuple[bool, torch.dtype], precision: Precision) -> GroupRecord:
+    trainable, dtype = sort
+    kept = dtype is torch.float32
+    return GroupRecord(
+        index=index,
+        weight=Kind.P32 if kept else Kind.P16,
+        dtype=dtype,
+        trainable=trainable,
+        pinned=kept and precision is not Precision.FP32,
+    )
+
+
+def _record(index: int, name: str, parameter: nn.Parameter, sort: tuple[bool, torch.dtype]) -> TensorRecord:
+    stride = parameter.stride()
+    if not _dense(parameter):
+        stride = torch.empty(parameter.shape, device="meta").stride()
+    return TensorRecord(
+        index=index,
+        name=name,
+        parameter=parameter,  # type: ignore[arg-type]  # becomes a ManagedParameter
+        shape=parameter.shape,
+        stride=stride,
+        dtype=sort[1],
+        numel=parameter.numel(),
+        trainable=sort[0],
+    )
+
+
+def _dense(parameter: nn.Parameter) -> bool:
+    """Whether the elements fill their memory without gaps or overlap."""
+    rows = sorted(zip(parameter.stride(), parameter.shape, strict=True))
+    expected = 1
+    for stride, size in rows:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _units(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """Parameters by the block they belong to, in order."""
+    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named(model):
+        found = re.match(r"(.*?\.?\d+)\.", name)
+        owner = found[1] if found else name.rpartition(".")[0]
+        units.setdefault(owner, []).append((name, parameter))
+    return list(units.values())
+
+
+def _group_numel(model: nn.Module, options: Options, precision: Precision, device_bytes: int | None) -> int:
+    size = 4 if precision is Precision.FP32 else 2
+    if options.group_bytes is not None:
+        return max(1, parse_bytes(options.group_bytes) // size)
+    sizes = sorted(sum(parameter.numel() for _, parameter in unit) for unit in _units(model))
+    total, covered = sum(sizes), 0
+    typical = _SMALLEST_GROUP_NUMEL
+    for numel in sizes:
+        covered += numel
+        if 2 * covered >= total:
+            typical = numel
+            break
+    if device_bytes is not None:
+        typical = min(typical, max(_SMALLEST_GROUP_NUMEL, device_bytes // size // _PARTS_OF_DEVICE))
+    return max(typical, 1)

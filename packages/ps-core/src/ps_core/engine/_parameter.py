@@ -1,0 +1,225 @@
+"""The class every managed parameter gets: it brings its memory in for whatever is done with it.
+
+A parameter keeps its identity; only its class changes, and changes back when the model is released. What asks for
+shape, type or place is answered at once. The gradient is the engine's to answer. Any other function *touches* each
+managed parameter among its arguments first, so that nothing can meet memory that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._records import TensorRecord
+
+Function = Callable[..., Any]
+
+
+class Keeper(Protocol):
+    """What a parameter asks of the engine that manages it."""
+
+    def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function once these parameters are where it can read them."""
+
+    def get_gradient(self, record: TensorRecord) -> Any:
+        """What ``parameter.grad`` is."""
+
+    def set_gradient(self, record: TensorRecord, value: Any) -> None:
+        """``parameter.grad = value``."""
+
+    def overwrite(self, record: TensorRecord, function: Function, args: Any) -> None:
+        """A function that would change the parameter in place; raises unless a state dict is being loaded."""
+
+    def detached(self, record: TensorRecord) -> torch.Tensor | None:
+        """A copy for a state dict that is being collected; None: nobody collects one."""
+
+
+def _getters(*names: str) -> set[Function]:
+    return {getattr(torch.Tensor, name).__get__ for name in names}
+
+
+def _methods(*names: str) -> set[Function]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+_PLAIN = frozenset(
+    _getters(
+        *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "output_nr"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps"),
+        *("itemsize", "nbytes", "retains_grad", "grad_dtype", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    )
+    | _methods(
+        *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
+        *("get_device", "__len__", "__hash__", "requires_grad_", "register_hook", "ndimension", "retain_grad"),
+        *("register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_pinned"),
+    )
+    | {
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
+        torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_same_size,
+    }
+)
+"""Answered without touching anything: a parameter that is elsewhere has the right shape, type and device."""
+
+_STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
+"""Answered for the memory a parameter has when it is in."""
+
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_DEL_GRAD = torch.Tensor.grad.__delete__  # type: ignore[attr-defined]
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class ManagedParameter(nn.Parameter):
+    """A parameter whose memory comes and goes."""
+
+    _record: TensorRecord
+    _keeper: Keeper
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        found = list(dict.fromkeys(managed(args))) + [one for one in managed(kwargs.values())]
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = found[0]
+        if args and args[0] is first:
+            special = _SPECIAL.get(func)
+            if special is not None:
+                return special(first, func, args, kwargs)
+        if changes_in_place(func):
+            for target in managed((args[0],) if args else kwargs.values()):
+                return target._keeper.overwrite(target._record, func, args)
+        return _call(found, func, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse("copied", "release(model) first, or copy under materialized(model)")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickled", "save model.state_dict(), or release(model) first")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {remedy}")
+
+
+def managed(values: Any) -> Iterator[ManagedParameter]:
+    """The managed parameters among arguments, in lists and tuples of them too."""
+    for value in values:
+        if type(value) is ManagedParameter:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from managed(value)
+        elif isinstance(value, dict):
+            yield from managed(value.values())
+
+
+@cache
+def changes_in_place(func: Function) -> bool:
+    """Whether a function, by its name, changes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")) or name == "__setitem__"
+    return name.endswith("_")
+
+
+def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+    keepers: dict[Keeper, list[TensorRecord]] = {}
+    for parameter in found:
+        keepers.setdefault(parameter._keeper, []).append(parameter._record)
+    inner, *others = keepers.items()
+    for keeper, records in others:
+        func = _brought_by(keeper, records, func)
+    return inner[0].call(inner[1], func, args, kwargs)
+
+
+def _brought_by(keeper: Keeper, records: list[TensorRecord], func: Function) -> Function:
+    """The function, calling which makes another engine bring its own parameters in as well."""
+    return lambda *args, **kwargs: keeper.call(records, func, args, kwargs)
+
+
+# Functions that the engine answers itself.
+
+
+def _get_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    return parameter._keeper.get_gradient(parameter._record)
+
+
+def _set_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
+    parameter._keeper.set_gradient(parameter._record, args[1] if len(args) > 1 else None)
+
+
+def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    """As ``detach()``, which shares the count of changes in place, so that none goes unnoticed."""
+    return _detach(parameter, torch.Tensor.detach, args, kwargs)
+
+
+def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
+    value = args[1]
+    if value is not parameter:
+        parameter._refuse(
+            f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})",
+            "release(model), convert or move it, and call chunked again; to change values use "
+            "materialized(model, write=True)",
+        )
+
+
+def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    copy = parameter._keeper.detached(parameter._record)
+    return _call([parameter], func, args, kwargs) if copy is None else copy
+
+
+def _strided(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    record = parameter._record
+    twin = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="meta")
+    return func(twin, *args[1:], **kwargs)
+
+
+_SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] = {
+    _GET_GRAD: _get_grad,
+    _SET_GRAD: _set_grad,
+    _DEL_GRAD: _set_grad,
+    _GET_DATA: _get_data,
+    _SET_DATA: _set_data,
+    torch.Tensor.detach: _detach,
+    **dict.fromkeys(_STRIDED, _strided),
+}
+
+
+# The tensor beneath.
+
+
+def raw_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What autograd itself left in ``.grad``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def clear_grad(parameter: nn.Parameter) -> None:
+    """Take autograd's own gradient away."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+
+
+def point_at(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let the parameter's memory be another tensor's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = data
+
+
+def changes(parameter: nn.Parameter) -> int:
+    """How often the parameter was changed in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version

@@ -1,0 +1,107 @@
+"""Giving every extent its first home, and filling it with the model's values, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core._errors import DoesNotFit
+from ps_core._program import Kind
+from ps_core.engine._parameter import ManagedParameter, changes, clear_grad, point_at
+from ps_core.engine._records import GroupRecord, TensorRecord
+from ps_core.engine._store import Home, Store
+
+
+def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
+    """The kinds of a group that have a home."""
+    if not group.trainable:
+        return (group.weight,)
+    kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
+    return (*kinds, Kind.ACC) if accumulates and not group.pinned else kinds
+
+
+def bytes_of(group: GroupRecord, kind: Kind) -> int:
+    """Bytes of one kind of a group's chunks."""
+    return group.chunk_numel * group.dtype_of(kind).itemsize
+
+
+def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
+    """Reserve homes: below the compute tier as far as that reaches, the first groups above it if need be."""
+    top = store.tiers[0].capacity_bytes
+    last = len(store.tiers) - 1
+    for group in groups:
+        if group.pinned and last:
+            for kind in kinds_of(group, accumulates=accumulates):
+                top -= bytes_of(group, kind)
+                _reserve(store, group, kind, 0, top)
+    rest = [group for group in groups if not (group.pinned and last)]
+    sizes = {group: sum(bytes_of(group, kind) for kind in kinds_of(group, accumulates=accumulates)) for group in rest}
+    below = store.tiers[last].capacity_bytes
+    resident: set[GroupRecord] = set()
+    for group in rest:
+        if last and sum(sizes[each] for each in rest if each not in resident) > below:
+            resident.add(group)
+    for group in rest:
+        for kind in kinds_of(group, accumulates=accumulates):
+            _reserve(store, group, kind, 0 if group in resident else last)
+    for tier, row in enumerate(store.tiers):
+        if store.used_bytes[tier] > row.capacity_bytes:
+            raise _too_large(store, sum(sizes.values()))
+
+
+def _reserve(store: Store, group: GroupRecord, kind: Kind, tier: int, offset: int = -1) -> None:
+    size = bytes_of(group, kind)
+    if tier == 0 and len(store.tiers) > 1 and not store.fits(size, store.tiers[0].capacity_bytes):
+        raise _too_large(store, size)
+    slot = store.reserve(tier, size, offset)
+    if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
+        slot.memory.zero_()  # memory fresh from the system is zero already
+    home = Home(group.extent(kind), size, slot, planned=True)
+    home.changed(slot)
+    group.homes[kind] = home
+
+
+def _too_large(store: Store, needed: int) -> DoesNotFit:
+    capacity = sum(tier.capacity_bytes for tier in store.tiers)
+    return DoesNotFit(
+        tier="all tiers together" if len(store.tiers) > 1 else store.tiers[0].name,
+        moment="between steps",
+        needed_bytes=max(needed, capacity + 1),
+        available_bytes=capacity,
+        proven=True,
+        remedies=(
+            f"Budget(host=...) of {needed:,} bytes more than non-model data takes",
+            "Budget(disk=..., disk_dir=...): a disk below the host",
+            "precision='bf16' takes 14 bytes a parameter, fp32 16; frozen parameters 2 (4)",
+        ),
+    )
+
+
+def fill(
+    records: dict[str, TensorRecord], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], keeper: Any
+) -> None:
+    """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
+    for name, parameter, value in values:
+        record = records.get(name)
+        if record is None:
+            continue
+        group = record.group
+        for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
+            flat = group.homes[kind].slot.flat(group.dtype_of(kind), group.chunk_numel)
+            record.shaped(flat).copy_(value)
+        del value
+        adopt(record, parameter, keeper)
+
+
+def adopt(record: TensorRecord, parameter: nn.Parameter, keeper: Any) -> None:
+    """Let a plain parameter be a managed one."""
+    clear_grad(parameter)
+    point_at(parameter, record.placeholder)
+    parameter.__class__ = ManagedParameter
+    assert isinstance(parameter, ManagedParameter), "its class has just been changed"
+    parameter._record, parameter._keeper = record, keeper
+    record.parameter = parameter
+    record.version = changes(parameter)

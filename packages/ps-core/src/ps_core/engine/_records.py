@@ -1,0 +1,185 @@
+"""What the engine knows of each parameter and of each group: pure bookkeeping, no moves.
+
+[Note: payload and gradient]
+A record's *payload* is what its part of the group's 16-bit (or, in fp32, only) weight holds:
+
+    VALID   the parameter.
+    OVER    its gradient, written over it; the parameter itself is in the fp32 master only.
+    LOST    nothing: a slot was born for gradients without fetching, and this tensor got none. The master has it.
+
+Its *gradient* is nowhere, over the payload, in the group's fp32 accumulator on the tier of its home, or aside: a
+tensor of autograd's own, held for as long as it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_core._program import Extent, Kind
+from ps_core._units import align_up
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameter import ManagedParameter
+    from ps_core.engine._store import Home, Slot
+
+TAIL_NUMEL = 64
+"""A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
+
+
+class Payload(Enum):
+    """What a record's part of the weight holds; see [Note: payload and gradient]."""
+
+    VALID = auto()
+    OVER = auto()
+    LOST = auto()
+
+
+class Gradient(Enum):
+    """Where a record's gradient is; see [Note: payload and gradient]."""
+
+    NONE = auto()
+    OVER = auto()
+    SUMMED = auto()
+    ASIDE = auto()
+
+
+@dataclass(slots=True)
+class Bound:
+    """A parameter's residency: a view of a slot with a storage of its own, whose uses can be counted."""
+
+    slot: Slot
+    view: torch.Tensor
+    storage: torch.UntypedStorage
+    uses: int
+    """How often the storage is used while nothing else holds on to it."""
+
+    @property
+    def aliased(self) -> bool:
+        """Whether something besides the parameter holds on to the memory."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
+
+
+@dataclass(slots=True, eq=False)
+class TensorRecord:
+    """One parameter under management."""
+
+    index: int
+    name: str
+    parameter: ManagedParameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    """What it is computed in."""
+    numel: int
+    trainable: bool
+    offset: int = 0
+    """First element in its group."""
+    group: GroupRecord = field(init=False)
+    placeholder: torch.Tensor = field(init=False)
+    bound: Bound | None = None
+    payload: Payload = Payload.VALID
+    gradient: Gradient = Gradient.NONE
+    aside: torch.Tensor | None = None
+    waiting: bool = False
+    """The gradient aside may go over the payload as soon as nothing needs that any more."""
+    factor: float = 1.0
+    """What the user multiplied the gradient by (clipping); applied by the step."""
+    face: torch.Tensor | None = None
+    """What ``parameter.grad`` answers while there is a gradient."""
+    part: torch.Tensor | None = None
+    """Sum of squares and non-finite flag of the gradient, once taken."""
+    removed: bool = False
+    """The model no longer has it."""
+    steps: int = 0
+    handles: int = 0
+    """Saved tensors that will want this parameter."""
+    epoch: int = 0
+    """Changes with every step that changes the parameter."""
+    version: int = 0
+    """What PyTorch counts of changes in place; any change is the user's."""
+
+    def __post_init__(self) -> None:
+        self.placeholder = torch.full((), float("nan"), dtype=self.dtype).expand(self.shape)
+
+    @property
+    def span(self) -> slice:
+        """Its elements in the group."""
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody may still read the parameter where it lies."""
+        return self.handles > 0 or (self.bound is not None and self.bound.aliased)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of a group's chunk, in the parameter's shape and memory order."""
+        return flat[self.span].as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    def fresh(self) -> None:
+        """Forget the gradient (the payload is another matter)."""
+        self.gradient = Gradient.NONE
+        self.aside = None
+        self.waiting = False
+        self.factor = 1.0
+        self.part = None
+        self.face = None
+
+
+@dataclass(slots=True, eq=False)
+class GroupRecord:
+    """One group: whole tensors that move together, and where each kind of its chunks lives."""
+
+    index: int
+    weight: Kind
+    """P16, or P32 where that is what is computed with."""
+    dtype: torch.dtype
+    trainable: bool
+    pinned: bool = False
+    """On the compute tier for good, outside every plan (parameters kept in fp32)."""
+    tensors: list[TensorRecord] = field(default_factory=list)
+    numel: int = 0
+    homes: dict[Kind, Home] = field(default_factory=dict)
+    reading: int = -1
+    """Serial number of the last moment that reads it."""
+    gaining: int = -1
+    """Serial number of the last moment that brings it gradients."""
+    used: int = 0
+    """When it was last used, for the policy on demand."""
+
+    def add(self, record: TensorRecord) -> None:
+        """Append a tensor."""
+        record.group, record.offset = self, self.numel
+        self.tensors.append(record)
+        self.numel += record.numel
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a chunk, padding included."""
+        return align_up(self.numel, TAIL_NUMEL)
+
+    @property
+    def home(self) -> Home:
+        """The weight's."""
+        return self.homes[self.weight]
+
+    def extent(self, kind: Kind) -> Extent:
+        """One kind of this group."""
+        return Extent(kind, self.index)
+
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        """What a kind is stored in."""
+        return self.dtype if kind in (self.weight, Kind.GRAD) else torch.float32
+
+    @property
+    def aliased(self) -> bool:
+        """Whether somebody holds on to memory of the weight's copy on the compute tier."""
+        return any(record.bound is not None and record.bound.aliased for record in self.tensors)
+
+    @property
+    def name(self) -> str:
+        """For messages: where its first tensor belongs."""
+        return self.tensors[0].name

@@ -1,0 +1,92 @@
+"""What autograd keeps of a parameter: not its memory, but a handle that finds it again.
+
+[Note: whose hooks see what]
+PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the root module's forward, so that a
+checkpoint's own pair, inside, keeps nothing of a block until it is recomputed; what a recomputation then saves are
+views of slots, and the use count of their storage pins these. A function called on a managed parameter where no pair
+is active at all gets ours around that one call. Where another library's pair is active, it sees plain tensors that
+alias a slot, and pins it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ps_core.engine._records import Bound, TensorRecord
+
+
+class Fetcher(Protocol):
+    """What unpacking asks of the engine."""
+
+    def fetch(self, record: TensorRecord) -> Bound:
+        """The record's residency, brought in if need be."""
+
+    def owner(self, storage: int) -> TensorRecord | None:
+        """Whose residency a storage is."""
+
+
+class Handle:
+    """A saved view of a parameter, without its memory."""
+
+    __slots__ = ("epoch", "offset", "record", "shape", "stride")
+
+    def __init__(self, record: TensorRecord, view: torch.Tensor) -> None:
+        self.record = record
+        self.epoch = record.epoch
+        self.shape = view.shape
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        record.handles += 1
+
+    def __del__(self) -> None:
+        self.record.handles -= 1
+
+
+Packed: TypeAlias = torch.Tensor | Handle
+
+
+class SavedTensors:
+    """The pair of hooks of one engine."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._pushed: list[saved_tensors_hooks] = []
+
+    def push(self) -> bool:
+        """Make ours the innermost pair, unless another is active; whether that was done."""
+        if active():
+            return False
+        context = saved_tensors_hooks(self._pack, self._unpack)
+        context.__enter__()
+        self._pushed.append(context)
+        return True
+
+    def pop(self) -> None:
+        """Undo one `push` that returned True."""
+        self._pushed.pop().__exit__(None, None, None)
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return tensor
+        record = self._fetcher.owner(tensor.untyped_storage()._cdata)
+        return tensor if record is None or record.dtype is not tensor.dtype else Handle(record, tensor)
+
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        record = packed.record
+        if packed.epoch != record.epoch:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{record.name!r} was saved for backward before step {record.epoch}, which changed it"
+            )
+        bound = self._fetcher.fetch(record)
+        return bound.view.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def active() -> bool:
+    """Whether any pair of saved-tensor hooks is active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

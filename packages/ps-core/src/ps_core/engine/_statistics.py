@@ -1,0 +1,105 @@
+"""``statistics(model)``: what the engine has done and holds, as frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+import ps_kernels
+from ps_core.engine._management import management_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatistics:
+    """One tier."""
+
+    current_bytes: int
+    peak_bytes: int
+    """The most at once, tracked or planned non-model bytes included."""
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """One model's engine since `chunked`."""
+
+    tiers: dict[str, TierStatistics]
+    moved_bytes: dict[str, int]
+    """By link, as in ``host->device``."""
+    evictions: int
+    """How often a group's copy left the compute tier."""
+    prefetch_hits: int
+    """Fetches that a plan had issued before the moment that wanted them."""
+    fetches: int
+    divergences: int
+    """Passes that left their plan, or had none although there is one."""
+    replans: int
+    steps: int
+    skipped_steps: int
+    planned_passes: int
+    passes: int
+    groups: int
+    moments: int
+    """Of the pass that was planned; 0 before there is a plan."""
+    bytes_per_parameter: float
+    """Of model data with a home, padding included."""
+    adam_backend: str
+    """What steps run on."""
+    planned_step_s: float
+    """As the plan predicts it for the machine it was made for; 0 without a plan."""
+
+    def as_dict(self) -> dict[str, int | float | str]:
+        """Flat, for a logger."""
+        flat: dict[str, int | float | str] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if name == "tiers":
+                for tier, row in value.items():
+                    for key in row.__slots__:
+                        flat[f"tiers.{tier}.{key}"] = getattr(row, key)
+            elif name == "moved_bytes":
+                flat.update({f"moved_bytes.{link}": count for link, count in value.items()})
+            else:
+                flat[name] = value
+        return flat
+
+
+def statistics(model: nn.Module) -> Statistics:
+    """What the engine of a managed model has done and holds."""
+    management = management_of(model)
+    engine, pilot = management.engine, management.pilot
+    store, counters = engine.store, engine.counters
+    names = [tier.name for tier in store.tiers]
+    tiers = {
+        tier.name: TierStatistics(
+            current_bytes=store.used_bytes[index],
+            peak_bytes=store.peak_bytes[index],
+            budget_bytes=tier.capacity_bytes,
+        )
+        for index, tier in enumerate(store.tiers)
+    }
+    homes = sum(home.bytes for group in engine.groups for home in group.homes.values())
+    return Statistics(
+        tiers=tiers,
+        moved_bytes={f"{names[a]}->{names[b]}": count for (a, b), count in sorted(counters.moved_bytes.items())},
+        evictions=counters.evictions,
+        prefetch_hits=counters.prefetch_hits,
+        fetches=counters.fetches,
+        divergences=counters.divergences,
+        replans=counters.replans,
+        steps=counters.steps,
+        skipped_steps=counters.skipped,
+        planned_passes=counters.replayed,
+        passes=counters.passes,
+        groups=len(engine.groups),
+        moments=pilot.moments,
+        bytes_per_parameter=homes / max(1, sum(record.numel for record in engine.records)),
+        adam_backend=_backend(),
+        planned_step_s=pilot.planned_step_s,
+    )
+
+
+def _backend() -> str:
+    return next(name for name, state in ps_kernels.backends().items() if state == "available" and name != "cuda")
+

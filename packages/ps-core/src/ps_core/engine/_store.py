@@ -1,0 +1,165 @@
+"""Memory by tier: slots, homes, which copy of an extent is the newest, and how many bytes all that takes.
+
+[Note: stamps]
+An extent's *stamp* grows with every change of its contents, wherever that happens; a slot remembers the stamp it was
+filled with. A slot whose stamp is its extent's holds the newest bytes. At least one always does: a release of the last
+one raises. Nothing is read from a slot that is behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import Tier
+from ps_core._program import Extent
+from ps_core.engine._device import Device
+
+POISON = 0xFF
+"""Fills freed memory where asked to: not-a-number in every precision."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A range of one tier."""
+
+    tier: int
+    offset: int
+    """Its address in the compute tier's arena; -1 on other tiers, where every slot is memory of its own."""
+    bytes: int
+    memory: torch.Tensor
+    """``bytes`` of uint8."""
+    extent: Extent | None = None
+    stamp: int = -1
+
+    def flat(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first elements, as a vector."""
+        return self.memory[: numel * dtype.itemsize].view(dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Home:
+    """One extent: the slot that always exists for it, and its other copies by tier."""
+
+    extent: Extent
+    bytes: int
+    slot: Slot
+    stamp: int = 0
+    copies: dict[int, Slot] = field(default_factory=dict)
+    planned: bool = False
+    """Whether it is there for good (an accumulator may be there for one step only)."""
+
+    def newest(self, tier: int) -> Slot | None:
+        """The slot on a tier that holds the newest bytes."""
+        for slot in (self.copies.get(tier), self.slot):
+            if slot is not None and slot.tier == tier and slot.stamp == self.stamp:
+                return slot
+        return None
+
+    def source(self) -> Slot:
+        """Any slot that holds the newest bytes, fastest tier first."""
+        for slot in (*(self.copies[tier] for tier in sorted(self.copies)), self.slot):
+            if slot.stamp == self.stamp:
+                return slot
+        raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is the newest")
+
+    def changed(self, slot: Slot) -> None:
+        """Note that a slot's bytes were changed: it alone is the newest now."""
+        self.stamp += 1
+        slot.stamp = self.stamp
+        slot.extent = self.extent
+
+    @property
+    def dirty(self) -> bool:
+        """Whether home is behind."""
+        return self.slot.stamp != self.stamp
+
+
+class Store:
+    """All tiers of one engine, or of several that share a budget; keeps count of bytes."""
+
+    def __init__(self, device: Device, tiers: tuple[Tier, ...], *, poison: bool) -> None:
+        self.device = device
+        self.tiers = tiers
+        self.poison = poison
+        self.used_bytes = [0] * len(tiers)
+        self.peak_bytes = [0] * len(tiers)
+        self.tide_bytes = 0
+        """Non-model bytes on the compute tier, as last heard."""
+        self._arena = device.arena(tiers[0].capacity_bytes) if len(tiers) > 1 else None
+        self._taken: list[Slot] = []
+        """Of the arena, in order of address."""
+
+    # Slots.
+
+    def reserve(self, tier: int, size: int, offset: int = -1) -> Slot:
+        """A slot; on the compute tier at an address, or at the lowest that has room."""
+        if tier or self._arena is None:
+            slot = Slot(tier, -1, size, self.device.host(size))
+        else:
+            if offset < 0:
+                offset = self._hole(size)
+            slot = Slot(tier, offset, size, self._arena[offset : offset + size])
+            self._insert(slot)
+        if self.poison:
+            slot.memory.fill_(POISON)
+        self.used_bytes[tier] += size
+        self.note_peak()
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot's bytes back."""
+        if slot.offset >= 0:
+            self._taken.remove(slot)
+            if self.poison:
+                slot.memory.fill_(POISON)
+        slot.extent, slot.stamp = None, -1
+        self.used_bytes[slot.tier] -= slot.bytes
+        slot.memory = slot.memory[:0]
+
+    def note_peak(self) -> None:
+        """Remember the most that was ever used, non-model bytes included."""
+        for tier, used in enumerate(self.used_bytes):
+            total = used + (self.tide_bytes if tier == 0 else 0)
+            self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
+
+    def fits(self, size: int, line: int) -> bool:
+        """Whether the arena has a hole of that size below a line."""
+        return self._find(size, line) is not None
+
+    def overlapping(self, offset: int, size: int) -> list[Slot]:
+        """Slots of the arena that own some of these bytes."""
+        return [slot for slot in self._taken if slot.offset < offset + size and offset < slot.offset + slot.bytes]
+
+    def top(self) -> int:
+        """Where the arena's highest slot ends."""
+        return self._taken[-1].offset + self._taken[-1].bytes if self._taken else 0
+
+    def _hole(self, size: int) -> int:
+        offset = self._find(size, self.tiers[0].capacity_bytes)
+        if offset is None:
+            raise PlanMismatch(f"no hole of {size} bytes in the arena of {self.tiers[0].capacity_bytes}")
+        return offset
+
+    def _find(self, size: int, line: int) -> int | None:
+        start = 0
+        for slot in self._taken:
+            if slot.offset - start >= size:
+                break
+            start = max(start, slot.offset + slot.bytes)
+        return start if start + size <= line else None
+
+    def _insert(self, slot: Slot) -> None:
+        end = slot.offset + slot.bytes
+        place = len(self._taken)
+        for index, other in enumerate(self._taken):
+            if other.offset >= end:
+                place = index
+                break
+            if slot.offset < other.offset + other.bytes and other.offset < end:
+                raise PlanMismatch(f"{slot.offset} to {end} overlaps a slot at {other.offset}")
+        if end > self.tiers[0].capacity_bytes:
+            raise PlanMismatch(f"{slot.offset} to {end} is beyond {self.tiers[0].capacity_bytes} bytes")
+        self._taken.insert(place, slot)

@@ -1,0 +1,72 @@
+"""Weights outside the training loop: ordinary parameters for a while, or for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._program import Kind
+from ps_core.engine._engine import Engine
+from ps_core.engine._management import management_of
+from ps_core.engine._parameter import ManagedParameter, point_at
+from ps_core.engine._records import TensorRecord
+
+
+@contextmanager
+def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write: bool = False) -> Iterator[nn.Module]:
+    """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep what it does to them.
+
+    They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; a parameter
+    that was not changed keeps its master, unrounded. Training inside the block raises.
+    """
+    engine = management_of(model).engine
+    wanted = _wanted(engine, names)
+    engine.finish_pass()
+    given = {}
+    for record in wanted:
+        value = engine.read(record)
+        engine.residency.unbind(record)
+        record.parameter.__class__ = nn.Parameter
+        point_at(record.parameter, value)
+        given[record] = value.clone() if write else None
+    try:
+        yield model
+    finally:
+        for record, before in given.items():
+            after = record.parameter.detach()
+            record.parameter.__class__ = ManagedParameter
+            point_at(record.parameter, record.placeholder)
+            if before is not None and not (after.shape == before.shape and bool((after == before).all())):
+                _write(engine, record, after)
+            engine.forget_version(record)
+
+
+def _write(engine: Engine, record: TensorRecord, value: torch.Tensor) -> None:
+    if value.shape != record.shape:
+        raise InvalidInput(
+            f"{record.name!r} now has shape {tuple(value.shape)}, expected {tuple(record.shape)}: to change shapes, "
+            "release(model) first"
+        )
+    engine.write_state(record, Kind.P32 if Kind.P32 in record.group.homes else record.group.weight, value)
+
+
+def _wanted(engine: Engine, names: Iterable[str] | None) -> list[TensorRecord]:
+    if names is None:
+        return engine.records
+    known = {record.name: record for record in engine.records}
+    found = []
+    for name in names:
+        if name not in known:
+            raise InvalidInput(f"no managed parameter is called {name!r}; names are as in model.named_parameters()")
+        found.append(known[name])
+    return found
+
+
+def release(model: nn.Module) -> nn.Module:
+    """End the management: plain parameters, no hooks. The optimizer of `chunked` is of no more use."""
+    management_of(model).release()
+    return model

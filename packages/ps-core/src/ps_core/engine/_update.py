@@ -1,0 +1,106 @@
+"""Between passes: the step without a plan, and reading and writing parameters and optimizer states at home."""
+
+from __future__ import annotations
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._residency import Residency
+from ps_core.engine._stepping import SettingsOf, step_group
+from ps_core.engine._store import Slot
+
+
+class Updater:
+    """Works on homes; nothing of a pass is going on."""
+
+    def __init__(self, residency: Residency, gradients: GradientKeeper, groups: list[GroupRecord]) -> None:
+        self._residency = residency
+        self._store = residency.store
+        self._gradients = gradients
+        self._groups = groups
+
+    # Steps.
+
+    def step(self, settings_of: SettingsOf, factor: float) -> None:
+        """Step every group that has a gradient."""
+        for group in self._groups:
+            if any(record.gradient is not Gradient.NONE for record in group.tensors):
+                self._step(group, settings_of, factor)
+        self.free_sums()
+
+    def _step(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
+        kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
+        if any(record.gradient is Gradient.SUMMED for record in group.tensors):
+            kinds.append(Kind.ACC)
+        tier = group.homes[Kind.P32].slot.tier
+        slots = {kind: self._on(group, kind, tier) for kind in kinds}
+        queue = Queue.CPU if tier else Queue.COMPUTE
+        self._residency.await_all(queue)
+        step_group(self._store.device, group, slots, settings_of, factor, queue)
+        for kind, slot in slots.items():
+            home = group.homes[kind]
+            if kind is not Kind.ACC:
+                home.changed(slot)
+            if slot is not home.slot:
+                self._residency.write_home(home)
+                self._store.release(slot)
+
+    def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
+        """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
+        home = group.homes[kind]
+        self._residency.write_home(home)
+        if home.slot.tier == tier:
+            return home.slot
+        return self._residency.copy_to(home, self._store.reserve(tier, home.bytes))
+
+    def free_sums(self) -> None:
+        """Give back accumulators that no plan knows of."""
+        for group in self._groups:
+            home = group.homes.get(Kind.ACC)
+            if home is not None and not home.planned and not any(r.gradient is Gradient.SUMMED for r in group.tensors):
+                self._store.release(home.slot)
+                del group.homes[Kind.ACC]
+
+    # Contents.
+
+    def weight(self, record: TensorRecord) -> torch.Tensor:
+        """A copy of the parameter on the CPU as it is computed with."""
+        if record.payload is Payload.VALID:
+            return self._copy(record, record.group.weight)
+        return self._copy(record, Kind.P32).to(record.dtype)
+
+    def read(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """A copy in fp32 on the CPU, of the parameter's shape."""
+        if kind is Kind.P32 and Kind.P32 not in record.group.homes:
+            return self._copy(record, record.group.weight).float()
+        return self._copy(record, kind)
+
+    def _copy(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        group = record.group
+        slot = self._residency.at_home(group.homes[kind])
+        flat = slot.flat(group.dtype_of(kind), group.chunk_numel)
+        self._store.device.work(Queue.CPU, f"read {record.name}", (slot.memory,), ())
+        target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
+        return target.copy_(record.shaped(flat))
+
+    def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Replace what a kind holds of a record; of the master: the parameter too."""
+        group = record.group
+        kinds = [kind]
+        if kind is Kind.P32:
+            kinds = [each for each in (group.weight, Kind.P32) if each in group.homes]
+            if record.gradient is Gradient.OVER:
+                self._gradients.reclaim(group)
+        for each in dict.fromkeys(kinds):
+            home = group.homes[each]
+            slot = self._residency.at_home(home)
+            self._store.device.work(Queue.CPU, f"write {record.name}", (), (slot.memory,))
+            record.shaped(slot.flat(group.dtype_of(each), group.chunk_numel)).copy_(value)
+            home.changed(slot)
+        if kind in (Kind.P32, group.weight):
+            record.payload = Payload.VALID
+            record.epoch += 1
+            record.group.reading = -1
