@@ -162,7 +162,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
     # ---- operators
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator, then look at what it made."""
         for kind in types:
@@ -173,7 +173,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
             self._look(func, result, args, kwargs)
         return result
 
-    def _is_transparent(self, kind: type) -> bool:
+    def _is_transparent(self, kind: Any) -> bool:
         """Whether such arguments are let through: plain tensors (sparse ones come here), and what has no memory."""
         return kind.__torch_dispatch__ is _PLAIN_DISPATCH or issubclass(kind, FakeTensor)
 
