@@ -1,0 +1,134 @@
+"""Run a loop under management, look for the tightest budget, and compare with plain PyTorch to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from _reference import SEED, Loop, Result, Settings, Spec, differences, plain
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ps_core import AdamW, Budget, DoesNotFit, PatrickStarError
+from ps_core._units import align_up
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._standin import StandIn
+
+HOST = "256MiB"
+ATTEMPTS, ROUNDS = 40, 4
+T = TypeVar("T")
+
+
+def managed(loop: Loop, settings: Settings, device: Callable[[], Any] | str, budget: Budget) -> Result:
+    """Under management; every model is released at the end, whatever happens."""
+    made: list[tuple[nn.Module, Any]] = []
+    names: dict[int, str] = {}
+
+    def make(model: nn.Module, spec: Spec | None) -> tuple[nn.Module, Any]:
+        where = device if isinstance(device, str) else device()
+        names.update((id(parameter), name) for name, parameter in model.named_parameters())
+        made.append(chunked(model, spec, device=where, budget=budget, **settings.as_arguments()))
+        return made[-1]
+
+    torch.manual_seed(SEED)
+    values: dict[str, Tensor] = {}
+    try:
+        logs = loop(make)
+        counted = [statistics(model) for model, _ in made]
+        for index, (model, optimizer) in enumerate(made):
+            found = dict(model.state_dict()) | kept_by(names, optimizer)
+            values |= {f"{index}:{name}": value.detach().clone() for name, value in found.items()}
+    finally:
+        for model, _ in made:
+            let_go(model)
+    for index, (model, _) in enumerate(made):
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, values[f"{index}:{name}"]), f"{name} changed as it was released"
+    return Result(logs, values, counted)
+
+
+def let_go(model: nn.Module) -> None:
+    """Release, which nothing may prevent and which leaves nothing behind."""
+    try:
+        release(model)
+    except PatrickStarError as error:
+        raise AssertionError("release(model) was refused") from error
+    assert not _get_current_dispatch_mode_stack(), "a dispatch mode stayed on"
+
+
+def kept_by(names: dict[int, str], optimizer: Any) -> dict[str, Tensor]:
+    """Masters and moments from the optimizer's state_dict, by the parameter's name."""
+    if optimizer is None:
+        return {}
+    state = optimizer.state_dict(masters=True)
+    every = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    kinds = {"step": "steps", "exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
+    found = {f"{every[index]}/master": value for index, value in state["masters"].items()}
+    for index, entry in state["state"].items():
+        found |= {f"{every[index]}/{kinds[key]}": value for key, value in entry.items()}
+    return found
+
+
+def tightest(attempt: Callable[[int], T], rounds: int = ROUNDS) -> tuple[int, T]:
+    """The smallest device budget (within a few per cent) for which an attempt does not raise `DoesNotFit`.
+
+    Each refusal says how much is needed, so the way up is short; then halve the way back down.
+    """
+    low, size = 0, 1024
+    for _ in range(ATTEMPTS):
+        try:
+            found = attempt(size)
+            break
+        except DoesNotFit as error:
+            low, size = size, max(align_up(error.needed_bytes, 128), size + max(size // 32, 128))
+    else:
+        raise AssertionError(f"{ATTEMPTS} budgets up to {low:,} bytes were refused")
+    for _ in range(rounds):
+        middle = (low + size) // 2
+        if size - middle < size // 32:
+            break
+        try:
+            size, found = middle, attempt(middle)
+        except DoesNotFit:
+            low = middle
+    return size, found
+
+
+def check_same(loop: Loop, settings: Settings, got: Result) -> None:
+    """Compare with plain PyTorch; which may itself differ from run to run, so a failure asks it once more."""
+    wrong = differences(plain(loop, settings), got)
+    if wrong:
+        wrong = differences(plain(loop, settings), got)
+    assert not wrong, "\n".join(wrong)
+
+
+def stand_in() -> StandIn:
+    """An emulated accelerator that checks the order of everything and delays copies."""
+    return StandIn(check=True, seed=3)
+
+
+def check_under_the_tightest_budget(loop: Loop, settings: Settings) -> Result:
+    """Train where hardly anything fits: the same bits, and something was evicted."""
+
+    def attempt(size: int) -> Result:
+        return managed(loop, settings, stand_in, Budget(device=size, host=HOST))
+
+    size, got = tightest(attempt)
+    check_same(loop, settings, got)
+    assert got.evictions > 0, f"nothing was ever evicted under {size:,} bytes"
+    return got
+
+
+@contextmanager
+def chunked_model(model: nn.Module, **arguments: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """A managed model for one test, on the stand-in unless told otherwise; released at the end."""
+    spec = arguments.pop("spec", AdamW(lr=1e-2))
+    where = {"device": stand_in(), "budget": Budget(device="64MiB", host=HOST)} | arguments
+    made, optimizer = chunked(model, spec, **where)
+    try:
+        yield made, optimizer
+    finally:
+        let_go(made)
