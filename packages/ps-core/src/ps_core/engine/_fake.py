@@ -7,10 +7,11 @@ own code leaves behind disappears with the copy. A fake pass that aborts the pro
 build of torch lacks does, ends the copy only.
 
 [Note: moments of a fake pass]
-As in the engine (`_moments`), a moment begins when an operator reads a parameter of a unit (by default: the module
-that owns it) that the present moment was not begun for, or when a gradient arrives for a unit that it neither was begun
-for nor brought gradients for. Views read nothing. What comes before the first moment belongs to it, and what lies
-between the last touch of forward and the first of backward (the loss) to the former.
+As in the engine (`_moments`), a moment begins when an operator reads, or a backward node takes out of what was saved,
+a parameter of a unit (by default: the module that owns it) that the present moment was not begun for; or when a
+gradient arrives for a unit that it neither was begun for nor brought gradients for. Views read nothing. What comes
+before the first moment belongs to it, and what lies between the last touch of forward and the first of backward (the
+loss) to the former.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -39,6 +41,8 @@ _FLOPS = {
         _aten._scaled_dot_product_flash_attention_backward
     ],
 }
+_UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
+"""Operators whose fakes say zero bytes of what they keep for backward: a peak several times too low."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -120,7 +124,8 @@ def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             recorder.count(tensor)
         recorder.start()
         try:
-            result = model(*args, **kwargs)
+            with saved_tensors_hooks(recorder.pack, recorder.unpack):
+                result = model(*args, **kwargs)
             if wanted.training:
                 loss = _loss(result, wanted.loss)
                 del result  # as in ``loss = model(**batch).loss``: what backward does not need is gone
@@ -199,9 +204,7 @@ def _loss(result: Any, make: Callable[[Any], torch.Tensor] | None) -> torch.Tens
     else:
         found = getattr(result, "loss", result)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
-        what = (
-            f"{type(found).__name__} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        )
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise InvalidInput(
             f"trace: expected a scalar loss with a gradient, found {what}; pass loss=..., a function that makes the "
             f"loss from what the model returns, or training=False for a forward pass alone"
@@ -283,6 +286,15 @@ class _Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subcla
         self._beats.append(beat)
         return beat
 
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Saved as it is: only the way back counts."""
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A backward node takes what it saved; here the engine fetches, before any operator of the node runs."""
+        self._touch((tensor,))
+        return tensor
+
     def _touch(self, args: Iterable[Any]) -> None:
         read = dict.fromkeys(self._read(args))
         if not read:
@@ -307,10 +319,13 @@ class _Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subcla
     ) -> Any:
         """Note what the operator reads, run it, note what it made and what it cost."""
         kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", func)
+        if packet in _UNKNOWN_SIZES and torch.is_grad_enabled():
+            raise RuntimeError(f"what {packet} keeps for backward has no size in a fake pass")
         if not getattr(func, "is_view", False) and getattr(func, "namespace", "") != "prim":  # prim.device asks a fake
             self._touch((*args, *kwargs.values()))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        formula = _FLOPS.get(getattr(func, "overloadpacket", func))
+        formula = _FLOPS.get(packet)
         if formula is not None and result is not NotImplemented:
             flops = float(formula(*args, **kwargs, out_val=result))
             if self._beats:
