@@ -1,0 +1,294 @@
+"""The tide stays where it belongs, whatever the user does with torch's modes, and leaves when it should."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ps_core.engine._tide import Tide
+
+FP32 = 4
+
+
+@contextmanager
+def rising(tide: Tide) -> Iterator[Tide]:
+    tide.start()
+    try:
+        yield tide
+    finally:
+        tide.stop()
+
+
+class Watch(TorchDispatchMode):
+    """A user's mode: it writes down what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func._schema.name if hasattr(func, "_schema") else str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def stack() -> list[TorchDispatchMode]:
+    return _get_current_dispatch_mode_stack()
+
+
+@pytest.fixture(autouse=True)
+def _stack_is_left_empty() -> Iterator[None]:
+    assert stack() == []
+    yield
+    left = stack()
+    while stack():
+        torch._C._pop_torch_dispatch_stack(None)
+    assert left == []
+
+
+def test_a_users_mode_left_between_forward_and_backward_pops_itself() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    tide, watch = Tide(), Watch()
+    with watch:
+        tide.start()
+        assert stack() == [tide, watch]
+        total = layer(x).sum()
+    assert stack() == [tide]
+    seen = len(watch.seen)
+    assert seen
+    before = tide.current_bytes
+    total.backward()
+    assert len(watch.seen) == seen
+    assert tide.current_bytes == before + (4 * 4 + 4) * FP32
+    tide.stop()
+
+
+def test_a_users_mode_entered_between_start_and_stop_stays() -> None:
+    tide, outer, inner = Tide(), Watch(), Watch()
+    with outer:
+        tide.start()
+        with inner:
+            tide.stop()
+            tide.stop()
+            assert stack() == [outer, inner]
+            torch.ones(3)
+            assert inner.seen == outer.seen
+            assert inner.seen
+        assert stack() == [outer]
+
+
+ACTIONS = st.lists(
+    st.sampled_from(["enter", "leave", "start", "stop", "other start", "other stop", "fail"]), max_size=25
+)
+
+
+@given(ACTIONS)
+@settings(max_examples=200, deadline=None)
+def test_users_modes_stay_in_their_order_whatever_happens(actions: list[str]) -> None:
+    tide, other = Tide(), Tide()
+    on: set[str] = set()
+    entered: list[Watch] = []
+    try:
+        for action in actions:
+            if action == "enter":
+                entered.append(Watch())
+                entered[-1].__enter__()
+            elif action == "leave" and entered:
+                entered.pop().__exit__(None, None, None)
+            elif action == "fail":
+                with pytest.raises(RuntimeError, match="shape"):
+                    torch.ones(3).view(2, 2)
+            elif action in {"start", "stop"}:
+                getattr(tide, action)()
+                (on.add if action == "start" else on.discard)("tide")
+            elif action.startswith("other"):
+                getattr(other, action.split()[1])()
+                (on.add if action == "other start" else on.discard)("other")
+            assert [mode for mode in stack() if isinstance(mode, Watch)] == entered
+            assert {"tide": tide in stack(), "other": other in stack()} == {
+                name: name in on for name in ("tide", "other")
+            }
+            assert stack()[len(on) :] == entered
+            assert len(stack()) == len(on) + len(entered)
+            counts = [counter.current_bytes for counter in (tide, other)]
+            seen = [len(watch.seen) for watch in entered]
+            made = torch.ones(10)
+            assert [counter.current_bytes for counter in (tide, other)] == [
+                counts[0] + 40 * ("tide" in on),
+                counts[1] + 40 * ("other" in on),
+            ]
+            assert all(len(watch.seen) > was for watch, was in zip(entered, seen, strict=True))
+            del made
+    finally:
+        while entered:
+            entered.pop().__exit__(None, None, None)
+        tide.stop()
+        other.stop()
+
+
+def test_stopping_within_backward_counts_no_more_and_the_next_entry_takes_it_off() -> None:
+    tide = Tide()
+    x = torch.zeros(10, requires_grad=True)
+    counts: list[int] = []
+
+    def stop(gradient: torch.Tensor) -> None:
+        tide.stop()
+        counts.append(tide.current_bytes)
+
+    tide.start()
+    y = x.exp()
+    y.register_hook(stop)
+    (y * 1).sum().backward()
+    # Backward ends by restoring the stack of its beginning: that is torch's way, and why `stop` is called again.
+    assert stack() == [tide]
+    made = torch.ones(1000)
+    assert tide.current_bytes <= counts[0]
+    tide.stop()
+    assert stack() == []
+    del made, y
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing_behind(where: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            if where == "forward":
+                raise RuntimeError("mine")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("mine")
+
+    tide = Tide()
+    x = torch.zeros(10, requires_grad=True)
+    tide.start()
+    with pytest.raises(RuntimeError, match="mine"):
+        Fails.apply(x.exp()).sum().backward()
+    gc.collect()
+    assert tide.current_bytes == 0
+    tide.start()  # the next iteration's
+    assert stack() == [tide]
+    y = x.exp()
+    assert tide.current_bytes == 10 * FP32
+    tide.stop()
+    del y
+
+
+def test_under_a_fake_tensor_mode_it_does_nothing() -> None:
+    tide = Tide()
+    with FakeTensorMode():
+        tide.start()
+        assert tide not in stack()
+        torch.ones(10)
+    assert tide.take_peak() == 0
+    with rising(tide), FakeTensorMode() as mode:
+        fake = torch.ones(10) + mode.from_tensor(torch.ones(10))
+        assert tide.take_peak() == 0
+    del fake
+
+
+class Wrapper(torch.Tensor):
+    """A subclass with its own dispatch: one tensor wrapped."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        twice = func(*(arg.inner if isinstance(arg, Wrapper) else arg for arg in args)) * 1
+        return cls(twice)
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_wrapper_subclasses_count_what_they_wrap(above: bool) -> None:
+    wrapped = Wrapper(torch.ones(100))
+    tide, watch = Tide(), Watch()
+    with rising(tide), ExitStack() as scope:
+        if above:
+            scope.enter_context(watch)
+        result = wrapped + wrapped
+        assert tide.current_bytes == 100 * FP32
+        assert tide.take_peak() == 200 * FP32  # the sum, and the sum times one
+        assert watch.seen == (["aten::add"] if above else [])
+    del result
+    assert tide.current_bytes == 0
+
+
+def test_a_compiled_submodule_stays_compiled() -> None:
+    from torch._dynamo.utils import counters
+
+    layer = torch.compile(nn.Sequential(nn.Linear(100, 200), nn.GELU()), backend="aot_eager")
+    x = torch.ones(50, 100)
+    counters.clear()
+    with rising(Tide()) as tide:
+        out = layer(x)
+        assert counters["frames"]["ok"] == counters["frames"]["total"] == 1
+        assert tide.current_bytes == 2 * 50 * 200 * FP32  # what GELU was given and what it made
+    del out
+    torch._dynamo.reset()
+
+
+def test_higher_order_operators_pass() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 128, 16)
+    plain = flex_attention_without_warning(flex_attention, q)
+    with rising(Tide()) as tide:
+        counted = flex_attention_without_warning(flex_attention, q)
+        assert tide.current_bytes >= q.numel() * FP32
+    assert torch.equal(plain, counted)
+
+
+def flex_attention_without_warning(attention: Any, q: torch.Tensor) -> torch.Tensor:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow when not compiled
+        result: torch.Tensor = attention(q, q, q)
+    return result
+
+
+def test_two_threads_have_a_stack_each() -> None:
+    tide = Tide()
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            assert stack() == []
+            tide.start()
+            assert stack() == [tide]
+            torch.ones(10)
+            tide.stop()
+            assert stack() == []
+        except BaseException as error:
+            errors.append(error)
+
+    tide.start()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert tide.take_peak() == 10 * FP32
+    made = torch.ones(1000)
+    assert tide.current_bytes == 0  # stopped there; here it lies idle until the next call
+    tide.start()
+    assert stack() == [tide]
+    tide.stop()
+    del made
