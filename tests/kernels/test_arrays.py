@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ps_kernels
-from ps_kernels import _backends, _numpy
+from ps_kernels import _backends, _batch, _numpy
 
 Make = Callable[[np.ndarray], Any]
 
@@ -161,3 +161,43 @@ def test_set_threads() -> None:
         assert torch.get_num_threads() == before + 1
     finally:
         ps_kernels.set_threads(before)
+
+
+def test_many_tensors_take_the_quick_look_and_odd_ones_the_thorough_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both say the same of sound arguments; what is wrong is left to the thorough one, which says what."""
+    chunk, tensors = torch.zeros(100), [torch.ones(3, 2), torch.nn.Parameter(torch.full((4,), 2.0)), torch.ones(0)]
+    thorough = _batch._one_by_one
+    monkeypatch.setattr(_batch, "_one_by_one", lambda *arguments: pytest.fail("the quick look was enough"))
+    quick = _batch.check_batch(tensors, chunk, [10, 4, 100])
+    mixed = _batch.check_batch([*tensors, torch.ones(5).half()], chunk, [10, 4, 100, 50])
+    monkeypatch.setattr(_batch, "_one_by_one", thorough)
+    slow = thorough(tensors, quick.whole, [10, 4, 100])
+    assert [getattr(quick, name) for name in ("starts", "numels", "addresses", "nbytes", "dtypes")] == [
+        getattr(slow, name) for name in ("starts", "numels", "addresses", "nbytes", "dtypes")
+    ]
+    assert mixed.nbytes == [24, 16, 0, 10]
+    wrong: list[tuple[list[Any], list[Any], str]] = [
+        ([torch.ones(2), torch.ones(2).double()], [0, 2], r"tensors\[1\]: expected float32 or"),
+        ([torch.ones(2), torch.ones(4)[::2]], [0, 2], r"tensors\[1\]: not contiguous"),
+        ([torch.ones(2), torch.ones(2, device="meta")], [0, 2], r"tensors\[1\]: expected a torch array on cpu"),
+        ([torch.ones(2), torch.ones(2)], [0, 99], r"tensors\[1\]: 2 elements from offset 99"),
+        ([torch.ones(2), torch.ones(2)], [0, 2.0], r"offsets: expected whole numbers, found 2.0 for tensors\[1\]"),
+        ([torch.ones(2), torch.ones(2)], [5, 4], r"pieces \(4, 6\) and \(5, 7\) of the chunk overlap"),
+        ([torch.ones(2), chunk[50:52]], [0, 2], r"chunk and tensors\[1\] share memory"),
+        ([torch.ones(2), [1.0]], [0, 2], r"tensors\[1\]: expected a torch tensor or a numpy array, found list"),
+    ]
+    for parts, offsets, message in wrong:
+        with pytest.raises(ps_kernels.InvalidArgument, match=message):
+            ps_kernels.gather(parts, chunk, offsets)
+    assert not chunk.any()
+
+
+def test_pieces_keep_what_they_were_given() -> None:
+    """The list may change, and the tensors go, without harm."""
+    tensors, chunk = [torch.ones(3), torch.full((2,), 2.0).half()], torch.zeros(5)
+    offsets = [0, 3]
+    pieces = ps_kernels.Pieces(tensors, chunk, offsets)
+    tensors.clear()
+    offsets.clear()
+    pieces.gather()
+    assert chunk.tolist() == [1, 1, 1, 2, 2]

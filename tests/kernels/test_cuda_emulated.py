@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import ps_kernels
 from _emulated import EmulatedLauncher, build
 from ps_kernels import _api, _backends
+from ps_kernels._batch import check_batch
 from ps_kernels._cuda import CudaBackend, split
 from ps_kernels._order import AdamArguments
 
@@ -214,7 +215,8 @@ def test_gather_and_scatter_in_one_launch_each(
 def test_bytes_are_copied_whatever_their_alignment(launcher: EmulatedLauncher, apart: int) -> None:
     source = torch.randint(-128, 127, (40_000,), dtype=torch.int8)
     target = torch.zeros_like(source)
-    CudaBackend(launcher).copy_all([(target[3 : 3 + 33_000], source[3 + apart : 33_003 + apart])])
+    batch = check_batch([source[3 + apart : 33_003 + apart]], target, [3])
+    CudaBackend(launcher).copy_all(batch, scatter=False)
     assert torch.equal(target[3:33_003], source[3 + apart : 33_003 + apart])
     assert not target[:3].any()
     assert not target[33_003:].any()
@@ -224,8 +226,9 @@ def test_nothing_to_do_launches_nothing(launcher: EmulatedLauncher) -> None:
     launcher.launched.clear()
     backend = CudaBackend(launcher)
     empty = torch.empty(0)
-    backend.copy_all([])
-    backend.copy_all([(empty, empty)])
+    for tensors in ([], [empty]):
+        backend.copy_all(check_batch(tensors, empty, [0] * len(tensors)), scatter=False)
+        backend.copier(check_batch(tensors, empty, [0] * len(tensors)), scatter=True)()
     backend.accumulate(empty, empty, 1.0)
     backend.set_threads(3)
     assert not launcher.launched

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from ps_kernels._arrays import (
     FLOATS,
     Array,
     View,
-    check_contiguous,
     check_count,
     check_dtype,
     check_flat,
@@ -19,6 +17,7 @@ from ps_kernels._arrays import (
     view,
 )
 from ps_kernels._backends import backends, choose, load
+from ps_kernels._batch import check_batch
 from ps_kernels._errors import InvalidArgument
 from ps_kernels._order import AdamArguments, SgdScalars, to_single
 
@@ -132,12 +131,11 @@ class Pieces:
     def __init__(
         self, tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None
     ) -> None:
-        whole, parts, spans = _check_pieces(tensors, chunk, offsets)
-        check_written([whole, *parts], [])
-        _check_apart(spans)
-        chosen, pairs = choose(whole, backend), _pairs(whole, parts, spans)
-        self._gather = chosen.copier(pairs)
-        self._scatter = chosen.copier([(part, place) for place, part in pairs])
+        batch = check_batch(tensors, chunk, offsets)
+        batch.check_gather()
+        batch.check_scatter()
+        chosen = choose(batch.whole, backend)
+        self._gather, self._scatter = chosen.copier(batch, scatter=False), chosen.copier(batch, scatter=True)
 
     def gather(self) -> None:
         """Copy each tensor to its place in the chunk."""
@@ -150,17 +148,16 @@ class Pieces:
 
 def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None) -> None:
     """Copy each tensor into the chunk, from its offset on, cast to the chunk's type; offsets count its elements."""
-    whole, parts, spans = _check_pieces(tensors, chunk, offsets)
-    check_written([whole], parts)
-    _check_apart(spans)
-    choose(whole, backend).copy_all(_pairs(whole, parts, spans))
+    batch = check_batch(tensors, chunk, offsets)
+    batch.check_gather()
+    choose(batch.whole, backend).copy_all(batch, scatter=False)
 
 
 def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, backend: str | None = None) -> None:
     """Copy out of the chunk into each tensor, from its offset on, cast to its type; offsets count chunk elements."""
-    whole, parts, spans = _check_pieces(tensors, chunk, offsets)
-    check_written(parts, [whole])
-    choose(whole, backend).copy_all([(part, place) for place, part in _pairs(whole, parts, spans)])
+    batch = check_batch(tensors, chunk, offsets)
+    batch.check_scatter()
+    choose(batch.whole, backend).copy_all(batch, scatter=True)
 
 
 def set_threads(count: int) -> None:
@@ -190,35 +187,3 @@ def _check_step(states: Sequence[View], grad: View, out: View | None) -> None:
         check_written([*states, out], [])
     else:
         check_written([*states, out], [grad])
-
-
-def _check_pieces(
-    tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]
-) -> tuple[View, list[View], list[tuple[int, int]]]:
-    whole = view("chunk", chunk)
-    parts = [view(f"tensors[{index}]", tensor) for index, tensor in enumerate(tensors)]
-    if len(parts) != len(offsets):
-        raise InvalidArgument(f"offsets: expected one for each of {len(parts)} tensors, found {len(offsets)}")
-    check_together([whole, *parts])
-    check_flat(whole, whole.numel)
-    spans: list[tuple[int, int]] = []
-    for part, offset in zip(parts, offsets, strict=True):
-        check_dtype(part, FLOATS if whole.dtype in FLOATS else (whole.dtype,))
-        check_contiguous(part)
-        if not 0 <= offset <= whole.numel - part.numel:
-            raise InvalidArgument(
-                f"{part.name}: {part.numel} elements from offset {offset} do not lie in a chunk of {whole.numel}"
-            )
-        spans.append((offset, offset + part.numel))
-    return whole, parts, spans
-
-
-def _check_apart(spans: Sequence[tuple[int, int]]) -> None:
-    for one, other in pairwise(sorted(spans)):
-        if other[0] < one[1]:
-            raise InvalidArgument(f"offsets: pieces {one} and {other} of the chunk overlap")
-
-
-def _pairs(whole: View, parts: Sequence[View], spans: Sequence[tuple[int, int]]) -> list[tuple[Array, Array]]:
-    """Each piece's place in the chunk, and the piece."""
-    return [(whole.array[start:stop], part.array) for part, (start, stop) in zip(parts, spans, strict=True)]

@@ -35,6 +35,11 @@ class View:
         """How many elements there are."""
         return math.prod(self.shape)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return int(self.array.itemsize)
+
     def overlaps(self, other: View) -> bool:
         """Whether the two share a byte."""
         return (

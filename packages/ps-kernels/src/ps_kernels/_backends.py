@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
 
 from ps_kernels._arrays import Array, View
+from ps_kernels._batch import Batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import LEVELS, native
 from ps_kernels._order import AdamScalars, SgdScalars
@@ -33,10 +34,10 @@ class Backend(Protocol):
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""
 
-    def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Copy the second of each pair into the first, of one length, any shape; cast where types differ."""
+    def copy_all(self, batch: Batch, *, scatter: bool) -> None:
+        """Copy the tensors into the chunk, or the other way round; cast where types differ."""
 
-    def copier(self, pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+    def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
         """The same, prepared once and done at each call."""
 
     def set_threads(self, count: int) -> None:

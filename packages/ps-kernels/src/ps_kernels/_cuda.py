@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ps_kernels._batch import Batch
 from ps_kernels._cuda_source import KERNELS, OPTIONS, source
 from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
 
@@ -122,20 +124,33 @@ class CudaBackend:
             blocks = -(-max(groups, numel - 4 * groups) // _STEP_THREADS)
             self._launch(("step", f"accumulate_{_name(grad)}"), (blocks, _STEP_THREADS), arguments, grad)
 
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy the second of each pair into the first, all in one launch."""
-        table, tiles = _table(pairs)
+    def copy_all(self, batch: Batch, *, scatter: bool) -> None:
+        """Copy the tensors into the chunk, or the other way round, in one launch; the host waits for nothing."""
+        table, tiles = _table(batch, scatter=scatter)
         if tiles:
-            like = pairs[0][0]
+            like = batch.whole.array
             columns = torch.tensor(table, dtype=torch.int64)
             if like.is_cuda:
                 columns = columns.pin_memory().to(like.device, non_blocking=True)
-            arguments = (columns.data_ptr(), len(table[0]), tiles)
-            self._launch(("copy", "copy_pieces"), (tiles, _COPY_THREADS), arguments, like)
+            self._copy(columns, tiles, like)
 
-    def copier(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """The same, at each call."""
-        return partial(self.copy_all, pairs)
+    def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
+        """The same, at each call; the table is on the device already."""
+        table, tiles = _table(batch, scatter=scatter)
+        like = batch.whole.array
+        columns = torch.tensor(table, dtype=torch.int64).to(like.device)  # waits, so that any stream may read it
+
+        def copy(_keep: Batch = batch) -> None:
+            if like.is_cuda:
+                columns.record_stream(torch.cuda.current_stream(like.device))
+            if tiles:
+                self._copy(columns, tiles, like)
+
+        return copy
+
+    def _copy(self, columns: Tensor, tiles: int, on: Tensor) -> None:
+        arguments = (columns.data_ptr(), columns.shape[1], tiles)
+        self._launch(("copy", "copy_pieces"), (tiles, _COPY_THREADS), arguments, on)
 
     def set_threads(self, count: int) -> None:
         """The CPU's threads have no part in it."""
@@ -197,22 +212,22 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
     return 0, 0
 
 
-def _table(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[list[int]], int]:
+def _table(batch: Batch, *, scatter: bool) -> tuple[list[list[int]], int]:
     """The columns that copy.cu describes, and how many tiles there are."""
-    sources, targets, lengths, sorts, firsts, tiles = [], [], [], [], [], 0
-    for into, values in pairs:
-        numel = into.numel()
-        if not numel:
-            continue
-        same = into.dtype == values.dtype
-        length = numel * into.element_size() if same else numel
-        sources.append(values.data_ptr())
-        targets.append(into.data_ptr())
-        lengths.append(length)
-        sorts.append(_SAME_TYPE if same else 3 * _SORTS[values.dtype] + _SORTS[into.dtype])
-        firsts.append(tiles)
-        tiles += -(-length // _TILE)
-    return [sources, targets, lengths, sorts, firsts], tiles
+    chunk = batch.whole.array.dtype
+    sort_of = {kind: _sort(*((chunk, kind) if scatter else (kind, chunk))) for kind in batch.dtypes}
+    sorts = [sort_of[part.dtype] for part in batch.parts]
+    measures = zip(sorts, batch.nbytes, batch.numels, strict=True)
+    lengths = [nbytes if sort == _SAME_TYPE else numel for sort, nbytes, numel in measures]
+    firsts = list(accumulate((-(-length // _TILE) for length in lengths), initial=0))
+    sources, targets = batch.addresses, batch.places()
+    if scatter:
+        sources, targets = targets, sources
+    return [list(sources), list(targets), lengths, sorts, firsts[:-1]], firsts[-1]
+
+
+def _sort(source: torch.dtype, target: torch.dtype) -> int:
+    return _SAME_TYPE if source == target else 3 * _SORTS[source] + _SORTS[target]
 
 
 def _name(tensor: Tensor) -> str:

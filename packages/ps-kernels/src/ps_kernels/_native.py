@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from ps_kernels._arrays import Array
+from ps_kernels._batch import Batch
 from ps_kernels._compile import CompileFailed, levels, library
 from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
 
@@ -132,18 +135,20 @@ class NativeBackend:
             self._threads.most(numel),
         )
 
-    def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Copy the second of each pair into the first, with one call for all of one pair of types."""
-        self.copier(pairs)()
+    def copy_all(self, batch: Batch, *, scatter: bool) -> None:
+        """Copy the tensors into the chunk, or the other way round, with one call for all of one type."""
+        self.copier(batch, scatter=scatter)()
 
-    def copier(self, pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+    def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
         """The same, prepared once and done at each call."""
-        groups: dict[tuple[Any, Any], list[tuple[int, int, int]]] = {}
-        for into, source in pairs:
-            members = groups.setdefault((into.dtype, source.dtype), [])
-            members.append((_address(source), _address(into), _numel(source)))
-        prepared = [_copies(*types, members) for types, members in groups.items()]
-        return partial(self._run_copies, prepared, pairs)
+        columns = (batch.addresses, batch.places(), batch.numels)
+        prepared = []
+        for kind in batch.dtypes:
+            chosen = (
+                columns if len(batch.dtypes) == 1 else _chosen(columns, [each.dtype == kind for each in batch.parts])
+            )
+            prepared.append(_copies(kind, batch.whole.array.dtype, chosen, scatter=scatter))
+        return partial(self._run_copies, prepared, batch)
 
     def _run_copies(self, prepared: Sequence[tuple[_Copies, object]], _keep: object) -> None:
         """``_keep`` holds the arrays for as long as their addresses may be used."""
@@ -185,19 +190,25 @@ def _default_threads() -> int:
     return min(cores, max(1, int(asked))) if asked.isdigit() else cores
 
 
-def _copies(target: Any, source: Any, members: Sequence[tuple[int, int, int]]) -> tuple[_Copies, object]:
-    """What the C function takes for a list of addresses and lengths, and what holds the lists."""
-    columns = [(ctypes.c_size_t * len(members))(*column) for column in zip(*members, strict=True)]
-    total, same = sum(columns[2]), target == source
+def _chosen(columns: Sequence[Sequence[int]], members: Sequence[bool]) -> tuple[list[int], ...]:
+    return tuple(list(compress(column, members)) for column in columns)
+
+
+def _copies(part: Any, chunk: Any, columns: Sequence[Sequence[int]], *, scatter: bool) -> tuple[_Copies, object]:
+    """What the C function takes: of parts of one type their addresses, places and lengths; and what holds the lists."""
+    held = [array("Q", column) for column in columns]
+    parts, places, counts = (column.buffer_info()[0] for column in held)
+    total, same = sum(columns[2]), part == chunk
+    (source, target), into = ((chunk, part), (places, parts)) if scatter else ((part, chunk), (parts, places))
     copies = _Copies(
-        *(ctypes.addressof(column) for column in columns),
-        len(members),
+        *(*into, counts),
+        len(held[0]),
         total,
         source.itemsize if same else 0,
         *((0, 0) if same else (_KINDS[str(source)], _KINDS[str(target)])),
         total * target.itemsize >= _COPY_STREAM_BYTES,
     )
-    return copies, columns
+    return copies, held
 
 
 def _address(array: Array) -> int:

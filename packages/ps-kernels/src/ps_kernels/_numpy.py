@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ps_kernels._arrays import Array
+from ps_kernels._batch import Batch
 from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 
 Singles = NDArray[np.float32]
@@ -118,9 +119,9 @@ class NumpyBackend:
                 target = accumulator[piece]
                 target += g
 
-    def copy_all(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Copy the second of each pair into the first."""
-        for into, source in pairs:
+    def copy_all(self, batch: Batch, *, scatter: bool) -> None:
+        """Copy the tensors into the chunk, or the other way round."""
+        for into, source in batch.pairs(scatter=scatter):
             target, values = into.reshape(-1), source.reshape(-1)
             if into.dtype == source.dtype:
                 target[...] = values
@@ -128,9 +129,9 @@ class NumpyBackend:
             with np.errstate(over="ignore"):
                 round_into(target, to_singles(values))
 
-    def copier(self, pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+    def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
         """The same, at each call."""
-        return partial(self.copy_all, pairs)
+        return partial(self.copy_all, batch, scatter=scatter)
 
     def set_threads(self, count: int) -> None:
         """NumPy's elementwise work always uses one thread."""

@@ -5,13 +5,14 @@ Only operations that round once are used: no ``addcmul``, no ``add`` with ``alph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from ps_kernels._batch import Batch
 from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 
 _CPU_PIECE_NUMEL = 1 << 17
@@ -84,14 +85,14 @@ class TorchBackend:
             accumulator[piece].add_(g.copy_(grad[piece]).mul_(scale))
 
     @torch.no_grad()
-    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy the second of each pair into the first."""
-        for into, source in pairs:
+    def copy_all(self, batch: Batch, *, scatter: bool) -> None:
+        """Copy the tensors into the chunk, or the other way round."""
+        for into, source in batch.pairs(scatter=scatter):
             into.view(-1).copy_(source.view(-1))
 
-    def copier(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
         """The same, at each call."""
-        return partial(self.copy_all, pairs)
+        return partial(self.copy_all, batch, scatter=scatter)
 
     def set_threads(self, count: int) -> None:
         """Use that many threads."""
