@@ -75,10 +75,16 @@ class Planned:
     """None: the tight planner's, which keeps no fixed placement of work."""
 
 
-def find_plan(trace: Trace, tiers: tuple[Tier, ...], machine: Machine, *, setup: Setup) -> Planned:
-    """The best plan found for a trace on these tiers, verified; `DoesNotFit` if there is none."""
+def find_plan(
+    trace: Trace, tiers: tuple[Tier, ...], machine: Machine, *, setup: Setup, layout: Layout | None = None
+) -> Planned:
+    """The best plan found for a trace on these tiers, verified; `DoesNotFit` if there is none.
+
+    With a ``layout`` the parameters are packed already, and only what moves when is searched for.
+    """
     check_tiers(tiers)
-    scorers = [_Scorer(program, tiers, machine, setup) for program in _programs(trace, setup)]
+    programs = _programs(trace, setup) if layout is None else [_program(trace, layout, setup)]
+    scorers = [_Scorer(program, tiers, machine, setup) for program in programs]
     while (best := _best(scorers, setup)) is not None:
         scorer, found = best
         placement = scorer.placement(found.resident, found.stride)

@@ -16,6 +16,7 @@ class Counters:
     prefetch_hits: int = 0
     fetches: int = 0
     divergences: int = 0
+    last_divergence: str = ""
     replans: int = 0
     passes: int = 0
     replayed: int = 0
@@ -31,3 +32,8 @@ class Counters:
     def evicted(self) -> None:
         """A group left the compute tier."""
         self.evictions += 1
+
+    def diverged(self, why: str) -> None:
+        """A pass left its plan."""
+        self.divergences += 1
+        self.last_divergence = why

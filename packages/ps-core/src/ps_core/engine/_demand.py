@@ -6,10 +6,12 @@ that a pass fits whenever one can; later the room below the highest known tide s
 
 from __future__ import annotations
 
+import torch
+
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Queue
 from ps_core.engine._gradients import GradientKeeper
-from ps_core.engine._records import GroupRecord, Payload
+from ps_core.engine._records import GroupRecord, Payload, TensorRecord
 from ps_core.engine._residency import Residency
 
 
@@ -65,6 +67,10 @@ class Demand:
                 proven=False,
                 remedies=remedies(self._store.used_bytes[0] + size + self._store.tide_bytes),
             )
+
+    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """There is no place for gradients but where they go by themselves."""
+        return False
 
     def finish(self) -> None:
         """Bring everything home that can leave."""

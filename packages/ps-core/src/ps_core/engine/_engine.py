@@ -23,11 +23,12 @@ from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._parameter import Function, changes
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._replay import Diverged, Replay
 from ps_core.engine._residency import Residency
 from ps_core.engine._saved import SavedTensors
 from ps_core.engine._scaler import LossScale
-from ps_core.engine._settings import Outcome, Settings
-from ps_core.engine._stepping import decide
+from ps_core.engine._settings import Outcome
+from ps_core.engine._stepping import SettingsOf, decide
 from ps_core.engine._store import Store
 from ps_core.engine._tide import Tide
 from ps_core.engine._update import Updater
@@ -40,6 +41,9 @@ class Driver(Protocol):
 
     def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
         """The next moment needs these payloads, and brings these gradients."""
+
+    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """Put a gradient where the driver has room for it; False: it has none."""
 
     def finish(self) -> None:
         """The pass is over."""
@@ -64,7 +68,7 @@ class Engine:
         self.constant_bytes = constant_bytes
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
         self.counters = Counters()
-        self.residency = Residency(store, self.counters)
+        self.residency = Residency(store, groups, self.counters)
         self.gradients = GradientKeeper(self.residency, overwrites=overwrites)
         self.updater = Updater(self.residency, self.gradients, groups)
         self.saved = SavedTensors(self)
@@ -80,6 +84,10 @@ class Engine:
         """The owner of the hooks (any: it knows this class)."""
         self.choose: Callable[[bool], Driver] = lambda training: self.demand
         """Who drives the pass that begins now."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called when a step is asked for, before anything is changed: time to plan."""
+        self.replay_step: Callable[[SettingsOf, float], bool] = lambda settings, factor: False
+        """Carries out a step by a plan, if there is one for it."""
         self._task = -1
         self.collecting = False
         """A state dict is being made: parameters answer with copies."""
@@ -180,27 +188,42 @@ class Engine:
         self._enter()
         moment = self.moment
         for record in records:
-            if record.group.reading != moment or record.payload is not Payload.VALID:
-                self._next(list(dict.fromkeys(each.group for each in records)), [])
+            if (record.group.reading != moment and not record.group.pinned) or record.payload is not Payload.VALID:
+                self._next(list(dict.fromkeys(each.group for each in records if not each.group.pinned)), [])
                 break
+        beat = self._beat if self.driver.tracked else None
         for record in records:
             if record.bound is None or record.bound.slot.stamp != record.group.home.stamp:
                 self.residency.unbind(record)
                 self.residency.bind(record)
-            if self.recording is not None:
-                self.recording.beats[-1].touched[record.index] = None
+            if beat is not None:
+                beat.touched[record.index] = None
 
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
         self._enter()
         group = record.group
-        if self.moment not in (group.reading, group.gaining):
+        if self.moment not in (group.reading, group.gaining) and not group.pinned:
             self._next([], [group])
         group.gaining = self.moment
         with torch.no_grad():
-            self.gradients.arrive(record, gradient)
-        if self.recording is not None and not record.waiting:
-            self.recording.beats[-1].grads[record.index] = None
+            if not self._taken(record, gradient):
+                self.gradients.arrive(record, gradient)
+        if self._beat is not None and not record.waiting:
+            self._beat.grads[record.index] = None
+
+    def _taken(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """Whether the driver has a place for the gradient."""
+        try:
+            return self.driver.take(record, gradient)
+        except Diverged as why:
+            self._diverge(why)
+            return False
+
+    @property
+    def _beat(self) -> Beat | None:
+        """The moment that is on."""
+        return self.recording.beats[-1] if self.recording is not None and self.recording.beats else None
 
     def _enter(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -208,7 +231,8 @@ class Engine:
             self._begin_pass(backward=task != -1)
         if task not in (-1, self._task):
             self._task = task
-            Variable._execution_engine.queue_callback(self._backward_done)  # type: ignore[no-untyped-call]
+            self.moment += 1  # no moment is both forward and backward
+            Variable._execution_engine.queue_callback(self._backward_done)
 
     def _next(self, reads: list[GroupRecord], gains: list[GroupRecord]) -> None:
         """End the moment, begin another."""
@@ -218,11 +242,27 @@ class Engine:
         backward = torch._C._current_graph_task_id() != -1
         beat = recording.begin(backward=backward, reads=reads, gains=gains, held=held)
         self.moment += 1
-        self.driver.begin(reads, gains, beat.name)
+        try:
+            self.driver.begin(reads, gains, beat.name)
+        except Diverged as why:
+            self._diverge(why)
+            self.driver.begin(reads, gains, beat.name)
         for group in reads:
             group.reading = self.moment
         for group in gains:
             group.gaining = self.moment
+
+    def _diverge(self, why: Diverged) -> None:
+        """Leave the plan for the rest of the pass."""
+        replay, self.driver = self.driver, self.demand
+        assert isinstance(replay, Replay), "only plans are left"
+        assert self.recording is not None, "there is a pass"
+        self.recording.regular = False
+        self.counters.diverged(str(why))
+        with torch.no_grad():
+            replay.abandon()
+        self.demand.adopt(self.groups)
+        self.tide.start()
 
     def _close_moment(self) -> list[GroupRecord]:
         """Settle what the moment leaves behind; the groups that are held on to."""
@@ -315,10 +355,17 @@ class Engine:
         self._close_moment()
         self.recording = None
         self.moment += 1
+        with torch.no_grad():
+            try:
+                self.driver.finish()
+            except Diverged as why:
+                self.recording = recording
+                self._diverge(why)
+                self.recording = None
+                self.driver.finish()
+        self.counters.replayed += self.driver is not self.demand
         self.tide.stop()
         self.store.tide_bytes = 0
-        with torch.no_grad():
-            self.driver.finish()
         recording.regular &= not any(record.handles for record in self.records)
         self.counters.passes += 1
         if self.observer is not None:
@@ -347,10 +394,11 @@ class Engine:
         with torch.no_grad():
             self.gradients.discard([r for r in records or self.records if r.gradient is not Gradient.NONE])
 
-    def step(self, settings: Callable[[TensorRecord], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
+    def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         self.finish_pass()
         self._check_tampered()
+        self.before_step()
         for record in self.records:
             if record.bound is not None and changes(record.parameter) != record.version:
                 self._refuse_change(record)
@@ -359,7 +407,7 @@ class Engine:
         decision = decide(pending, [self.gradients.measure(record) for record in pending], max_norm, loss_scale)
         if decision.skip:
             self.gradients.discard(pending)
-        else:
+        elif not self.replay_step(settings, decision.factor):
             self.updater.step(settings, decision.factor)
         self.counters.steps += 1
         self.counters.skipped += decision.skip

@@ -127,6 +127,10 @@ class GradientKeeper:
         else:
             self.add_flat(record, flat, home.slot, Queue.COMPUTE)
 
+    def sum_staged(self, record: TensorRecord, flat: torch.Tensor) -> None:
+        """Add a gradient that lies in a slot of its own."""
+        self._add_summed(record, flat.as_strided(record.shape, record.stride))
+
     def add_flat(self, record: TensorRecord, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
         """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""
         target = slot.flat(torch.float32, record.group.chunk_numel)[record.span]
@@ -136,7 +140,7 @@ class GradientKeeper:
             ps_kernels.accumulate(target, flat)
         else:
             target.copy_(flat)
-        record.gradient = Gradient.SUMMED
+        record.gradient, record.part = Gradient.SUMMED, None
         record.group.homes[Kind.ACC].changed(slot)
 
     def accumulator(self, group: GroupRecord) -> Home:
@@ -169,7 +173,7 @@ class GradientKeeper:
 
     def discard(self, records: list[TensorRecord]) -> None:
         """Forget gradients; what they lay over becomes the parameters again."""
-        groups = {}
+        groups: dict[GroupRecord, None] = {}
         for record in records:
             if record.gradient is Gradient.OVER:
                 groups[record.group] = None
@@ -201,10 +205,11 @@ class GradientKeeper:
         assert record.aside is not None, "there is a gradient"
         return flatten(record, record.aside)
 
-    def measure(self, record: TensorRecord) -> torch.Tensor:
-        """Sum of squares and non-finite flag of the gradient, taken once."""
+    def measure(self, record: TensorRecord, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum of squares and non-finite flag of the gradient, taken once; ``flat``: it is here."""
         if record.part is None:
-            flat = self.located(record)
+            if flat is None:
+                flat = self.located(record)
             part = torch.zeros(2, device=flat.device)
             ps_kernels.sumsq_finite(flat, part)
             record.part = part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core.engine._engine import Engine
 from ps_core.engine._packing import FLOATS
-from ps_core.engine._parameter import ManagedParameter, clear_grad, point_at, raw_grad
+from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._records import TensorRecord
 
@@ -34,17 +34,19 @@ class Management:
     def install(self) -> None:
         """Hang everything on."""
         model = self.model
+        untyped: Any = model  # half of torch's registering methods have no types
         self._handles += [
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            model.register_state_dict_pre_hook(self._collect),
-            model.register_state_dict_post_hook(partial(self._collected)),  # torch marks the function it is given
-            model.register_load_state_dict_pre_hook(self._load),
-            model.register_load_state_dict_post_hook(self._loaded),
+            untyped.register_state_dict_pre_hook(self._collect),
+            untyped.register_state_dict_post_hook(partial(self._collected)),  # torch marks the function it is given
+            untyped.register_load_state_dict_pre_hook(self._load),
+            untyped.register_load_state_dict_post_hook(self._loaded),
         ]
         for record in self.engine.records:
             if record.trainable:
-                self._handles.append(record.parameter.register_post_accumulate_grad_hook(self._gradient))
+                parameter: Any = record.parameter
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))
 
     def remove(self) -> None:
         """Take everything off."""
@@ -132,7 +134,7 @@ class Management:
                 engine.residency.unbind(record)
                 parameter = record.parameter
                 del parameter._record, parameter._keeper
-                parameter.__class__ = nn.Parameter
+                make_plain(parameter)
                 point_at(parameter, value.to(engine.store.device.torch_device))
             for home in group.homes.values():
                 for slot in (home.slot, *home.copies.values()):
@@ -169,10 +171,6 @@ def management_of(model: nn.Module) -> Management:
         if isinstance(parameter, ManagedParameter):
             keeper = parameter._keeper
             assert isinstance(keeper, Engine), "engines are the only keepers"
-            if keeper.management is not None:
+            if isinstance(keeper.management, Management):
                 return keeper.management
-    _unmanaged(model)
-
-
-def _unmanaged(model: nn.Module) -> NoReturn:
     raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")

@@ -65,27 +65,28 @@ class Recording:
         """Whether it can be planned from."""
         return self.regular and bool(self.beats) and self.beats[-1].backward is self.training
 
-    def trace(self, model: str, records: list[TensorRecord], groups: list[GroupRecord], constant_bytes: int) -> Trace:
-        """The trace of this pass; ``constant_bytes`` of non-model data are always there."""
+    def trace(
+        self, model: str, records: list[TensorRecord], groups: list[GroupRecord], constant_bytes: int, tokens: int
+    ) -> Trace:
+        """The trace of this pass over these parameters; ``constant_bytes`` of non-model data are always there."""
         tensors = tuple(
             Tensor(name=record.name, numel=record.numel, trainable=record.group.trainable) for record in records
         )
-        return Trace(
-            model=model,
-            tensors=tensors,
-            moments=tuple(self._moment(beat, groups, constant_bytes) for beat in self.beats),
-        )
-
-    @staticmethod
-    def _moment(beat: Beat, groups: list[GroupRecord], constant_bytes: int) -> Moment:
-        read = dict(beat.touched)
-        for index in (*beat.reads, *beat.held):
-            if not any(record.index in read for record in groups[index].tensors):
-                read[groups[index].tensors[0].index] = None
-        return Moment(
-            name=beat.name,
-            phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
-            reads=tuple(read),
-            grads=tuple(beat.grads),
-            nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
-        )
+        place = {record.index: number for number, record in enumerate(records)}
+        moments = []
+        for beat in self.beats:
+            read = [place[index] for index in beat.touched if index in place]
+            for index in (*beat.reads, *beat.held):
+                if not any(place[record.index] in read for record in groups[index].tensors):
+                    read.append(place[groups[index].tensors[0].index])
+            moments.append(
+                Moment(
+                    name=beat.name,
+                    phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
+                    reads=tuple(read),
+                    grads=tuple(place[index] for index in beat.grads if index in place),
+                    nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
+                    flops=(4.0 if beat.backward else 2.0) * tokens * sum(tensors[index].numel for index in read),
+                )
+            )
+        return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)

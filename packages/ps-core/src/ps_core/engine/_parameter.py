@@ -39,8 +39,13 @@ class Keeper(Protocol):
         """A copy for a state dict that is being collected; None: nobody collects one."""
 
 
+def _descriptor(name: str) -> Any:
+    """A property of tensors itself (any: it is one of C's, which torch's stubs show as the type of its value)."""
+    return getattr(torch.Tensor, name)
+
+
 def _getters(*names: str) -> set[Function]:
-    return {getattr(torch.Tensor, name).__get__ for name in names}
+    return {_descriptor(name).__get__ for name in names}
 
 
 def _methods(*names: str) -> set[Function]:
@@ -59,8 +64,8 @@ _PLAIN = frozenset(
         *("register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_pinned"),
     )
     | {
-        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
-        torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+        _descriptor("requires_grad").__set__,
+        _descriptor("_backward_hooks").__set__,
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
@@ -72,11 +77,11 @@ _PLAIN = frozenset(
 _STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
 """Answered for the memory a parameter has when it is in."""
 
-_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
-_DEL_GRAD = torch.Tensor.grad.__delete__  # type: ignore[attr-defined]
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD = _descriptor("grad").__get__
+_SET_GRAD = _descriptor("grad").__set__
+_DEL_GRAD = _descriptor("grad").__delete__
+_GET_DATA = _descriptor("data").__get__
+_SET_DATA = _descriptor("data").__set__
 
 
 class ManagedParameter(nn.Parameter):
@@ -91,7 +96,7 @@ class ManagedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        found = list(dict.fromkeys(managed(args))) + [one for one in managed(kwargs.values())]
+        found = list(dict.fromkeys((*managed(args), *managed(kwargs.values()))))
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -223,3 +228,8 @@ def changes(parameter: nn.Parameter) -> int:
     """How often the parameter was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
+
+
+def make_plain(parameter: nn.Parameter) -> None:
+    """Give a parameter its ordinary class back."""
+    parameter.__class__ = nn.Parameter

@@ -1,17 +1,71 @@
-"""Decides who drives a pass: a plan where there is one for it, demand otherwise."""
+"""Decides who drives a pass: a plan where there is one for it, demand otherwise; and makes the plan.
+
+[Note: what a plan is good for]
+A plan is made from one recorded pass and serves every batch whose tensors are no larger, training and evaluation
+alike. A larger batch is served on demand, recorded, and planned anew, so that the plan in force is always that of the
+largest batch seen.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ps_core._options import Options
-from ps_core._program import Precision
-from ps_core.engine._engine import Engine
+from ps_core._plan import Tier
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Setup, find_plan
+from ps_core._program import Precision, SegmentName
+from ps_core._simulate.machine import Machine
+from ps_core.engine._arrange import arrange
+from ps_core.engine._engine import Driver, Engine
+from ps_core.engine._messages import say
+from ps_core.engine._moments import Recording
+from ps_core.engine._plans import EnginePlan, lay_groups
+from ps_core.engine._records import Gradient, Payload
+from ps_core.engine._replay import Replay
+from ps_core.engine._stepping import SettingsOf
+
+THIS_COMPUTER = Machine(
+    name="this computer, not calibrated",
+    memory_bytes=0,
+    host_memory_bytes=16 * 2**30,
+    matmul_flops=1e12,
+    matmul_flops_fp32=0.3e12,
+    device_bandwidth=20e9,
+    h2d_bandwidth=10e9,
+    d2h_bandwidth=10e9,
+    host_bandwidth=20e9,
+    disk_read_bandwidth=1e9,
+    disk_write_bandwidth=1e9,
+    collective_bandwidth=5e9,
+    internode_bandwidth=1e9,
+)
+"""Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the root module was last called with."""
+
+    sizes: Sizes = ()
+    tokens: int = 0
+
+    def covers(self, other: _Batch) -> bool:
+        """Whether a plan for this batch is good for another."""
+        return len(self.sizes) == len(other.sizes) and all(b <= a for a, b in zip(self.sizes, other.sizes, strict=True))
 
 
 class Pilot:
+    """The planning side of one engine."""
+
     def __init__(
         self,
         engine: Engine,
@@ -22,9 +76,164 @@ class Pilot:
         training: bool,
         options: Options,
     ) -> None:
-        self.engine = engine
-        self.moments = 0
-        self.planned_step_s = 0.0
+        self._engine = engine
+        self._model_name = model_name
+        self._setup = Setup(
+            precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy), quick=True
+        )
+        self._options = options
+        self._plan: EnginePlan | None = None
+        self._planned_for = _Batch()
+        self._batch = _Batch()
+        self._found: tuple[Recording, _Batch] | None = None
+        self._micro = 0
+        self._moves = len(engine.store.tiers) > 1
+        engine.choose = self._choose
+        engine.observer = self._observe
+        engine.before_step = self._consider
+        engine.replay_step = self._step
+
+    @property
+    def moments(self) -> int:
+        """Of the pass that was planned."""
+        return 0 if self._plan is None else len(self._plan.beats)
+
+    @property
+    def planned_step_s(self) -> float:
+        """As predicted; 0 without a plan."""
+        return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
+
+    # Passes.
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        pass
+        """The root module is called with these."""
+        tensors = list(_tensors((args, kwargs)))
+        sizes = tuple(tensor.numel() for tensor in tensors)
+        tokens = max((_tokens(tensor) for tensor in tensors), default=0)
+        self._batch = _Batch(sizes, tokens)
+        if not self._setup.training:
+            self._consider()
+
+    def _choose(self, training: bool) -> Driver:
+        engine, plan = self._engine, self._plan
+        demand = engine.demand
+        demand.highest_tide_bytes = None
+        if plan is None:
+            if not engine.counters.passes and self._moves:
+                say(f"{self._model_name}: first pass on demand, recording what it touches and how much else it holds")
+            return demand
+        if not self._planned_for.covers(self._batch):
+            engine.counters.diverged("a batch larger than the plan's")
+            return demand
+        demand.highest_tide_bytes = plan.planned.program.trace.peak_nonmodel_bytes
+        why = self._unready(training)
+        if why:
+            engine.counters.diverged(why)
+            return demand
+        if not training:
+            segment = SegmentName.EVAL
+        else:
+            micro = plan.program.iteration()[:-1]
+            segment = micro[min(self._micro, len(micro) - 1)]
+        return Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
+
+    def _unready(self, training: bool) -> str:
+        """Why a segment cannot begin; empty: it can."""
+        if training and not self._setup.training:
+            return "a backward pass of a model without an optimizer"
+        for group in self._engine.groups:
+            if 0 in group.home.copies:
+                return f"somebody holds on to memory of {group.name}"
+            if any(record.payload is not Payload.VALID for record in group.tensors):
+                return f"a gradient lies over {group.name}"
+        return ""
+
+    def _observe(self, recording: Recording) -> None:
+        tracked = self._engine.driver is self._engine.demand
+        if recording.training:
+            self._micro += 1
+        if not tracked or not recording.complete or recording.training is not self._setup.training:
+            return
+        if self._plan is None or not self._planned_for.covers(self._batch):
+            self._found = recording, self._batch
+
+    # Steps.
+
+    def _step(self, settings_of: SettingsOf, factor: float) -> bool:
+        """Carry out the plan's step, if it is the step that is wanted."""
+        plan = self._plan
+        if plan is None or not self._fits_step(plan):
+            return False
+        engine = self._engine
+        replay = Replay(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
+        for group in engine.groups:
+            if group.pinned and any(record.gradient is not Gradient.NONE for record in group.tensors):
+                engine.updater.step_one(group, settings_of, factor)
+        replay.step(settings_of, factor)
+        engine.counters.planned_steps += 1
+        return True
+
+    def _fits_step(self, plan: EnginePlan) -> bool:
+        wanted = Gradient.OVER if plan.program.overwrites else Gradient.SUMMED
+        stepped = plan.stepped
+        for group in self._engine.groups:
+            if group.pinned:
+                continue
+            if 0 in group.home.copies:
+                return False
+            states = {record.gradient for record in group.tensors} - {Gradient.NONE}
+            if states and (states != {wanted} or group not in stepped):
+                return False
+        return True
+
+    # Planning.
+
+    def _consider(self) -> None:
+        """Plan, if a pass was recorded that there is no plan for."""
+        self._micro = 0
+        if self._found is None or not self._moves:
+            return
+        recording, batch = self._found
+        self._found = None
+        engine, started = self._engine, time.monotonic()
+        records = [record for record in engine.records if not record.group.pinned]
+        groups = [group for group in engine.groups if not group.pinned]
+        trace = recording.trace(self._model_name, records, engine.groups, engine.constant_bytes, batch.tokens)
+        layout, order = lay_groups(groups, records, trace)
+        planned = find_plan(trace, self._tiers(), THIS_COMPUTER, setup=self._setup, layout=layout)
+        plan = EnginePlan(planned, order, recording.beats)
+        if not arrange(engine, plan):
+            self._found = recording, batch  # somebody holds on to memory: next time
+            return
+        engine.counters.replans += self._plan is not None
+        self._plan, self._planned_for = plan, batch
+        say(
+            f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
+            f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
+            f"{THIS_COMPUTER.name}"
+        )
+
+    def _tiers(self) -> tuple[Tier, ...]:
+        """The tiers, less what is pinned at the top of the first."""
+        first, *others = self._engine.store.tiers
+        pinned = [home.slot for group in self._engine.groups if group.pinned for home in group.homes.values()]
+        end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
+        return (Tier(first.name, end & -128), *others)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _tokens(tensor: torch.Tensor) -> int:
+    """Roughly, how many rows pass through the model's matrices."""
+    if not tensor.is_floating_point() or tensor.dim() == 0:
+        return tensor.numel()
+    return tensor.numel() // max(1, tensor.shape[-1])

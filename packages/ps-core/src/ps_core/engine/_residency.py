@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
@@ -30,8 +31,9 @@ class Watcher(Protocol):
 class Residency:
     """Which groups are on the compute tier, and which parameters point there."""
 
-    def __init__(self, store: Store, watcher: Watcher) -> None:
+    def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher) -> None:
         self.store = store
+        self.groups = groups
         self.watcher = watcher
         self.owners: dict[int, TensorRecord] = {}
         """By the address of a storage: whose residency it is."""
@@ -48,7 +50,7 @@ class Residency:
         slot = group.home.newest(0)
         assert slot is not None, "a group is brought in before its parameters are bound"
         first = record.offset * record.dtype.itemsize
-        own = torch.from_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize])
+        own = from_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize])
         view = own.view(record.dtype).as_strided(record.shape, record.stride)
         del own
         point_at(record.parameter, view)
@@ -65,6 +67,13 @@ class Residency:
             point_at(record.parameter, record.placeholder)
             del self.owners[bound.storage._cdata]
             record.bound = None
+
+    def check_untouched(self, record: TensorRecord, slot: Slot) -> None:
+        """Notice a change in place that nobody was told of; the copy that has it is not to be used."""
+        if record.bound is not None and changes(record.parameter) != record.version:
+            self.tampered.append(record)
+            if not record.group.home.dirty:
+                slot.stamp = -1  # home still has the bytes as they were
 
     # Groups.
 
@@ -123,16 +132,13 @@ class Residency:
         if group.aliased:
             return False
         for record in group.tensors:
-            if record.bound is not None and changes(record.parameter) != record.version:
-                self.tampered.append(record)
-                if not home.dirty:
-                    slot.stamp = -1  # home still has the bytes as they were
+            self.check_untouched(record, slot)
             self.unbind(record)
         if slot.stamp == home.stamp:
             self.write_home(home)
         del home.copies[0]
         self.await_all(Queue.H2D)
-        self.store.release(slot)
+        self.store.release(slot, Queue.H2D)
         self.watcher.evicted()
         return True
 

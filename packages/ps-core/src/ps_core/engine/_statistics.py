@@ -102,4 +102,3 @@ def statistics(model: nn.Module) -> Statistics:
 
 def _backend() -> str:
     return next(name for name, state in ps_kernels.backends().items() if state == "available" and name != "cuda")
-

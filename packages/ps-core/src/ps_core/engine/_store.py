@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 import torch
 
 from ps_core._errors import PlanMismatch
-from ps_core._plan import Tier
+from ps_core._plan import Queue, Tier
 from ps_core._program import Extent
 from ps_core.engine._device import Device
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
+
+_PIECE_BYTES = 2**20
+"""What a shift sets aside at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +92,8 @@ class Store:
         self.tide_bytes = 0
         """Non-model bytes on the compute tier, as last heard."""
         self._arena = device.arena(tiers[0].capacity_bytes) if len(tiers) > 1 else None
+        if poison and self._arena is not None:
+            self._arena.fill_(POISON)
         self._taken: list[Slot] = []
         """Of the arena, in order of address."""
 
@@ -98,26 +103,41 @@ class Store:
         """A slot; on the compute tier at an address, or at the lowest that has room."""
         if tier or self._arena is None:
             slot = Slot(tier, -1, size, self.device.host(size))
+            if self.poison:
+                slot.memory.fill_(POISON)
         else:
             if offset < 0:
                 offset = self._hole(size)
             slot = Slot(tier, offset, size, self._arena[offset : offset + size])
             self._insert(slot)
-        if self.poison:
-            slot.memory.fill_(POISON)
         self.used_bytes[tier] += size
         self.note_peak()
         return slot
 
-    def release(self, slot: Slot) -> None:
-        """Give a slot's bytes back."""
+    def release(self, slot: Slot, queue: Queue = Queue.CPU) -> None:
+        """Give a slot's bytes back, in the order of a queue."""
         if slot.offset >= 0:
             self._taken.remove(slot)
             if self.poison:
+                self.device.work(queue, "poison", (), (slot.memory,))
                 slot.memory.fill_(POISON)
         slot.extent, slot.stamp = None, -1
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory[:0]
+
+    def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
+        """Move a slot within the arena; the ranges may overlap."""
+        assert self._arena is not None, "only the arena has addresses"
+        self._taken.remove(slot)
+        old, slot.offset = slot.offset, offset
+        self._insert(slot)
+        target = self._arena[offset : offset + slot.bytes]
+        self.device.work(queue, "shift", (slot.memory,), (target,))
+        starts = range(0, slot.bytes, _PIECE_BYTES)
+        for start in starts if offset < old else reversed(starts):
+            piece = slice(start, min(start + _PIECE_BYTES, slot.bytes))
+            target[piece].copy_(slot.memory[piece].clone())
+        slot.memory = target
 
     def note_peak(self) -> None:
         """Remember the most that was ever used, non-model bytes included."""

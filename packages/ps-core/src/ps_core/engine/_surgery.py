@@ -12,7 +12,7 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import management_of
-from ps_core.engine._parameter import ManagedParameter, point_at
+from ps_core.engine._parameter import ManagedParameter, make_plain, point_at
 from ps_core.engine._records import TensorRecord
 
 
@@ -30,7 +30,7 @@ def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write:
     for record in wanted:
         value = engine.read(record)
         engine.residency.unbind(record)
-        record.parameter.__class__ = nn.Parameter
+        make_plain(record.parameter)
         point_at(record.parameter, value)
         given[record] = value.clone() if write else None
     try:

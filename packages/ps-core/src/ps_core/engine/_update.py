@@ -28,10 +28,11 @@ class Updater:
         """Step every group that has a gradient."""
         for group in self._groups:
             if any(record.gradient is not Gradient.NONE for record in group.tensors):
-                self._step(group, settings_of, factor)
+                self.step_one(group, settings_of, factor)
         self.free_sums()
 
-    def _step(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
+    def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
+        """Step one group."""
         kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
         if any(record.gradient is Gradient.SUMMED for record in group.tensors):
             kinds.append(Kind.ACC)

@@ -1,0 +1,58 @@
+"""Moving homes to where a plan has them, between passes."""
+
+from __future__ import annotations
+
+from ps_core._plan import Held, Queue
+from ps_core.engine._engine import Engine
+from ps_core.engine._plans import EnginePlan
+from ps_core.engine._store import Home, Slot, Store
+
+
+def arrange(engine: Engine, plan: EnginePlan) -> bool:
+    """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
+    store, residency = engine.store, engine.residency
+    for group in plan.order:
+        if 0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased):
+            return False
+    pending = [held for held in plan.plan.home if not _in_place(plan.home(held.extent).slot, held)]
+    for held in pending:
+        group = plan.order[held.extent.index]
+        for record in group.tensors:
+            residency.unbind(record)
+        group.reading = -1
+    for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
+        residency.await_all(queue)
+    while pending:
+        ready = [held for held in pending if _may_move(store, plan.home(held.extent), held)]
+        for held in ready:
+            if _may_move(store, plan.home(held.extent), held):
+                _move(engine, plan.home(held.extent), held)
+                pending.remove(held)
+        if not ready:
+            _put_aside(engine, plan.home(pending[0].extent))
+    return True
+
+
+def _in_place(slot: Slot, held: Held) -> bool:
+    return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
+
+
+def _may_move(store: Store, home: Home, held: Held) -> bool:
+    if held.tier:
+        return store.used_bytes[held.tier] + held.bytes <= store.tiers[held.tier].capacity_bytes
+    return not store.overlapping(held.offset, held.bytes)
+
+
+def _move(engine: Engine, home: Home, held: Held) -> None:
+    target = engine.store.reserve(held.tier, held.bytes, held.offset if held.tier == 0 else -1)
+    engine.residency.copy_to(home, target)
+    old, home.slot = home.slot, target
+    engine.store.release(old)
+
+
+def _put_aside(engine: Engine, home: Home) -> None:
+    """Break a circle: one extent waits outside every tier."""
+    old = home.slot
+    memory = old.memory.clone()
+    home.slot = Slot(old.tier, -1, 0, memory, home.extent, old.stamp)
+    engine.store.release(old)

@@ -1,0 +1,17 @@
+"""What the engine says on its own: few lines, through the standard library's logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LOGGER = logging.getLogger("ps_core")
+"""Silence it, or send it elsewhere, as any logger; as long as nobody has set up logging it goes to stderr."""
+
+
+def say(text: str) -> None:
+    """One line at level INFO."""
+    if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
+        print(f"ps_core: {text}", file=sys.stderr)
+    else:
+        LOGGER.info(text)

@@ -1,0 +1,378 @@
+"""Replaying one segment of a plan, moment by moment, as the model gets there.
+
+[Note: issuing]
+An instruction is issued as soon as all it waits for has been: it is then put on its queue's stream behind the events
+of what it waits for on other queues. So moves are issued as early as the plan allows, whatever moment they are for.
+A moment is special: it is issued when the model begins it, and is over when the next one begins. Work of the CPU's
+queue is done by the host thread when its turn comes.
+
+[Note: divergence]
+A plan is advice. Each instruction checks what it relies on (stamps, and that nobody holds on to memory it gives
+back); where that does not hold, or the model does something else than the plan foresaw, `Diverged` is raised before
+anything is changed. What was issued is then finished, and demand takes over from whatever is where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Copy,
+    Decide,
+    Instr,
+    Norm,
+    Queue,
+    Release,
+    Reserve,
+    Run,
+    Shift,
+    Step,
+)
+from ps_core._program import Kind, SegmentName
+from ps_core.engine._counters import Counters
+from ps_core.engine._device import Event
+from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._plans import EnginePlan
+from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._residency import Residency
+from ps_core.engine._stepping import SettingsOf, step_group
+from ps_core.engine._store import Home, Slot
+
+
+class Diverged(Exception):
+    """What happens is not what the plan foresaw; the message says how."""
+
+
+class Replay:
+    """One segment on its way."""
+
+    tracked = False
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        segment: SegmentName,
+        residency: Residency,
+        gradients: GradientKeeper,
+        counters: Counters,
+        prefetch: int | None,
+    ) -> None:
+        self._plan = plan
+        self._segment = segment
+        self._lines = plan.lines[segment]
+        self._residency, self._gradients, self._counters = residency, gradients, counters
+        self._store, self._device = residency.store, residency.store.device
+        self._prefetch = prefetch
+        self._slots: dict[int, Slot] = {
+            number: plan.home(held.extent).slot for number, held in enumerate(plan.plan.home)
+        }
+        self._at = dict.fromkeys(Queue, 0)
+        self._done: set[int] = set()
+        self._events: dict[int, Event] = {}
+        self._running: Instr | None = None
+        self._visit = -1
+        self._next_run = 0
+        self._staged: dict[GroupRecord, tuple[Slot, list[TensorRecord]]] = {}
+        """Gradients in a slot of their own, on their way to the accumulators."""
+        self._settings_of: SettingsOf | None = None
+        self._factor = 1.0
+        self._carry: dict[type, Callable[[Instr, Any], None]] = {
+            Reserve: self._reserve,
+            Release: self._release,
+            Copy: self._copy,
+            Shift: self._shift,
+            Accumulate: self._accumulate,
+            Norm: self._norm,
+            Decide: self._nothing,
+            Step: self._step,
+            Cast: self._cast,
+        }
+
+    # The driver.
+
+    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
+        """The next moment, which must be the one the plan has next."""
+        if self._next_run >= len(self._lines.runs):
+            raise Diverged(f"{name} comes after the last moment of {self._segment.value}")
+        visit = self._lines.runs[self._next_run]
+        beat = self._plan.beats[visit]
+        if any(g.index not in beat.reads for g in reads) or any(g.index not in beat.gains for g in gains):
+            raise Diverged(f"{name} where the plan has {beat.name}")
+        if any(record.payload is not Payload.VALID for group in reads for record in group.tensors):
+            raise Diverged(f"{name}, whose parameters a gradient lies over")
+        self._end_run()
+        self._visit = visit
+        self._pump()
+        line, at = self._lines.by_queue[Queue.COMPUTE], self._at[Queue.COMPUTE]
+        instr = line[at]
+        if not isinstance(instr.op, Run) or not self._ready(instr):
+            raise PlanMismatch(f"{self._segment.value}: moment {visit} waits for something that does not come")
+        self._start_run(instr, instr.op)
+        self._next_run += 1
+
+    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """Put a gradient where the plan has room for it; False: it has none."""
+        staged = self._staged.get(record.group)
+        if staged is None:
+            return False
+        slot, records = staged
+        if record in records:
+            raise Diverged(f"a second gradient of {record.name}")
+        target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
+        self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        target.copy_(gradient)
+        records.append(record)
+        return True
+
+    def finish(self) -> None:
+        """The segment's end: everything is at home."""
+        if self._next_run < len(self._lines.runs):
+            raise Diverged(f"the pass ends before {self._plan.beats[self._lines.runs[self._next_run]].name}")
+        self._end_run()
+        self._pump()
+        if len(self._done) < self._lines.count:
+            raise PlanMismatch(f"{self._segment.value}: {self._lines.count - len(self._done)} instructions never come")
+        self._settle_homes()
+        for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
+            self._residency.await_all(queue)
+
+    def step(self, settings_of: SettingsOf, factor: float) -> None:
+        """Carry out the step segment."""
+        self._settings_of, self._factor = settings_of, factor
+        self.finish()
+
+    def abandon(self) -> None:
+        """Finish what was issued and keep what is of use to demand; slots of the plan's own are given back."""
+        self._device.synchronize()
+        for slot, records in self._staged.values():
+            for record in records:
+                self._gradients.sum_staged(record, slot.flat(record.dtype, record.group.chunk_numel)[record.span])
+        self._staged.clear()
+        self._settle_homes()
+        kept = {id(slot) for group in self._plan.order for slot in group.home.copies.values() if slot.tier == 0}
+        homes = {id(home.slot) for group in self._plan.order for home in group.homes.values()}
+        for slot in {id(slot): slot for slot in self._slots.values()}.values():
+            if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
+                continue
+            self._forget(slot)
+            self._store.release(slot, Queue.COMPUTE)
+
+    # Issuing.
+
+    def _ready(self, instr: Instr) -> bool:
+        return all(wait in self._done for wait in instr.after)
+
+    def _pump(self) -> None:
+        moving = True
+        while moving:
+            moving = False
+            for queue, line in self._lines.by_queue.items():
+                at = self._at[queue]
+                while at < len(line) and self._may_issue(line[at]):
+                    instr = line[at]
+                    self._await(instr)
+                    self._carry[type(instr.op)](instr, instr.op)
+                    self._complete(instr)
+                    at += 1
+                    self._at[queue] = at
+                    moving = True
+
+    def _may_issue(self, instr: Instr) -> bool:
+        if isinstance(instr.op, Run) or not self._ready(instr):
+            return False
+        if self._prefetch is None or instr.queue is not Queue.H2D or not self._lines.runs:
+            return True
+        return instr.visit <= self._visit + self._prefetch
+
+    def _await(self, instr: Instr) -> None:
+        for wait in instr.after:
+            event = self._events.get(wait)
+            if event is not None:
+                self._device.wait(instr.queue, event)
+
+    def _complete(self, instr: Instr) -> None:
+        self._done.add(instr.id)
+        if instr.id in self._lines.watched and instr.queue is not Queue.CPU:
+            self._events[instr.id] = self._device.record(instr.queue)
+
+    # Moments.
+
+    def _start_run(self, instr: Instr, op: Run) -> None:
+        self._await(instr)
+        uses = self._plan.program.uses(self._segment, self._plan.program.visits[op.visit])
+        memory = []
+        for use, number in zip(uses, op.slots, strict=True):
+            group, slot = self._plan.order[use.extent.index], self._slots[number]
+            if use.extent.kind is Kind.GRAD:
+                if use.before is None:
+                    self._staged[group] = (slot, [])
+            elif use.before is None:
+                self._bear(group, slot)
+            elif slot.stamp != group.home.stamp:
+                raise Diverged(f"{self._plan.beats[op.visit].name}: the plan brought an older weight of {group.name}")
+            memory.append(slot.memory)
+        self._device.work(Queue.COMPUTE, self._plan.beats[op.visit].name, memory, ())
+        self._at[Queue.COMPUTE] += 1
+        self._running = instr
+        self._store.tide_bytes = op.nonmodel_bytes
+        self._store.note_peak()
+
+    def _bear(self, group: GroupRecord, slot: Slot) -> None:
+        """A slot for gradients only: what the group's other slots hold is not wanted any more."""
+        home = group.home
+        if slot.stamp == home.stamp:
+            return
+        for record in group.tensors:
+            if record.busy or record.payload is Payload.OVER:
+                raise Diverged(f"{record.name} is still wanted where the plan has only its gradient")
+        for record in group.tensors:
+            self._residency.unbind(record)
+            record.payload = Payload.LOST
+        if slot is not home.slot:
+            home.copies[slot.tier] = slot
+        home.changed(slot)
+
+    def _end_run(self) -> None:
+        instr, self._running = self._running, None
+        if instr is not None:
+            self._complete(instr)
+            self._store.tide_bytes = 0
+
+    # Instructions.
+
+    def _nothing(self, instr: Instr, op: Decide) -> None:
+        """The optimizer decides, in ``step()``."""
+
+    def _reserve(self, instr: Instr, op: Reserve) -> None:
+        if op.tier == 0 and self._store.overlapping(op.offset, op.bytes):
+            raise Diverged("the plan's place is taken")
+        self._slots[op.slot] = self._store.reserve(op.tier, op.bytes, op.offset)
+
+    def _release(self, instr: Instr, op: Release) -> None:
+        slot = self._slots[op.slot]
+        if slot.extent is not None:
+            home = self._home_of(slot)
+            if home is not None:
+                self._let_go(home, slot)
+        self._store.release(slot, instr.queue)
+        del self._slots[op.slot]
+
+    def _let_go(self, home: Home, slot: Slot) -> None:
+        group = self._group_of(slot)
+        others = [other for other in (home.slot, *home.copies.values()) if other is not slot]
+        dead = home.extent.kind is Kind.ACC and not any(r.gradient is Gradient.SUMMED for r in group.tensors)
+        if not dead and slot.stamp == home.stamp and not any(other.stamp == home.stamp for other in others):
+            raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
+        if home.extent.kind is group.weight and slot.tier == 0:
+            if any(
+                record.bound is not None and record.bound.slot is slot and record.bound.aliased
+                for record in group.tensors
+            ):
+                raise Diverged(f"somebody holds on to memory of {group.name}")
+            for record in group.tensors:
+                if record.bound is not None and record.bound.slot is slot:
+                    self._residency.check_untouched(record, slot)
+                    self._residency.unbind(record)
+            self._counters.evicted()
+        self._forget(slot)
+
+    def _copy(self, instr: Instr, op: Copy) -> None:
+        source, target = self._slots[op.source], self._slots[op.target]
+        size = op.bytes
+        if op.extent.kind is Kind.GRAD:
+            group = self._plan.order[op.extent.index]
+            if group in self._staged:
+                self._staged[group] = (target, self._staged[group][1])
+        else:
+            home = self._plan.home(op.extent)
+            if source.stamp != home.stamp:
+                raise Diverged(
+                    f"the plan copies an older {op.extent.kind.value} of {self._plan.order[op.extent.index].name}"
+                )
+            if target is not home.slot:
+                home.copies[target.tier] = target
+            target.extent, target.stamp = home.extent, home.stamp
+        self._device.copy(instr.queue, target.memory[:size], source.memory[:size])
+        self._residency.watcher.moved(source.tier, target.tier, size)
+        if instr.queue is Queue.H2D and self._lines.runs:
+            self._counters.fetches += 1
+            self._counters.prefetch_hits += instr.visit > self._visit
+
+    def _shift(self, instr: Instr, op: Shift) -> None:
+        slot = self._slots[op.slot]
+        if slot.offset < 0:
+            return  # on other tiers slots are memory of their own
+        for record in self._group_of(slot).tensors if slot.extent is not None else ():
+            if record.bound is not None and record.bound.slot is slot:
+                if record.bound.aliased:
+                    raise Diverged(f"somebody holds on to memory of {record.name}")
+                self._residency.unbind(record)
+        self._store.shift(slot, op.offset, instr.queue)
+
+    def _accumulate(self, instr: Instr, op: Accumulate) -> None:
+        group = self._plan.order[op.group]
+        slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
+        flat = slot.flat(group.dtype, group.chunk_numel)
+        for record in records:
+            self._gradients.add_flat(record, flat[record.span], self._slots[op.accumulator], instr.queue)
+
+    def _norm(self, instr: Instr, op: Norm) -> None:
+        group, slot = self._plan.order[op.group], self._slots[op.slot]
+        self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
+        dtype = group.dtype if self._plan.program.overwrites else torch.float32
+        flat = slot.flat(dtype, group.chunk_numel)
+        wanted = Gradient.OVER if self._plan.program.overwrites else Gradient.SUMMED
+        for record in group.tensors:
+            if record.gradient is wanted:
+                self._gradients.measure(record, flat[record.span])
+
+    def _step(self, instr: Instr, op: Step) -> None:
+        assert self._settings_of is not None, "only `step` carries out steps"
+        group = self._plan.order[op.group]
+        kinds = self._plan.program.home_kinds(op.group)
+        slots = {kind: self._slots[number] for kind, number in zip(kinds, op.slots, strict=True)}
+        for kind, slot in slots.items():
+            home = group.homes[kind]
+            if slot.stamp != home.stamp and not (kind is group.weight and not self._plan.program.overwrites):
+                raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
+        step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
+        for kind, slot in slots.items():
+            if kind is not Kind.ACC:
+                home = group.homes[kind]
+                home.changed(slot)
+                if slot is not home.slot:
+                    home.copies[slot.tier] = slot
+
+    def _cast(self, instr: Instr, op: Cast) -> None:
+        raise PlanMismatch(f"{self._segment.value} is not replayed")
+
+    # Slots and homes.
+
+    def _home_of(self, slot: Slot) -> Home | None:
+        extent = slot.extent
+        if extent is None or extent.kind is Kind.GRAD:
+            return None
+        return self._group_of(slot).homes.get(extent.kind)
+
+    def _group_of(self, slot: Slot) -> GroupRecord:
+        assert slot.extent is not None, "the slot holds something"
+        return self._residency.groups[slot.extent.index]
+
+    def _forget(self, slot: Slot) -> None:
+        home = self._home_of(slot)
+        if home is not None and home.copies.get(slot.tier) is slot:
+            del home.copies[slot.tier]
+
+    def _settle_homes(self) -> None:
+        """Homes that a tight plan lent out are the copies that came back to their places."""
+        for held in self._plan.plan.home:
+            home = self._plan.home(held.extent)
+            if home.slot.memory.numel() == 0 and home.bytes:
+                back = home.copies.pop(held.tier, None)
+                home.slot = back or self._residency.copy_to(home, self._store.reserve(held.tier, home.bytes))
