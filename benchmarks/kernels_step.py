@@ -26,7 +26,7 @@ import torch
 import ps_kernels
 from ps_kernels import _compile, _native
 
-PIECE_NUMEL = 1 << 17
+PIECES = {"128K pieces": 1 << 17, "1M pieces": 1 << 20}
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 Step = Callable[[], None]
 
@@ -109,11 +109,11 @@ def of_deepspeed(a: Arrays, piece_numel: int, *, keep: bool = True) -> Step:
 def of_streams(a: Arrays, threads: Callable[[], int]) -> Step:
     """The bytes of a step without its arithmetic, in C, compiled now."""
     level, flags = next((name, flags) for name, flags in _compile.levels().items() if available(name))
-    source = Path(__file__).with_name("kernels_streams.c")
+    sources = (Path(__file__).with_name("kernels_streams.c"), _compile._SOURCE / "levels.c")
     command = [*_compile._compiler(), *_compile._COMMON, *flags, "-fopenmp", f"-I{_compile._SOURCE}"]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / f"streams_{level}.so"
-        subprocess.run([*command, "-shared", str(source), "-o", str(made)], check=True)
+        subprocess.run([*command, "-shared", *map(str, sources), "-o", str(made)], check=True)
         function = ctypes.CDLL(str(made)).stream_step
     numel = a.p.numel()
     addresses = (each.data_ptr() for each in (a.p, a.m, a.v, a.g, a.out))
@@ -166,7 +166,7 @@ def contenders(arrays: Arrays, threads: Threads, absent: str | None, *, new_buff
     if absent is None:
         others["DeepSpeed"] = of_deepspeed
     for name, made in others.items():
-        found[f"{name}, 128K pieces"] = made(arrays, PIECE_NUMEL)
+        found |= {f"{name}, {how}": made(arrays, piece_numel) for how, piece_numel in PIECES.items()}
         found[f"{name}, whole"] = made(arrays, arrays.p.numel())
         if new_buffers:
             found[f"{name}, whole, new buffer"] = made(arrays, arrays.p.numel(), keep=False)

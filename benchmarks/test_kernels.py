@@ -37,7 +37,7 @@ THREADS = sorted({1, min(2, torch.get_num_threads())})
 every_library = step.Threads()
 WHY_NO_DEEPSPEED = step.why_no_deepspeed()
 OURS = [f"ps-kernels {level}" for level in ("avx512", "avx2", "neon") if ps_kernels.backends()[level] == "available"]
-OTHERS = [f"{who}, {how}" for who in ("PyTorch", "DeepSpeed") for how in ("128K pieces", "whole", "whole, new buffer")]
+OTHERS = [f"{who}, {how}" for who in ("PyTorch", "DeepSpeed") for how in (*step.PIECES, "whole", "whole, new buffer")]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ps_kernels._arrays import (
@@ -18,7 +19,8 @@ from ps_kernels._arrays import (
 )
 from ps_kernels._backends import backends, choose, load
 from ps_kernels._batch import check_batch
-from ps_kernels._errors import InvalidArgument
+from ps_kernels._errors import BackendMissing, InvalidArgument
+from ps_kernels._native import NativeBackend, native
 from ps_kernels._order import AdamArguments, SgdScalars, to_single
 
 
@@ -160,15 +162,36 @@ def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, b
     choose(batch.whole, backend).copy_all(batch, scatter=True)
 
 
-def set_threads(count: int) -> None:
-    """Use that many threads, in every backend that can use several.
+def set_threads(count: int, *, cores: Sequence[int] | None = None) -> None:
+    """Use that many threads, in every backend that can use several; the compiled ones on these cores, if any are named.
 
-    The number is the library's own, so in PyTorch it holds for all its work in this process.
+    In PyTorch the number holds for all its work in this process. Of ``cores`` there is one for each thread, the first
+    for the calling thread, which is bound only during a call. Not while another thread is in a call.
     """
     check_count("count", count)
+    _set_cores([] if cores is None else _check_cores(cores, count))
     for name, state in backends().items():
         if state == "available":
             load(name).set_threads(count)
+
+
+def _check_cores(cores: Sequence[int], count: int) -> list[int]:
+    """One core for each thread, of those that this process may use."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    if len(cores) != count or len(set(cores)) != count or not usable.issuperset(cores):
+        raise InvalidArgument(
+            f"cores: expected {count} different ones of {sorted(usable)}, one for each thread; found {list(cores)}"
+        )
+    return list(cores)
+
+
+def _set_cores(cores: Sequence[int]) -> None:
+    levels = [level for level in native().values() if isinstance(level, NativeBackend)]
+    if levels and levels[0].set_cores(cores):
+        return
+    if cores:
+        reason = "this system cannot bind threads to cores" if levels else native()["scalar"]
+        raise BackendMissing(f"cores: only the compiled backends bind their threads; {reason}")
 
 
 def _check_step(states: Sequence[View], grad: View, out: View | None) -> None:

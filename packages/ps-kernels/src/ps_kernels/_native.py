@@ -79,6 +79,7 @@ class NativeBackend:
 
     def __init__(self, functions: ctypes.CDLL, level: str, threads: Threads) -> None:
         self._threads = threads
+        self._set_cores = functions.ps_set_cores
         self._call: dict[str, Callable[..., None]] = {}
         for name in ("adam", "sgd", "sumsq", "accumulate", "copy"):
             function = functions[f"ps_{level}_{name}"]
@@ -158,6 +159,10 @@ class NativeBackend:
     def set_threads(self, count: int) -> None:
         """Use that many threads."""
         self._threads.count = count
+
+    def set_cores(self, cores: Sequence[int]) -> bool:
+        """Bind threads to these cores, in every level; to none if there are none. Whether the system can."""
+        return bool(self._set_cores((ctypes.c_int * len(cores))(*cores), len(cores)))
 
 
 @cache

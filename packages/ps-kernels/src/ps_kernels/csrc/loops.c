@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "levels.h"
 #include "step.h"
 
 #if defined(__x86_64__)
@@ -236,10 +237,13 @@ static Step part_of(const Step *a, int part, int parts) {
 #define IN_PARTS(body)                                                   \
     _Pragma("omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)") \
     for (int part = 0; part < threads; part++) {                         \
-        unsigned long control = plain_ieee();                            \
+        unsigned long control;                                           \
+        ps_enter();                                                      \
+        control = plain_ieee();                                          \
         body;                                                            \
         fence();                                                         \
         restore_control(control);                                        \
+        ps_leave();                                                      \
     }
 
 PUBLIC void NAME(adam)(const ps_adam_scalars *s, const Step *a, int threads) {
@@ -321,7 +325,7 @@ INLINE void sum_column(const void *x, int kind, const void *ahead, float *to) {
     Vector sums[VECTORS] = {0};
     for (int row = 0; row < ROWS; row++) {
         const void *from = at(x, (size_t)row * LANES, kind);
-        if (kind != PS_FP32 || COLUMN < LANES) /* singles read straight on need no help: it costs a twentieth */
+        if (kind != PS_FP32 || (int)COLUMN < (int)LANES) /* singles read straight on need no help: it costs a twentieth */
             prefetch_lines(at(ahead, (size_t)row * COLUMN, kind), COLUMN * width(kind) / 64);
 #pragma GCC unroll 16
         for (int k = 0; k < VECTORS; k += 2) {
@@ -399,12 +403,17 @@ static float sum_any(const void *x, int kind, size_t n, int *bad) {
 PUBLIC void NAME(sumsq)(const void *x, int kind, size_t n, float *sums, size_t size, float *out, int threads) {
     size_t blocks = (n + SUM_BLOCK - 1) / SUM_BLOCK;
     int bad = 0;
-    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(| : bad)")
-    for (long long b = 0; b < (long long)blocks; b++) {
-        size_t from = (size_t)b * SUM_BLOCK, count = n - from < SUM_BLOCK ? n - from : SUM_BLOCK;
-        unsigned long control = plain_ieee();
-        sums[b] = sum_any(at(x, from, kind), kind, count, &bad);
+    _Pragma("omp parallel num_threads(threads) if (threads > 1) reduction(| : bad)") {
+        unsigned long control;
+        ps_enter();
+        control = plain_ieee();
+        _Pragma("omp for schedule(static)")
+        for (long long b = 0; b < (long long)blocks; b++) {
+            size_t from = (size_t)b * SUM_BLOCK, count = n - from < SUM_BLOCK ? n - from : SUM_BLOCK;
+            sums[b] = sum_any(at(x, from, kind), kind, count, &bad);
+        }
         restore_control(control);
+        ps_leave();
     }
     unsigned long control = plain_ieee();
     for (size_t half = size / 2; half; half /= 2)
