@@ -264,8 +264,8 @@ class Engine:
         self.demand.adopt(self.groups)
         self.tide.start()
 
-    def _close_moment(self) -> list[GroupRecord]:
-        """Settle what the moment leaves behind; the groups that are held on to."""
+    def _close_moment(self, *, strict: bool = True) -> list[GroupRecord]:
+        """Settle what the moment leaves behind; the groups that are held on to. ``strict``: keep to the budget."""
         recording = self.recording
         if recording is None or not recording.beats:
             return []
@@ -274,27 +274,32 @@ class Engine:
             if self.moment in (record.group.reading, record.group.gaining) and self.gradients.put_over(record):
                 beat.grads[record.index] = None
         if self.driver.tracked:
-            self._measure_tide(beat)
+            needed = self._measure_tide(beat)
+            if strict and needed > self.store.tiers[0].capacity_bytes:
+                raise self._too_large(beat, needed)
         open_groups = {self.groups[index] for index in (*beat.reads, *beat.held)}
         return [group for group in open_groups if group.home.slot.tier and group.aliased]
 
-    def _measure_tide(self, beat: Beat) -> None:
+    def _measure_tide(self, beat: Beat) -> int:
+        """The most that the moment took of the compute tier."""
         peak = self.tide.take_peak()
         beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
         store = self.store
         store.tide_bytes = peak + self.constant_bytes
         store.note_peak()
-        needed, capacity = store.used_bytes[0] + store.tide_bytes, store.tiers[0].capacity_bytes
+        needed = store.used_bytes[0] + store.tide_bytes
         store.tide_bytes = self.tide.current_bytes + self.constant_bytes
-        if needed > capacity:
-            raise DoesNotFit(
-                tier=store.tiers[0].name,
-                moment=beat.name,
-                needed_bytes=needed,
-                available_bytes=capacity,
-                proven=False,
-                remedies=remedies(needed),
-            )
+        return needed
+
+    def _too_large(self, beat: Beat, needed: int) -> DoesNotFit:
+        return DoesNotFit(
+            tier=self.store.tiers[0].name,
+            moment=beat.name,
+            needed_bytes=needed,
+            available_bytes=self.store.tiers[0].capacity_bytes,
+            proven=False,
+            remedies=remedies(needed),
+        )
 
     # Passes.
 
@@ -345,14 +350,18 @@ class Engine:
                 if self.gradients.put_over(record):
                     self.recording.beats[-1].grads[record.index] = None
             self.gradients.stop_waiting()
-        self.finish_pass()
+        self.finish_pass(strict=True)
 
-    def finish_pass(self) -> None:
-        """Between passes everything is at home, but for what somebody holds on to."""
+    def finish_pass(self, *, strict: bool = False) -> None:
+        """Between passes everything is at home, but for what somebody holds on to.
+
+        ``strict``: the pass went well, and its last moment has to keep to the budget too.
+        """
         recording = self.recording
         if recording is None:
+            self.tide.stop()  # within backward it cannot leave the stack
             return
-        self._close_moment()
+        self._close_moment(strict=strict)
         self.recording = None
         self.moment += 1
         with torch.no_grad():

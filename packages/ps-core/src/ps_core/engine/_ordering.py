@@ -147,7 +147,8 @@ class Ordering:
 
     def launch(self, queue: Queue, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
         """An operation on a queue; raises `PlanMismatch` if it may meet an earlier one."""
-        clock = self._launching(queue)
+        clock = self._clocks[queue]
+        _take_in(clock, self._clocks[Queue.CPU])
         clock[queue] += 1
         accesses = [Access(queue, clock[queue], what, *each, writes=False) for each in reads]
         accesses += [Access(queue, clock[queue], what, *each, writes=True) for each in writes]
@@ -159,21 +160,17 @@ class Ordering:
             self.history.enter(access, clock)
 
     def record(self, queue: Queue) -> Clock:
-        """The clock of an event."""
-        return tuple(self._launching(queue))
+        """The clock of an event; the host's part is taken in by whoever launches behind it."""
+        return tuple(self._clocks[queue])
 
     def wait(self, queue: Queue, event: Clock) -> None:
         """What a queue does from here on comes after an event."""
-        _take_in(self._launching(queue), event)
+        _take_in(self._clocks[queue], event)
 
     def synchronize(self) -> None:
         """The host waits for everything."""
         for clock in self._clocks:
             _take_in(self._clocks[Queue.CPU], clock)
-
-    def _launching(self, queue: Queue) -> list[int]:
-        _take_in(self._clocks[queue], self._clocks[Queue.CPU])
-        return self._clocks[queue]
 
     def _message(self, access: Access, other: Access, clock: Sequence[int]) -> str:
         mine, theirs = ("writes" if each.writes else "reads" for each in (access, other))

@@ -112,10 +112,11 @@ class Rehearsal:
             self._entered.update((id(each), len(self._entered)) for each in layer.modules())
 
     def _initialiser(self, module: nn.Module) -> Callable[[], object] | None:
-        found = (getattr(module, name, None) for name in INITIALISERS)
-        method = next((each for each in found if callable(each)), None)
-        if method is None or isinstance(module, BUILT_OTHERWISE):
+        # Of the class: a part of the model may have such a name too.
+        name = next((each for each in INITIALISERS if callable(getattr(type(module), each, None))), None)
+        if name is None or isinstance(module, BUILT_OTHERWISE):
             return None
+        method = getattr(module, name)
         try:
             inspect.signature(method).bind()
         except TypeError:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 SMALL_BYTES = 1 << 16
@@ -120,7 +120,9 @@ class _Told(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 unknown = self._tape.is_noted(tensor)
                 if func in CONTENTS and unknown:
-                    return func(self._tape.replay.value(place_of(tensor)), *args[1:], **(kwargs or {}))
+                    with _disable_current_modes():
+                        known = self._tape.replay.value(place_of(tensor))
+                    return func(known, *args[1:], **(kwargs or {}))
                 if tensor.is_meta and func not in CONTENTS:
                     return False if func == IS_META else torch.device("cpu")
         return func(*args, **(kwargs or {}))
