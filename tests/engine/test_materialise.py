@@ -140,8 +140,11 @@ class Filled(nn.Module):
         self.mask.copy_(torch.ones(24, 24, device=self.mask.device).tril().bool())
         self.order.copy_(torch.randperm(24, device=self.order.device))
         self.scales.copy_(torch.tensor([0.5, 1.0, 2.0]))
-        if rest["a"][0, 0].item() > 0:
+        if min(torch.rand(5).tolist()) < 0.5 or rest["a"][0, 0].item() > 0:
             torch.rand(3)
+        passing = torch.randn(24, 24) * torch.tensor([2.0])
+        rest["f"].add_(passing)
+        passing.normal_()
         self.inner[1].weight.normal_(0, 0.1 + float(rest["e"].abs().mean()))
         self.first.normal_()
 
@@ -169,6 +172,32 @@ def test_large_tensors_are_made_as_small_ones() -> None:
     plain, got, (expected, drawn) = both(Large)
     assert_same(plain, got)
     assert torch.equal(expected, drawn)
+
+
+@torch.library.custom_op("ps_test::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """The same numbers, stored the other way round."""
+    return x.t().contiguous().t()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operation_that_lays_out_its_result_otherwise() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 5))
+            self.reset_parameters()
+
+        @torch.no_grad()
+        def reset_parameters(self) -> None:
+            self.weight.view(-1).copy_(turned(torch.randn(3, 5)).reshape(-1))
+
+    plain, got, _ = both(Turned)
+    assert_same(plain, got)
 
 
 def test_ps_models_gpt() -> None:
@@ -391,6 +420,25 @@ def test_hugging_face_in_bf16_and_inside_another_module() -> None:
     assert torch.equal(expected, drawn)
 
 
+def test_hugging_face_with_tensors_of_its_own() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**SMALL)
+
+    class Own(transformers.BertModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.ones(5).index_add(0, torch.tensor([1, 2]), torch.randn(2)))
+            self.shift = nn.Parameter(torch.zeros(5))
+            nn.init.normal_(self.shift[1:])
+            self.gain = nn.Parameter(torch.full((3,), 2.0))
+            self.steps = torch.arange(4)
+
+    plain, got, (expected, drawn) = both(lambda: Own(config))
+    assert got.shift[0] == 0
+    assert_same(plain, got)
+    assert torch.equal(expected, drawn)
+
+
 def test_a_changed_hugging_face_model_has_the_same_distributions_and_says_so() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -417,11 +465,36 @@ def test_a_changed_hugging_face_model_has_the_same_distributions_and_says_so() -
 def test_hugging_face_built_with_further_arguments() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(**SMALL)
-    model = on_meta(lambda: transformers.BertModel(config, add_pooling_layer=False))
-    with pytest.warns(UserWarning, match=r"pooler.dense.bias is in one of them"):
-        values = list(initial_values(model))
-    assert all(bool(torch.isfinite(value).all()) for _, _, value in values)
-    assert model.embeddings.position_ids.tolist() == [list(range(512))]
+
+    class Demanding(transformers.BertModel):
+        def __init__(self, config: Any, depth: int) -> None:
+            super().__init__(config, add_pooling_layer=depth > 1)
+
+    for make, why in (
+        (lambda: transformers.BertModel(config, add_pooling_layer=False), "pooler.dense.bias is in one of them"),
+        (lambda: Demanding(config, 1), r"TypeError: .*missing 1 required positional argument: 'depth'"),
+    ):
+        model, state = on_meta(make), torch.get_rng_state()
+        with pytest.warns(UserWarning, match=why):
+            values = [value for _, _, value in initial_values(model)]
+        assert all(bool(torch.isfinite(value).all()) for value in values)
+        assert model.embeddings.position_ids.tolist() == [list(range(512))]
+        # What the failed attempt drew is not counted.
+        with torch.random.fork_rng():
+            torch.set_rng_state(state)
+            with pytest.warns(UserWarning, match=why):
+                again = [value for _, _, value in initial_values(on_meta(make))]
+        assert all(torch.equal(one, other) for one, other in zip(values, again, strict=True))
+
+
+def test_a_config_that_was_changed_afterwards() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(**IMAGE)
+    model = on_meta(lambda: transformers.ViTModel(config))
+    model.config.image_size = 32
+    with pytest.warns(UserWarning, match=r"position_embeddings is torch.float32 \(1, 65, 32\) there"):
+        values = {name: value for name, _, value in initial_values(model)}
+    assert values["embeddings.position_embeddings"].std().item() == pytest.approx(0.02, rel=0.2)
 
 
 # ---- memory ----
