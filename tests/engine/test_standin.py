@@ -409,10 +409,8 @@ def test_a_stand_in_held_to_a_rate_takes_that_long() -> None:
     began_s = time.perf_counter()
     device.copy(Queue.H2D, arena[: 1 << 19], host[: 1 << 19])
     device.copy(Queue.D2H, host[1 << 19 :], arena[1 << 19 :])  # the other direction, at the same time
-    issued_s = time.perf_counter() - began_s
     device.wait(Queue.COMPUTE, device.record(Queue.H2D))
     waited_s = time.perf_counter() - began_s
-    assert issued_s < 0.05
     assert waited_s >= 0.0524
     assert int(arena[: 1 << 19].min()) == 3
     device.copy(Queue.H2D, arena, host)
