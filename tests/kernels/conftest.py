@@ -12,6 +12,13 @@ import torch
 import ps_kernels
 from ps_kernels import _backends
 from ps_kernels._backends import fastest
+from ps_kernels._said import say_once
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet() -> None:
+    """What is said once a process is said once a test."""
+    say_once.cache_clear()
 
 
 def _as_numpy(values: np.ndarray) -> np.ndarray:

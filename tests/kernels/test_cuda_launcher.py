@@ -58,6 +58,14 @@ class StandIn:
         return launch
 
 
+@pytest.fixture(autouse=True)
+def _looked_for_anew() -> Iterator[None]:
+    """What was found out about this process is forgotten, before and after."""
+    _backends._cuda.cache_clear()
+    yield
+    _backends._cuda.cache_clear()
+
+
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
@@ -84,7 +92,12 @@ def test_a_launch(cupy: StandIn) -> None:
 def test_warming_compiles_every_kernel_for_every_device(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"device {index}")
-    assert _cuda.warm() == ["device 0", "device 1"]
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/kept/here")
+    lines = _cuda.warm()
+    assert [lines[0], lines[len(lines) // 2], lines[-1]] == ["device 0:", "device 1:", "kept in /kept/here"]
+    assert [line.split()[0] for line in lines[1 : len(lines) // 2]] == [
+        name for names in KERNELS.values() for name in names
+    ]
     compiled = [call[1] for call in cupy.calls if call[0] == "compile"]
     assert compiled == [name for names in KERNELS.values() for name in names] * 2
 
@@ -97,8 +110,11 @@ def test_which_backend_a_cuda_tensor_goes_to(cupy: StandIn, monkeypatch: pytest.
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _backends.backends()["cuda"] == "torch finds no CUDA device"
-    assert type(_backends.choose(like, None)).__name__ == "TorchBackend"
+    with pytest.warns(UserWarning, match="torch does the work on CUDA tensors.*: torch finds no CUDA device"):
+        assert type(_backends.choose(like, None)).__name__ == "TorchBackend"
+    assert type(_backends.choose(like, None)).__name__ == "TorchBackend", "said once: warnings are errors here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _backends._cuda.cache_clear()
     _cuda.make_backend.cache_clear()
     assert _backends.backends()["cuda"] == "available"
     assert isinstance(_backends.choose(like, None), _cuda.CudaBackend)
@@ -107,6 +123,23 @@ def test_which_backend_a_cuda_tensor_goes_to(cupy: StandIn, monkeypatch: pytest.
     with pytest.raises(InvalidArgument, match="backend 'numpy': cannot work on x, which is a torch array on cuda:0"):
         _backends.choose(like, "numpy")
     _cuda.make_backend.cache_clear()
+
+
+def test_a_cupy_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_backends, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert _backends.backends()["cuda"].startswith("cupy cannot be imported: import of cupy halted")
+    assert _backends.warm()[1].startswith("no CUDA kernels to compile: cupy cannot be imported")
+
+
+def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    monkeypatch.setattr(_backends, "find_spec", searched.append)
+    assert (
+        _backends._cuda() == _backends._cuda() == "torch is not installed: pip install ps-kernels[cuda13], or [cuda12]"
+    )
+    assert searched == ["torch"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: run the script itself")

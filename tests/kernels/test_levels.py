@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import subprocess
@@ -292,7 +291,6 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: st
     monkeypatch.setattr(_compile, "_PACKAGE", folder)  # a wheel may have brought the library along
     found = _native.native.__wrapped__()
     monkeypatch.setattr(_backends, "native", lambda: found)
-    monkeypatch.setattr(_backends, "fastest", functools.cache(_backends.fastest.__wrapped__))
     return dict(found)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -135,6 +138,17 @@ def test_without_a_device() -> None:
     assert CudaPinner().node() is None
 
 
+def test_not_being_pinned_is_said_once() -> None:
+    """By the package itself, not by Python's filter, which may be set to show every warning."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            PinnedArena(4096, pinner=StubPinner("no room"))
+    assert [str(each.message) for each in said] == [
+        "ps_kernels: host memory is not pinned, so copies are slower: no room"
+    ]
+
+
 class Runtime:
     """CUDA's runtime, which refuses more than a page."""
 
@@ -162,8 +176,11 @@ def test_the_runtime_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch
     arena.close()
     assert runtime.calls == [(address, 4096, 1), (address,)]
     assert waited == [0, 1]
+    filled = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: filled.append(device) or torch.zeros(shape))
     with pytest.warns(UserWarning, match="cudaHostRegister failed with status 2"):
         PinnedArena(8192)
+    assert filled == ["cuda"], "the runtime's last error is taken away by a launch, and not left for the next one"
 
 
 def test_the_node_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +195,50 @@ def test_the_node_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, "read_text", lambda self, encoding, text=text, read=read: read.append(self) or text)
         assert CudaPinner().node() == node
         assert [str(path) for path in read] == ["/sys/bus/pci/devices/0000:3b:00.0/numa_node"]
+
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text("ascii"), reason="no huge pages here")
+def test_huge_pages_are_asked_for() -> None:
+    """Only private memory gets them; what mmap makes by itself is shared."""
+    whole = PinnedArena(8 * MIB, pin=False).tensor(0, 8 * MIB, torch.uint8)
+    flags = []
+    for line in Path("/proc/self/smaps").read_text("ascii").splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(word, 16) for word in line.split()[0].split("-"))
+            inside, private = first <= whole.data_ptr() < last, line.split()[1].endswith("p")
+        elif inside and line.startswith("VmFlags"):
+            flags = line.split()[1:]
+            break
+    assert private
+    assert "hg" in flags
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="children cannot be kept out here")
+def test_a_child_gets_no_pinned_memory() -> None:
+    """A page that both have is copied for whoever writes first, and the device would go on with the other."""
+    arena = PinnedArena(4096, pinner=StubPinner())
+    address = arena.tensor(0, 1, torch.uint8).data_ptr()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process of several threads
+        child = os.fork()
+    if child == 0:
+        here = any(line.startswith(f"{address:x}-") for line in open("/proc/self/maps"))  # noqa: SIM115
+        os.write(writer, b"yes" if here else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 3) == b"no"
+    assert any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text("ascii").splitlines())
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("node", [-1, 64, 1000])
+def test_a_node_beyond_the_mask_is_refused(node: int) -> None:
+    assert not prefer_node(0, 4096, node)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory nodes are Linux's")

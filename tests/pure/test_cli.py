@@ -193,6 +193,11 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cli, "examine", lambda: {"python": "3", "host memory": "4 GiB"})
     assert document(capsys, "doctor") == (0, {"python": "3", "host memory": "4 GiB"})
     assert run(capsys, "doctor") == (0, "python       3\nhost memory  4 GiB\n", "")
+    monkeypatch.setattr(cli, "warm", lambda: ("compiled C: avx2", "no CUDA kernels to compile: torch is not installed"))
+    lines = ["compiled C: avx2", "no CUDA kernels to compile: torch is not installed"]
+    assert document(capsys, "doctor", "--warm") == (0, {"python": "3", "host memory": "4 GiB", "kernels": lines})
+    text = "python       3\nhost memory  4 GiB\n\nkernels\n" + "".join(f"{line}\n" for line in lines)
+    assert run(capsys, "doctor", "--warm") == (0, text, "")
 
 
 def test_what_is_here_is_the_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_core._command.doctor import Accelerator, accelerators, examine, host_memory, run
+from ps_core._command.doctor import Accelerator, accelerators, examine, host_memory, run, warm
 
 GIB = 2**30
 
@@ -112,3 +112,35 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine(runner=nothing)["locked memory"] == "8.0 MiB (pinning more may fail)"
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert examine(runner=nothing)["locked memory"] == "unlimited"
+
+
+def test_the_doctor_says_what_the_kernels_say() -> None:
+    """The command's line and the function's answer are one, whatever there is here."""
+    kernels = pytest.importorskip("ps_kernels")
+    assert examine()["ps_kernels"] == "; ".join(" ".join(f"{n}: {s}".split()) for n, s in kernels.backends().items())
+
+
+def test_warming_says_what_it_did_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    asked: list[Sequence[str]] = []
+
+    def runner(command: Sequence[str]) -> str:
+        asked.append(command)
+        return "compiled C: avx2\nkept in there"
+
+    assert warm(runner) == ("compiled C: avx2", "kept in there")
+    assert asked[0][-1] == "import ps_kernels; print('\\n'.join(ps_kernels.warm()))"
+
+    def broken(command: Sequence[str]) -> str:
+        raise subprocess.SubprocessError("no room\nleft")
+
+    assert warm(broken) == ("nothing compiled: no room left",)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert warm(broken) == ("nothing to compile: ps_kernels is not installed",)
+
+
+def test_warming_here() -> None:
+    pytest.importorskip("ps_kernels")
+    lines = warm()
+    assert lines[0].startswith(("compiled C: ", "no compiled C: "))
+    assert lines[1].startswith("no CUDA kernels to compile: ") or lines[-1].startswith("kept in ")

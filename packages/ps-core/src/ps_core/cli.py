@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ps_core._command.advice import advice, remedies
-from ps_core._command.doctor import accelerators, examine, host_memory
+from ps_core._command.doctor import accelerators, examine, host_memory, warm
 from ps_core._command.forecast import Subject, Training, forecast
 from ps_core._command.scale import largest
 from ps_core._command.show import (
@@ -116,6 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what this computer has", allow_abbrev=False)
     doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--warm", action="store_true", help="also compile every kernel now, not in the first step")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -219,7 +220,11 @@ def _scale(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     found = examine()
-    _print(dict(found) if options.json else doctor_text(found))
+    lines = warm() if options.warm else ()
+    if options.json:
+        _print({**found, "kernels": list(lines)} if options.warm else dict(found))
+    else:
+        _print(doctor_text(found) + "".join(f"{line}\n" for line in ("", "kernels", *lines) if options.warm))
     return FITS
 
 

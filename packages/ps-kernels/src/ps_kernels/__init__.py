@@ -4,7 +4,7 @@ Importing this loads neither NumPy nor PyTorch; a call loads what its arrays bel
 """
 
 from ps_kernels._api import Pieces, accumulate, adam_step, gather, scatter, set_threads, sgd_step, sumsq_finite
-from ps_kernels._backends import backends
+from ps_kernels._backends import backends, warm
 from ps_kernels._errors import BackendMissing, InvalidArgument, KernelError
 from ps_kernels._pinned import PinnedArena
 from ps_kernels._version import __version__
@@ -24,4 +24,5 @@ __all__ = [
     "set_threads",
     "sgd_step",
     "sumsq_finite",
+    "warm",
 ]

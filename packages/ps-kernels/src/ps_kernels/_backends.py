@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -14,8 +13,8 @@ from ps_kernels._batch import Batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import LEVELS, native
 from ps_kernels._order import AdamScalars, SgdScalars
+from ps_kernels._said import say_once
 
-_NOT_BUILT = "not part of this release"
 _NAMES = ("cuda", "avx512", "avx2", "neon", "scalar", "torch", "numpy")
 
 
@@ -46,22 +45,33 @@ class Backend(Protocol):
 
 def backends() -> dict[str, str]:
     """Every backend's name, and ``"available"`` or why it is not. Compiles the C kernels if they are not yet."""
-    found = dict.fromkeys(_NAMES, _NOT_BUILT)
+    found = {"cuda": _cuda()}
     found |= {name: state if isinstance(state, str) else "available" for name, state in native().items()}
     for library in ("torch", "numpy"):
         installed = find_spec(library) is not None
         found[library] = "available" if installed else f"{library} is not installed: pip install ps-kernels[{library}]"
-    found["cuda"] = _cuda()
     return found
 
 
+@cache
 def _cuda() -> str:
-    """Whether there are CUDA kernels; loads PyTorch only where CuPy is installed, too."""
+    """Whether there are CUDA kernels; loads PyTorch only where CuPy is installed, too. Looked up once a process."""
     for library in ("torch", "cupy"):
         if find_spec(library) is None:
             return f"{library} is not installed: pip install ps-kernels[cuda13], or [cuda12]"
     why_not: str | None = import_module("ps_kernels._cuda").why_not()
     return why_not or "available"
+
+
+def warm() -> list[str]:
+    """Compile the CPU's kernels and, for every CUDA device, all of CUDA's, so that no step has to; says what it did."""
+    compiled = [level for level, state in native().items() if not isinstance(state, str)]
+    lines = [f"compiled C: {', '.join(compiled)}" if compiled else f"no compiled C: {native()['scalar']}"]
+    why_not = _cuda()
+    if why_not != "available":
+        return [*lines, f"no CUDA kernels to compile: {why_not}"]
+    more: list[str] = import_module("ps_kernels._cuda").warm()
+    return [*lines, *more]
 
 
 def load(name: str) -> Backend:
@@ -79,6 +89,8 @@ def choose(like: View, wanted: str | None) -> Backend:
     on_cuda = like.device.startswith("cuda")
     if wanted is None and on_cuda and _cuda() == "available":
         return load("cuda")
+    if wanted is None and on_cuda:
+        say_once(f"torch does the work on CUDA tensors, several times slower: {_cuda()}")
     if wanted is None:
         return (fastest() if like.device == "cpu" else None) or load(like.library)
     if wanted == like.library:
@@ -95,12 +107,9 @@ def choose(like: View, wanted: str | None) -> Backend:
     )
 
 
-@cache
 def fastest() -> Backend | None:
     """The best compiled level of this processor. Where there is none, says so once."""
-    for level in native().values():
-        if not isinstance(level, str):
-            return level
-    reason = native()["scalar"]
-    warnings.warn(f"ps_kernels: torch or numpy does the work, several times slower: {reason}", stacklevel=4)
-    return None
+    best = next((level for level in native().values() if not isinstance(level, str)), None)
+    if best is None:
+        say_once(f"torch or numpy does the work, several times slower: {native()['scalar']}")
+    return best

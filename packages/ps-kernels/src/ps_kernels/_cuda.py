@@ -6,11 +6,14 @@ Whatever a launch needs beside its arguments is a PyTorch tensor too, freed in s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import cache
 from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +78,14 @@ class CupyLauncher:
         """How many multiprocessors the tensor's device has."""
         return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
 
-    def warm(self, index: int) -> None:
-        """Compile every kernel for a device, or load it from the disk."""
+    def warm(self, index: int) -> Iterator[tuple[str, float]]:
+        """Compile all for a device, or load them from the disk; each and its seconds, a module's in the first."""
         with self._cupy.cuda.Device(index):
             for module, names in KERNELS.items():
                 for name in names:
+                    start = time.perf_counter()
                     self._function(module, name).compile()
+                    yield name, time.perf_counter() - start
 
     def _function(self, module: str, name: str) -> Any:
         """A kernel, which CuPy loads anew for each device."""
@@ -181,17 +186,28 @@ class CudaBackend:
 
 def why_not() -> str | None:
     """Why this backend cannot work here, where PyTorch and CuPy are installed; None if it can."""
-    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    try:
+        import_module("cupy")
+    except Exception as error:
+        return f"cupy cannot be imported: {' '.join(str(error).split())}"
+    return None
 
 
 def warm() -> list[str]:
-    """Compile every kernel for every device now, not in the first step; the devices' names."""
+    """Compile every kernel for every device now, not in the first step; a line for each kernel and its time."""
     launcher = CupyLauncher()
-    names = []
+    lines = []
     for index in range(torch.cuda.device_count()):
-        launcher.warm(index)
-        names.append(torch.cuda.get_device_name(index))
-    return names
+        lines.append(f"{torch.cuda.get_device_name(index)}:")
+        lines += [f"  {kernel:26} {taken_s * 1e3:8.1f} ms" for kernel, taken_s in launcher.warm(index)]
+    return [*lines, f"kept in {cache_folder()}"]
+
+
+def cache_folder() -> str:
+    """Where CuPy keeps what it compiled."""
+    return os.environ.get("CUPY_CACHE_DIR") or str(Path.home() / ".cupy" / "kernel_cache")
 
 
 @cache  # the compiled modules outlive a call

@@ -11,13 +11,13 @@ import ctypes
 import mmap
 import platform
 import sys
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 from ps_kernels._errors import InvalidArgument, KernelError
+from ps_kernels._said import say_once
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,11 @@ class CudaPinner:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         portable = 1
         status = int(runtime.cudaHostRegister(address, numbytes, portable))
-        return None if status == 0 else f"cudaHostRegister failed with status {status}"
+        if status == 0:
+            return None
+        with suppress(RuntimeError):  # the runtime would report this failure at whatever kernel is launched next
+            torch.empty(1, device="cuda").fill_(1)
+        return f"cudaHostRegister failed with status {status}"
 
     def unpin(self, address: int) -> None:
         """Wait for every device's copies, then unpin."""
@@ -104,13 +108,15 @@ class PinnedArena:
     def __init__(self, bytes: int, *, pin: bool = True, pinner: Pinner | None = None) -> None:
         if isinstance(bytes, bool) or not isinstance(bytes, int) or bytes < 1:
             raise InvalidArgument(f"bytes: expected a whole number from 1, found {bytes!r}")
-        self._mapping = _Mapping(-1, bytes)
+        # Huge pages are for private memory; a child gets none of it, so no page is copied under a device's feet.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._mapping = _Mapping(-1, bytes, **private)
         self._mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._windows: list[ref[ctypes.Array[ctypes.c_char]]] = []
         self._closed = False
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK") if pin else ("MADV_HUGEPAGE",):
+            with suppress(AttributeError, OSError):  # a system or a kernel without it
+                self._mapping.madvise(getattr(mmap, advice))
         if pin:
             self._pin(pinner or CudaPinner())
 
@@ -122,7 +128,7 @@ class PinnedArena:
         if why_not is None:
             self._mapping.pinner = pinner
         else:
-            warnings.warn(f"ps_kernels: host memory is not pinned, so copies are slower: {why_not}", stacklevel=3)
+            say_once(f"host memory is not pinned, so copies are slower: {why_not}")
 
     @property
     def bytes(self) -> int:
@@ -168,7 +174,7 @@ class PinnedArena:
 def prefer_node(address: int, numbytes: int, node: int) -> bool:
     """Ask for pages on a memory node, before they are touched; whether the kernel took note."""
     number = _MBIND.get(platform.machine())
-    if sys.platform != "linux" or number is None:
+    if sys.platform != "linux" or number is None or not 0 <= node < 64:
         return False
     mask = ctypes.c_ulong(1 << node)
     length = -(-numbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -16,6 +16,8 @@ from ps_core._units import format_bytes
 from ps_core._version import __version__
 
 _TIMEOUT_S = 60
+_WARM_TIMEOUT_S = 600
+_WARM = "import ps_kernels; print('\\n'.join(ps_kernels.warm()))"
 _PROBES = {
     "torch": "import torch as t; print(t.__version__, 'with CUDA' if t.cuda.is_available() else 'without CUDA')",
     "numpy": "import numpy; print(numpy.__version__)",
@@ -39,7 +41,8 @@ class Accelerator:
 
 def run(command: Sequence[str]) -> str:
     """What a command prints; OSError or `subprocess.SubprocessError` if it cannot."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, errors="replace")
+    limit_s = _WARM_TIMEOUT_S if _WARM in command else _TIMEOUT_S
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace")
     if done.returncode:
         last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise subprocess.SubprocessError(last)
@@ -65,6 +68,16 @@ def examine(root: Path = Path("/"), runner: Runner = run) -> dict[str, str]:
         "; ".join(f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in gpus) or "none the driver reports"
     )
     return found
+
+
+def warm(runner: Runner = run) -> tuple[str, ...]:
+    """Compile every kernel now; a line for each, and where they are kept, or one line that says why there are none."""
+    if importlib.util.find_spec("ps_kernels") is None:
+        return ("nothing to compile: ps_kernels is not installed",)
+    try:
+        return tuple(runner((sys.executable, "-c", _WARM)).splitlines())
+    except (OSError, subprocess.SubprocessError) as error:
+        return (f"nothing compiled: {' '.join(str(error).split())}",)
 
 
 def _package(name: str, runner: Runner) -> str:
