@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from _unreal import Make, assert_same, both, hugging_face, on_meta
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,49 +18,6 @@ from torch.utils._pytree import tree_leaves
 from ps_core import UnsupportedParameter
 from ps_core.engine._materialise import initial_values
 from ps_models.gpt import build
-
-Make = Callable[[], nn.Module]
-
-
-def on_meta(make: Make) -> nn.Module:
-    with torch.device("meta"):
-        return make()
-
-
-def both(make: Make, seed: int = 3) -> tuple[nn.Module, nn.Module, list[Tensor]]:
-    """The model built plainly, the one given its values, and what each generator draws next."""
-    torch.manual_seed(seed)
-    plain = make()
-    expected_next = torch.rand(8)
-    unreal = on_meta(make)
-    objects = dict(unreal.named_parameters())
-    assert any(each.is_meta for each in (*objects.values(), *unreal.buffers())), "nothing to do"
-    torch.manual_seed(seed)
-    names = []
-    for name, parameter, value in initial_values(unreal):
-        assert parameter is objects[name]
-        assert value.data_ptr() == parameter.data_ptr()
-        assert not value.requires_grad
-        names.append(name)
-    assert names == list(objects)
-    return plain, unreal, [expected_next, torch.rand(8)]
-
-
-def assert_same(plain: nn.Module, got: nn.Module) -> None:
-    """Parameters, buffers and tensors that are plain attributes, to the bit."""
-    for of in ("named_parameters", "named_buffers"):
-        expected, found = dict(getattr(plain, of)()), dict(getattr(got, of)())
-        assert list(expected) == list(found)
-        for name, value in expected.items():
-            other = found[name]
-            assert (value.dtype, value.stride(), other.device) == (other.dtype, other.stride(), value.device), name
-            assert value.requires_grad == other.requires_grad
-            assert torch.equal(value, other), name
-    for one, other in zip(plain.modules(), got.modules(), strict=True):
-        for name, value in vars(one).items():
-            if isinstance(value, Tensor):
-                assert torch.equal(value, vars(other)[name]), name
-
 
 # ---- PyTorch's own modules ----
 
@@ -346,155 +304,6 @@ def test_a_parameter_that_cannot_be_swapped_is_named() -> None:
     with pytest.raises(UnsupportedParameter, match=r"'weight' on meta cannot become real .*weakref.*on the CPU"):
         next(initial_values(model))
     assert reference() is model.weight
-
-
-# ---- Hugging Face ----
-
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
-SEQ2SEQ = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-IMAGE = {**SMALL, "image_size": 16, "patch_size": 4}
-ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": 97, "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 64},
-    ),
-    "bert": ("BertForMaskedLM", "BertConfig", SMALL),
-    "bert, classifier": ("BertForSequenceClassification", "BertConfig", SMALL),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 2}),
-    "llama, tied": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "tie_word_embeddings": True}),
-    "llama 3": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**SMALL, "rope_scaling": {**ROPE, "original_max_position_embeddings": 64}},
-    ),
-    "t5": ("T5ForConditionalGeneration", "T5Config", SEQ2SEQ),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
-    "vit": ("ViTForImageClassification", "ViTConfig", IMAGE),
-    "deberta": ("DebertaV2ForMaskedLM", "DebertaV2Config", SMALL),
-    "mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}),
-    "convnext": (
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1},
-    ),
-}
-
-
-def hugging_face(name: str) -> Make:
-    transformers = pytest.importorskip("transformers")
-    model, config, arguments = HUGGING_FACE[name]
-    made = getattr(transformers, config)(**arguments)
-    return lambda: getattr(transformers, model)(made)
-
-
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_models(name: str) -> None:
-    plain, got, (expected, drawn) = both(hugging_face(name))
-    assert_same(plain, got)
-    assert torch.equal(expected, drawn)
-    tied = [[id(each) for _, each in one.named_parameters(remove_duplicate=False)] for one in (plain, got)]
-    assert len(set(tied[0])) == len(set(tied[1]))
-
-
-def test_hugging_face_in_bf16_and_inside_another_module() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**SMALL)
-
-    def make() -> nn.Module:
-        before = nn.Linear(64, 64)
-        inner = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return nn.Sequential(before, inner, nn.Linear(64, 4))
-
-    plain, got, (expected, drawn) = both(make)
-    assert got[1].dtype == torch.bfloat16
-    assert torch.get_default_dtype() == torch.float32
-    assert_same(plain, got)
-    assert torch.equal(expected, drawn)
-
-
-def test_hugging_face_with_tensors_of_its_own() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(**SMALL)
-
-    class Own(transformers.BertModel):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.scale = nn.Parameter(torch.ones(5).index_add(0, torch.tensor([1, 2]), torch.randn(2)))
-            self.shift = nn.Parameter(torch.zeros(5))
-            nn.init.normal_(self.shift[1:])
-            self.gain = nn.Parameter(torch.full((3,), 2.0))
-            self.steps = torch.arange(4)
-
-    plain, got, (expected, drawn) = both(lambda: Own(config))
-    assert got.shift[0] == 0
-    assert_same(plain, got)
-    assert torch.equal(expected, drawn)
-
-
-def test_a_changed_hugging_face_model_has_the_same_distributions_and_says_so() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=301, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0
-    )
-    plain = transformers.GPT2LMHeadModel(config)
-    model = on_meta(lambda: transformers.GPT2LMHeadModel(config))
-    model.extra = on_meta(lambda: nn.Linear(64, 64))
-    torch.manual_seed(1)
-    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel.*extra.bias is in one of them.*not the same"):
-        values = {name: value.clone() for name, _, value in initial_values(model)}
-    assert values.keys() == {*dict(plain.named_parameters()), "extra.weight", "extra.bias"}
-    assert not any(each.is_meta for each in model.buffers())
-    for name, expected in plain.named_parameters():
-        if expected.dim() == 1:
-            assert torch.equal(values[name], expected), name
-        else:
-            # Five standard errors of the spread of the smaller sample.
-            room = 5 / (2 * expected.numel()) ** 0.5
-            assert values[name].std().item() == pytest.approx(expected.std().item(), rel=2**0.5 * room), name
-    assert values["extra.weight"].std().item() == pytest.approx(0.02, rel=5 / (2 * 4096) ** 0.5)
-
-
-def test_hugging_face_built_with_further_arguments() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(**SMALL)
-
-    class Demanding(transformers.BertModel):
-        def __init__(self, config: Any, depth: int) -> None:
-            super().__init__(config, add_pooling_layer=depth > 1)
-
-    for make, why in (
-        (lambda: transformers.BertModel(config, add_pooling_layer=False), "pooler.dense.bias is in one of them"),
-        (lambda: Demanding(config, 1), r"TypeError: .*missing 1 required positional argument: 'depth'"),
-    ):
-        model, state = on_meta(make), torch.get_rng_state()
-        with pytest.warns(UserWarning, match=why):
-            values = [value for _, _, value in initial_values(model)]
-        assert all(bool(torch.isfinite(value).all()) for value in values)
-        assert model.embeddings.position_ids.tolist() == [list(range(512))]
-        # What the failed attempt drew is not counted.
-        with torch.random.fork_rng():
-            torch.set_rng_state(state)
-            with pytest.warns(UserWarning, match=why):
-                again = [value for _, _, value in initial_values(on_meta(make))]
-        assert all(torch.equal(one, other) for one, other in zip(values, again, strict=True))
-
-
-def test_a_config_that_was_changed_afterwards() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(**IMAGE)
-    model = on_meta(lambda: transformers.ViTModel(config))
-    model.config.image_size = 32
-    with pytest.warns(UserWarning, match=r"position_embeddings is torch.float32 \(1, 65, 32\) there"):
-        values = {name: value for name, _, value in initial_values(model)}
-    assert values["embeddings.position_embeddings"].std().item() == pytest.approx(0.02, rel=0.2)
 
 
 # ---- memory ----
