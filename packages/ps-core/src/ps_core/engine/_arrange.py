@@ -47,7 +47,7 @@ def _move(engine: Engine, home: Home, held: Held) -> None:
     target = engine.store.reserve(held.tier, held.bytes, held.offset if held.tier == 0 else -1)
     engine.residency.copy_to(home, target)
     old, home.slot = home.slot, target
-    engine.store.release(old)
+    engine.residency.give_back(old)
 
 
 def _put_aside(engine: Engine, home: Home) -> None:
@@ -55,4 +55,4 @@ def _put_aside(engine: Engine, home: Home) -> None:
     old = home.slot
     memory = old.memory.clone()
     home.slot = Slot(old.tier, -1, 0, memory, home.extent, old.stamp)
-    engine.store.release(old)
+    engine.residency.give_back(old)

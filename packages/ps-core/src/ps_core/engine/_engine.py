@@ -230,6 +230,12 @@ class Engine:
         if self.recording is None:
             self._begin_pass(backward=task != -1)
         if task not in (-1, self._task):
+            if self._task != -1:
+                raise UnsupportedParameter(
+                    "a backward pass began inside another one, as reentrant checkpointing does it: use "
+                    "checkpoint(..., use_reentrant=False), or "
+                    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+                )
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             Variable._execution_engine.queue_callback(self._backward_done)
@@ -305,6 +311,8 @@ class Engine:
 
     def enter(self) -> bool:
         """The root module's forward begins; whether saved-tensor hooks were pushed for it."""
+        if torch._C._current_graph_task_id() == -1:
+            self._task = -1  # whatever became of an earlier backward pass
         recording = self.recording
         if recording is not None:
             unfinished = recording.beats and recording.beats[-1].backward
@@ -358,6 +366,7 @@ class Engine:
         ``strict``: the pass went well, and its last moment has to keep to the budget too.
         """
         recording = self.recording
+        self._task = -1
         if recording is None:
             self.tide.stop()  # within backward it cannot leave the stack
             return

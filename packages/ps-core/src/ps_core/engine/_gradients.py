@@ -123,7 +123,7 @@ class GradientKeeper:
             self._store.device.copy(Queue.D2H, staged, flat)
             self._residency.watcher.moved(0, home.slot.tier, flat.nbytes)
             self.add_flat(record, staged, home.slot, Queue.CPU)
-            self._store.release(stage)
+            self._residency.give_back(stage)
         else:
             self.add_flat(record, flat, home.slot, Queue.COMPUTE)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -54,9 +54,20 @@ class Management:
             handle.remove()
         self._handles.clear()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedParameter(
+            f"{self.engine.records[0].name!r} and all of this {type(self.model).__name__} is under management and cannot "
+            "be copied or pickled: save model.state_dict(), or release(model) first"
+        )
+
     # Forward.
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedParameter(
+                f"this {type(module).__name__} is under management and cannot run inside torch.func transforms, which "
+                "would read parameters that are not there: release(model) first"
+            )
         self._check_parameters()
         self.pilot.prepare(module, args, kwargs)
         self._pushed.append(self.engine.enter() if not self._pushed else False)
@@ -82,11 +93,12 @@ class Management:
         present = {id(parameter) for _, _, parameter in places}
         for record in self.engine.records:
             record.removed = id(record.parameter) not in present
-        for module, key, parameter in places:
-            if not isinstance(parameter, ManagedParameter) and parameter.is_floating_point():
+        for name, parameter in self.model.named_parameters():
+            # A plain tensor in a parameter's place is functional_call's.
+            if type(parameter) is nn.Parameter and parameter.is_floating_point():
                 raise UnsupportedParameter(
-                    f"parameter {key!r} of {type(module).__name__} was added after chunked(...), so nothing trains it "
-                    "and no budget counts it: release(model), then call chunked again"
+                    f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
+                    "release(model), then call chunked again"
                 )
 
     # Gradients.
@@ -138,7 +150,7 @@ class Management:
                 point_at(parameter, value.to(engine.store.device.torch_device))
             for home in group.homes.values():
                 for slot in (home.slot, *home.copies.values()):
-                    engine.store.release(slot)
+                    engine.residency.give_back(slot)
             group.homes.clear()
         engine.store.device.close()
 

@@ -82,6 +82,8 @@ class Replay:
         """Gradients in a slot of their own, on their way to the accumulators."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
+        for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
+            residency.await_all(queue)  # segments join here; whatever came before is done with all addresses
         self._carry: dict[type, Callable[[Instr, Any], None]] = {
             Reserve: self._reserve,
             Release: self._release,
@@ -139,8 +141,6 @@ class Replay:
         if len(self._done) < self._lines.count:
             raise PlanMismatch(f"{self._segment.value}: {self._lines.count - len(self._done)} instructions never come")
         self._settle_homes()
-        for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
-            self._residency.await_all(queue)
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Carry out the step segment."""
@@ -161,7 +161,7 @@ class Replay:
             if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
                 continue
             self._forget(slot)
-            self._store.release(slot, Queue.COMPUTE)
+            self._residency.give_back(slot)
 
     # Issuing.
 

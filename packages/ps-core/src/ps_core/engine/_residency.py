@@ -137,10 +137,14 @@ class Residency:
         if slot.stamp == home.stamp:
             self.write_home(home)
         del home.copies[0]
-        self.await_all(Queue.H2D)
-        self.store.release(slot, Queue.H2D)
+        self.give_back(slot)
         self.watcher.evicted()
         return True
+
+    def give_back(self, slot: Slot) -> None:
+        """Release a slot once everything that was launched is done with it."""
+        self.await_all(Queue.COMPUTE)
+        self.store.release(slot, Queue.COMPUTE)
 
     def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
         """Make these payloads the parameters again, from the masters."""

@@ -114,7 +114,7 @@ class Store:
         self.note_peak()
         return slot
 
-    def release(self, slot: Slot, queue: Queue = Queue.CPU) -> None:
+    def release(self, slot: Slot, queue: Queue) -> None:
         """Give a slot's bytes back, in the order of a queue."""
         if slot.offset >= 0:
             self._taken.remove(slot)

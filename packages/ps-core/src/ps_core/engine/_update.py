@@ -47,7 +47,7 @@ class Updater:
                 home.changed(slot)
             if slot is not home.slot:
                 self._residency.write_home(home)
-                self._store.release(slot)
+                self._residency.give_back(slot)
 
     def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
         """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
@@ -62,7 +62,7 @@ class Updater:
         for group in self._groups:
             home = group.homes.get(Kind.ACC)
             if home is not None and not home.planned and not any(r.gradient is Gradient.SUMMED for r in group.tensors):
-                self._store.release(home.slot)
+                self._residency.give_back(home.slot)
                 del group.homes[Kind.ACC]
 
     # Contents.
