@@ -158,7 +158,7 @@ def run(device: StandIn, program: list[Op]) -> tuple[int, str] | list[int]:
 seen = {"refused": 0, "clean": 0, "ordered": 0}
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(programs(), st.integers(0, 1000))
 def check_a_program(program: list[Op], seed: int) -> None:
     graph = Graph(program)
@@ -192,9 +192,9 @@ def side(program: list[Op], at: int) -> tuple[str, int, str]:
 def test_the_checker_agrees_with_a_search_for_paths() -> None:
     check_a_program()
     # Both kinds were tried, and so were programs whose order was not trivial.
-    assert seen["refused"] >= 100
-    assert seen["clean"] >= 100
-    assert seen["ordered"] >= 100
+    assert seen["refused"] >= 60
+    assert seen["clean"] >= 60
+    assert seen["ordered"] >= 50
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8), st.booleans(), st.sampled_from(Queue)), max_size=40))
@@ -211,6 +211,13 @@ def test_history_keeps_what_it_must(uses: list[tuple[int, int, bool, Queue]]) ->
             others |= {each for at in range(start, start + size) for each in readers.get(at, ())}
         found = history.conflict(access, nothing)
         assert (found in others) if others else (found is None)
+        for other in others:  # a clock that covers everything but what came since it on its queue
+            clock = [number] * len(Queue)
+            clock[other.queue] = other.number - 1
+            found = history.conflict(access, clock)
+            assert found is not None
+            assert found.queue is other.queue
+            assert found.number >= other.number
         history.enter(access, nothing)
         for at in range(start, start + size):
             if writes:
@@ -228,6 +235,15 @@ def test_forgotten_ranges_are_cut_out() -> None:
         found = history.conflict(Access(Queue.D2H, 1, "copy", start, end, writes=False), nothing)
         assert found is not None
         assert (found.start, found.end) == (0, 100)
+
+
+def test_a_read_of_the_whole_replaces_earlier_reads_of_parts() -> None:
+    history, all_of_them = History(), [100] * len(Queue)
+    for number in range(8):
+        history.enter(Access(Queue.H2D, number, "copy", 10 * number, 10 * number + 10, writes=False), all_of_them)
+    assert len(history) == 8
+    history.enter(Access(Queue.COMPUTE, 1, "forward", 0, 80, writes=False), all_of_them)
+    assert len(history) == 1
 
 
 @pytest.mark.parametrize("queue", [each for each in Queue if each is not Queue.CPU])
@@ -254,6 +270,19 @@ def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
     device.copy(Queue.D2H, other, memory)
     device.wait(Queue.H2D, device.record(Queue.D2H))
     device.copy(Queue.H2D, memory, other)
+
+
+@pytest.mark.parametrize(("waited", "forgotten"), [(Queue.D2H, Queue.COMPUTE), (Queue.COMPUTE, Queue.D2H)])
+def test_a_write_waits_for_every_reader(waited: Queue, forgotten: Queue) -> None:
+    device = StandIn(check=True)
+    memory, other = device.arena(64), device.host(64)
+    device.work(Queue.COMPUTE, "forward", [memory], [])
+    device.copy(Queue.D2H, other, memory)
+    device.wait(Queue.H2D, device.record(waited))
+    with pytest.raises(
+        PlanMismatch, match=f"perhaps still reads arena.*\n.*H2D has waited for an event recorded on {forgotten.name}"
+    ):
+        device.copy(Queue.H2D, memory, device.host(64))
 
 
 def test_an_event_does_not_cover_what_is_launched_after_it() -> None:
