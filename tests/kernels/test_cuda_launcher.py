@@ -142,34 +142,43 @@ def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert searched == ["torch"]
 
 
+def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "benchmarks" / "gpu" / "run.sh"
+    environment = {**os.environ, "OUT": str(folder / "out"), **environment}
+    return subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: run the script itself")
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
-def test_the_script_says_that_there_is_no_device(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "gpu" / "run.sh"
-    done = subprocess.run(
-        ["sh", script],
-        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
+    """Every part of it, on the CPU with small arrays."""
+    done = run_script(tmp_path, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "NO GPU: torch finds no CUDA device here" in done.stdout
+    assert "every kernel ran" in done.stdout
+    exit_status = dict.fromkeys(("tests", "sanitizer", "exercise", "kernels"), 0)
+    assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
+        "device": False,
+        "exit_status": exit_status,
+    }
+    rows = json.loads((tmp_path / "out/kernels.json").read_text("utf-8"))["rows"]
+    table = done.stdout.partition("\nTABLE ")[2].splitlines()
+    assert [line[:50].strip() for line in table[1 : 1 + len(rows)]] == [each["name"] for each in rows]
+    for name in ("adam, bf16 in and out", "sum of squares, torch.bfloat16", "Pieces.gather 1,000 tensors"):
+        assert name in {each["name"] for each in rows}
 
 
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
 def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path) -> None:
     """With an interpreter that only writes down how it was called, and fails the tests."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in *pytest*) exit 3 ;; esac\n', "utf-8")
+    python.write_text('#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in *"-m pytest"*) exit 3 ;; esac\n', "utf-8")
     python.chmod(0o755)
-    script = ROOT / "benchmarks" / "gpu" / "run.sh"
-    environment = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "CALLS": str(tmp_path / "calls")}
-    done = subprocess.run(
-        ["sh", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    done = run_script(tmp_path, PYTHON=str(python), CALLS=str(tmp_path / "calls"))
     assert done.returncode == 1, "a part that fails is not forgotten"
     assert "tests: exit status 3" in done.stdout
     calls = (tmp_path / "calls").read_text("utf-8")
     assert calls.index("tests/gpu") < calls.index("benchmarks/gpu/kernels.py --json")
+    summary = json.loads((tmp_path / "out/summary.json").read_text("utf-8"))
+    assert summary == {"device": True, "exit_status": {"tests": 3, "sanitizer": 3, "kernels": 0}}
     assert json.dumps(str(tmp_path)).strip('"') in calls
