@@ -327,6 +327,41 @@ def test_loose_memory_is_checked_while_it_lives() -> None:
         device.work(Queue.CPU, "read every second element", [loose[0:7:2]], [])
 
 
+def test_an_alias_that_is_seen_before_the_whole() -> None:
+    device, loose = StandIn(check=True), torch.ones(64)
+    alias = torch.utils.dlpack.from_dlpack(loose[:16])
+    device.work(Queue.COMPUTE, "use an alias", [alias], [])
+    device.work(Queue.COMPUTE, "use the rest", [], [loose[32:]])
+    with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[128:256\]"):
+        device.work(Queue.CPU, "read the rest", [loose[32:]], [])
+    del alias, loose
+    gc.collect()
+    device.work(Queue.COMPUTE, "tidy up", [], [])
+    assert device._places._starts == []
+
+
+def test_memory_that_is_made_again_and_again_is_known_once() -> None:
+    device = StandIn(seed=1)
+    for value in range(50):
+        arena, host = device.arena(4096), device.host(4096)
+        device.copy(Queue.H2D, arena, host.fill_(value))
+        device.synchronize()
+        assert arena.unique().tolist() == [value]
+    assert len(device._places._starts) <= 4
+
+
+def test_the_host_thread_copies_at_once_and_closing_finishes_the_rest() -> None:
+    for seed in range(10):
+        device = StandIn(seed=seed)
+        arena, host = device.arena(64), device.host(64)
+        device.copy(Queue.CPU, host, torch.full((64,), 9, dtype=torch.uint8))
+        assert host.unique().tolist() == [9]
+        device.copy(Queue.H2D, arena, host)
+        device.close()
+        assert arena.unique().tolist() == [9]
+        device.close()
+
+
 def mapped_bytes() -> tuple[int, int]:
     """Of this process: address space, and what is resident."""
     total, resident = Path("/proc/self/statm").read_text("ascii").split()[:2]
