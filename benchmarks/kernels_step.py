@@ -140,7 +140,7 @@ def why_no_deepspeed() -> str | None:
 
 
 class Threads:
-    """The number for every contender; each library has an OpenMP of its own."""
+    """The number for every contender; there may be several OpenMP libraries."""
 
     def __init__(self) -> None:
         self.count = 1
