@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import _models as models
 import torch
-from _models import VOCABULARY, WIDTH
-from _reference import GROUP_BYTES, Make, Spec
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+import _models as models
+from _models import VOCABULARY, WIDTH
+from _reference import GROUP_BYTES, Make, Spec
 from ps_core import SGD, AdamW, Options
 
 STEPS = 5

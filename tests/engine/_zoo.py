@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor, nn
+
 import _models as models
 from _cases import Batch, Case, case, hugging_face, next_token, rows, tokens
 from _models import VOCABULARY, WIDTH
-from torch import Tensor, nn
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4}
 WIDE = {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 32}

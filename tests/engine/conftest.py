@@ -1,0 +1,45 @@
+"""Engine tests compare bits: the first run in a process, in which libraries still choose their ways, is thrown away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from _cases import CASES
+from _reference import Settings, plain
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are small, and threads that wait for each other are slow where other work shares the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_up(one_thread: None) -> None:
+    """Run a few of the cases for nothing."""
+    for case in CASES:
+        if case.name in ("tied", "multihead_attention", "conv"):
+            for precision in ("fp32", "bf16"):
+                plain(case.run, Settings(precision=precision))
+
+
+@pytest.fixture(autouse=True)
+def random_numbers() -> None:
+    """Tests do not depend on who came before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Of what is global in torch, whatever raised."""
+    before = _get_current_dispatch_mode_stack()
+    yield
+    assert _get_current_dispatch_mode_stack() == before, "a dispatch mode stayed on"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks for saved tensors stayed on"
