@@ -228,7 +228,7 @@ def test_moments_bytes_and_flops_of_two_layers() -> None:
     x, h, w = rows * width * FP32, rows * hidden * FP32, width * hidden * FP32
     scalar, bias = FP32, hidden * FP32
     assert [(moment.name, moment.phase, *named(traced, moment)) for moment in traced.moments] == [
-        ("forward of up", Phase.FORWARD, ["up.bias", "up.weight"], []),
+        ("forward of up", Phase.FORWARD, ["up.weight", "up.bias"], []),
         ("forward of down", Phase.FORWARD, ["down.weight"], []),
         ("backward of down", Phase.BACKWARD, ["down.weight"], ["down.weight"]),
         ("backward of up", Phase.BACKWARD, [], ["up.bias", "up.weight"]),
@@ -271,7 +271,7 @@ def test_recomputation_reads_again_in_backward() -> None:
     traced = trace(Recomputed(20, 30), torch.zeros(10, 20))
     backward = [named(traced, moment) for moment in traced.moments if moment.phase is Phase.BACKWARD]
     assert backward == [
-        (["up.bias", "up.weight"], []),
+        (["up.weight", "up.bias"], []),
         (["down.weight"], ["down.weight"]),
         ([], ["up.bias", "up.weight"]),
     ]
@@ -301,7 +301,7 @@ def test_tied_frozen_and_unused_parameters() -> None:
     ]
     assert [named(traced, moment) for moment in traced.moments] == [
         (["table.weight"], []),
-        (["middle.bias", "middle.weight"], []),
+        (["middle.weight", "middle.bias"], []),
         (["table.weight"], []),
         (["table.weight"], []),
         (["middle.weight"], []),

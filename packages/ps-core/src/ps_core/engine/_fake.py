@@ -23,7 +23,7 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Precision
 from ps_core._trace import Tensor, Trace
 from ps_core.engine._child import ChildFailed, in_child
-from ps_core.engine._fake_moments import Recorder, Touches
+from ps_core.engine._fake_moments import Recorder
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -101,7 +101,7 @@ def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     for name, parameter in named.items():
         if trainable[name]:
             parameter.register_post_accumulate_grad_hook(recorder.arrive)  # type: ignore[no-untyped-call]
-    with fake_mode, torch.set_grad_enabled(wanted.training), Touches(recorder):
+    with fake_mode, torch.set_grad_enabled(wanted.training):
         for tensor in (*model.buffers(), *inputs.values()):
             recorder.count(tensor)
         recorder.start()
