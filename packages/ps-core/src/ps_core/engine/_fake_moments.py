@@ -84,9 +84,10 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
         self._beats: list[_Beat] = []
         self._flops_before = 0.0
-        for parameter in self._parameters:
-            parameter.__class__ = FakeParameter
-            parameter.__dict__["_recorder"] = self
+        each: Any  # no longer what its type says
+        for each in self._parameters:
+            each.__class__ = FakeParameter
+            each._recorder = self
 
     # Moments.
 
