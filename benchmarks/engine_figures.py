@@ -1,0 +1,327 @@
+"""What the engine costs and moves, beside plain PyTorch in the same run: four figures.
+
+    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 9] [--precision fp32 bf16]
+
+Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
+both. Printed are medians, and the quartiles of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics as numbers
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ps_core import AdamW, Budget, DoesNotFit, Options
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._standin import StandIn
+from ps_core.engine._tide import Tide
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 14}
+LINK_BYTES_PER_S = 10e9
+PARTS = (0.2, 0.35, 0.5, 0.65, 0.8)
+HOST = "4GiB"
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A GPT, and the batch it is trained on; as it stands, 50 million parameters."""
+
+    layers: int = 8
+    hidden: int = 640
+    heads: int = 10
+    vocabulary: int = 16384
+    batch: int = 4
+    length: int = 256
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each after a norm and beside a way around."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.heads = shape.heads
+        self.before_attention, self.before_wide = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.into, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        split = self.into(self.before_attention(x)).view(batch, length, 3, self.heads, hidden // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.narrow(functional.gelu(self.wide(self.before_wide(x))))
+
+
+class GPT(nn.Module):
+    """Tokens in, the loss of predicting each from those before it out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.places = nn.Embedding(shape.length, shape.hidden)
+        self.blocks = nn.Sequential(*[Block(shape) for _ in range(shape.layers)])
+        self.norm = nn.LayerNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.tokens(batch) + self.places.weight[: batch.shape[1]]
+        logits = self.head(self.norm(self.blocks(x)))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def make(shape: Shape) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(shape)
+
+
+def batches(shape: Shape) -> Iterator[Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=rng)
+
+
+def training(model: nn.Module, optimizer: Any, shape: Shape, *, autocast: bool = False) -> Step:
+    """A training step at each call."""
+    data = batches(shape)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = model(next(data))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def plain(shape: Shape, dtype: torch.dtype, *, autocast: bool = False) -> Step:
+    model = make(shape).to(dtype)
+    return training(model, torch.optim.AdamW(model.parameters(), fused=True), shape, autocast=autocast)
+
+
+def plain_ways(shape: Shape, precision: str) -> dict[str, Step]:
+    """The plain loops to compare with; of several, the faster counts."""
+    if precision == "fp32":
+        return {"plain fp32": plain(shape, torch.float32)}
+    return {
+        "plain pure bf16": plain(shape, torch.bfloat16),
+        "plain autocast bf16": plain(shape, torch.float32, autocast=True),
+    }
+
+
+@contextmanager
+def under(shape: Shape, precision: str, **told: Any) -> Iterator[tuple[nn.Module, Step]]:
+    """A step of the same model under management."""
+    model, optimizer = chunked(make(shape), AdamW(), precision=precision, **told)
+    try:
+        yield model, training(model, optimizer, shape)
+    finally:
+        release(model)
+
+
+def take_turns(steps: dict[str, Step], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of each contender's step in each round; who begins changes from round to round."""
+    for step in steps.values():
+        for _ in range(warm_up):
+            step()
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            steps[name]()
+            taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def spread(values: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = numbers.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
+    """Print tokens a second, and the ratio to the faster plain loop; returns its median."""
+    for name, seconds in taken.items():
+        print(f"  {name:24} {shape.batch * shape.length / numbers.median(seconds):8.0f} tokens/s")
+    best = min((name for name in taken if name.startswith("plain")), key=lambda name: numbers.median(taken[name]))
+    ratios = [one / other for one, other in zip(taken[best], taken[ours], strict=True)]
+    print(f"  {ours} / {best}: {spread(ratios)} of {len(ratios)} rounds")
+    return numbers.median(ratios)
+
+
+def peak_of_activations(shape: Shape, precision: str) -> int:
+    """Most bytes beside the parameters in a pass: gradients are let go as they come."""
+    model, tide = make(shape).to(DTYPES[precision]), Tide()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    tide.start()
+    model(next(batches(shape))).backward()
+    tide.stop()
+    return tide.take_peak()
+
+
+def parameters_of(shape: Shape) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(shape).parameters())
+
+
+def moved(model: nn.Module) -> int:
+    return sum(statistics(model).moved_bytes.values())
+
+
+def least_moved(shape: Shape, precision: str, budget: int, peak: int) -> float:
+    """Bytes that must cross the link in a step, whatever the order of moves; counted at the moment of the peak.
+
+    A gradient goes down and a new parameter comes up, unless masters and moments (12 bytes) live on the accelerator.
+    Matrices, but for the table of places, are read on both sides of the peak: what of them is not there comes up twice.
+    Room saves most per byte where it holds the matrices, then where it holds masters and moments in their stead.
+    """
+    size = DTYPES[precision].itemsize
+    with torch.device("meta"):
+        matrices = {name: each.numel() for name, each in GPT(shape).named_parameters() if each.dim() > 1}
+    again, room = size * (sum(matrices.values()) - matrices["places.weight"]), max(0, budget - peak)
+    saved = 2 * size / (12 - size) * max(0, room - again)
+    return max(0.0, 2 * size * parameters_of(shape) - saved) + max(0, again - room)
+
+
+def all_fits(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+    """Room for everything: what hooks, arena and moves cost."""
+    print(f"all fits, {precision}")
+    peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
+    budget = Budget(device=2 * (peak + data), host=HOST)
+    with (
+        under(shape, precision, device="emulated", budget=budget) as (emulated, one),
+        under(shape, precision, device="cpu", budget=Budget(host=HOST)) as (_, other),
+    ):
+        ways = plain_ways(shape, precision)
+        taken = take_turns({**ways, "emulated": one, "cpu": other}, rounds)
+        found = statistics(emulated)
+        print(f"  {found.groups} groups, {found.fetches} fetches, {found.moved_bytes}, {found.adam_backend}")
+    return {
+        ours: show_speed({**{name: taken[name] for name in ways}, ours: taken[ours]}, shape, ours)
+        for ours in ("emulated", "cpu")
+    }
+
+
+def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+    """Room for the activations and three tenths of the model data, over a slow link."""
+    print(f"tight, {precision}")
+    peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
+    size = peak + int(0.3 * data)
+    device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
+    with under(shape, precision, device=device, budget=Budget(device=size, host=HOST)) as (model, step):
+        warm_up = 3
+        ways = plain_ways(shape, precision)
+        for _ in range(warm_up):
+            step()
+        before = moved(model)
+        taken = take_turns({**ways, "emulated": step}, rounds, warm_up=1)
+        each = (moved(model) - before) / (rounds + 1)
+        ratio, found = show_speed(taken, shape, "emulated"), statistics(model)
+    least, peak_bytes = least_moved(shape, precision, size, peak), found.tiers["device"].peak_bytes
+    print(f"  moved {each / 1e6:.1f} MB a step, at least {least / 1e6:.1f}: {least / each:.3f}")
+    print(f"  peak {peak_bytes / 1e6:.1f} of {size / 1e6:.1f} MB; activations {peak / 1e6:.1f} MB")
+    print(f"  {found.evictions} evictions, {found.prefetch_hits} of {found.fetches} fetches ahead of need")
+    return {"speed": ratio, "least / moved": least / each, "peak / budget": peak_bytes / size}
+
+
+def moved_by(shape: Shape, precision: str, policy: str, size: int, rounds: int) -> tuple[float, float]:
+    """Bytes a step: in the first, which runs on demand and evicts what was used longest ago, and by plan."""
+    told = {"device": "emulated", "budget": Budget(device=size, host=HOST), "options": Options(policy=policy)}
+    with under(shape, precision, **told) as (model, step):
+        step()
+        first = moved(model)
+        step()
+        before = moved(model)
+        for _ in range(rounds):
+            step()
+        return first, (moved(model) - before) / rounds
+
+
+def bytes_moved(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+    """Bytes a step over the least that is possible: by plan, by a plan that evicts as LRU does, by LRU on demand."""
+    print(f"bytes moved a step over the least possible, {precision}")
+    peak, data = peak_of_activations(shape, precision), parameters_of(shape) * DTYPES[precision].itemsize
+    found: dict[str, float] = {}
+    for part in PARTS:
+        size = peak + int(part * data)
+        least = least_moved(shape, precision, size, peak)
+        try:
+            first, planned = moved_by(shape, precision, "belady", size, rounds)
+            _, lru = moved_by(shape, precision, "lru", size, rounds)
+        except DoesNotFit as error:
+            print(f"  room for {part:4.0%} of the parameters: {str(error).splitlines()[0]}")
+            continue
+        row = {"plan": planned / least, "LRU plan": lru / least, "LRU on demand": first / least}
+        found |= {f"{name} at {part:.0%}": ratio for name, ratio in row.items()}
+        shown = ", ".join(f"{name} {ratio:.3f}" for name, ratio in row.items())
+        print(f"  room for {part:4.0%} of the parameters: {shown} (least {least / 1e6:.1f} MB)")
+    return found
+
+
+def bookkeeping(modules: int, rounds: int) -> dict[str, float]:
+    """Microseconds a module call, forward and backward together, of modules that hardly compute."""
+    x = torch.randn(2, 8)
+
+    def chain() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(8, 8) for _ in range(modules)])
+
+    def passes(model: nn.Module, forget: Step) -> None:
+        model(x).sum().backward()
+        forget()
+
+    simple = chain()
+    managed, optimizer = chunked(
+        chain(), AdamW(), device="emulated", precision="fp32", budget=Budget(device="64MiB", host="64MiB")
+    )
+    try:
+        forgets = {"plain": simple.zero_grad, "managed": optimizer.zero_grad}
+        steps = {
+            name: partial(passes, model, forgets[name]) for name, model in (("plain", simple), ("managed", managed))
+        }
+        taken = take_turns(steps, rounds * 10, warm_up=5)
+    finally:
+        release(managed)
+    costs = [1e6 * (b - a) / modules for a, b in zip(taken["plain"], taken["managed"], strict=True)]
+    print(f"bookkeeping: {spread(costs)} microseconds a module call, of {len(costs)} rounds and {modules} modules")
+    return {"microseconds": numbers.median(costs)}
+
+
+FIGURES: dict[str, Callable[[Shape, str, int], dict[str, float]]] = {
+    "all-fits": all_fits,
+    "tight": tight,
+    "bytes": bytes_moved,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Figures of the engine.")
+    parser.add_argument("figures", nargs="*", default=[*FIGURES, "bookkeeping"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
+    told = parser.parse_args()
+    for name in told.figures:
+        for precision in told.precision if name in FIGURES else ():
+            FIGURES[name](Shape(), precision, told.rounds)
+    if "bookkeeping" in told.figures:
+        bookkeeping(200, told.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The engine's figures, once each and small, so that they do not rot; engine_figures.py takes them in earnest."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def beside(name: str) -> ModuleType:
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+figures = beside("engine_figures")
+SMALL = figures.Shape(layers=3, hidden=64, heads=2, vocabulary=96, batch=2, length=16)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_speed_where_all_fits(precision: str) -> None:
+    assert set(figures.all_fits(SMALL, precision, 2)) == {"emulated", "cpu"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_speed_where_little_fits(precision: str) -> None:
+    found = figures.tight(SMALL, precision, 2)
+    assert found["peak / budget"] <= 1
+    assert found["least / moved"] <= 1
+
+
+def test_bytes_moved() -> None:
+    found = figures.bytes_moved(SMALL, "bf16", 2)
+    assert len(found) >= 6, "two budgets or more, three ways each"
+    assert min(found.values()) >= 1
+
+
+def test_bookkeeping() -> None:
+    figures.bookkeeping(20, 1)
+
+
+def test_the_model_is_of_the_size_it_is_said_to_be() -> None:
+    assert 49_000_000 < figures.parameters_of(figures.Shape()) < 51_000_000
