@@ -343,7 +343,7 @@ def test_an_alias_that_is_seen_before_the_whole() -> None:
 def test_memory_that_is_made_again_and_again_is_known_once() -> None:
     device = StandIn(seed=1)
     for value in range(50):
-        arena, host = device.arena(4096), device.host(4096)
+        arena, host = device.arena(4096 * (value + 1)), device.host(4096 * (value + 1))
         device.copy(Queue.H2D, arena, host.fill_(value))
         device.synchronize()
         assert arena.unique().tolist() == [value]
