@@ -21,7 +21,7 @@ from ps_core.engine._demand import Demand, remedies
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._moments import Beat, Recording
-from ps_core.engine._parameter import Function, changes
+from ps_core.engine._parameter import Function, changes, clear_grad
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._replay import Diverged, Replay
 from ps_core.engine._residency import Residency
@@ -64,6 +64,8 @@ class Engine:
         self.store = store
         self.groups = groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
+        self.still = len(store.tiers) == 1
+        """Nothing ever moves."""
         self.loss_scale = loss_scale
         self.constant_bytes = constant_bytes
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
@@ -186,6 +188,9 @@ class Engine:
     def touch(self, records: list[TensorRecord]) -> None:
         """Have these parameters in, and keep them in for the moment."""
         self._enter()
+        if self.still:
+            self._touch_still(records)
+            return
         moment = self.moment
         for record in records:
             if (record.group.reading != moment and not record.group.pinned) or record.payload is not Payload.VALID:
@@ -199,11 +204,19 @@ class Engine:
             if beat is not None:
                 beat.touched[record.index] = None
 
+    def _touch_still(self, records: list[TensorRecord]) -> None:
+        for record in records:
+            if record.payload is not Payload.VALID:
+                with torch.no_grad():
+                    self.gradients.reclaim(record.group)
+            if record.bound is None:
+                self.residency.bind(record)
+
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
         self._enter()
         group = record.group
-        if self.moment not in (group.reading, group.gaining) and not group.pinned:
+        if not (self.still or group.pinned or self.moment in (group.reading, group.gaining)):
             self._next([], [group])
         group.gaining = self.moment
         with torch.no_grad():
@@ -340,7 +353,9 @@ class Engine:
         self._check_tampered()
         training = backward or torch.is_grad_enabled()
         self.recording = Recording(regular=not backward, training=training)
-        self.driver = self.demand if backward else self.choose(training)
+        self.driver = self.demand if backward and not self.still else self.choose(training)
+        if self.still:
+            self.recording.beats.append(Beat(False, (), (), name="a pass"))
         if self.driver.tracked:
             self.tide.start()
             self.tide.take_peak()
@@ -353,7 +368,7 @@ class Engine:
             for record in self.gradients.waiting():
                 if record.busy:
                     continue
-                if self.moment not in (record.group.reading, record.group.gaining):
+                if not self.still and self.moment not in (record.group.reading, record.group.gaining):
                     self._next([], [record.group])
                 if self.gradients.put_over(record):
                     self.recording.beats[-1].grads[record.index] = None
@@ -409,8 +424,11 @@ class Engine:
     def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
         """Forget the gradients of these, or of all."""
         self.finish_pass()
+        chosen = list(records) if records is not None else self.records
+        for record in chosen:
+            clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
         with torch.no_grad():
-            self.gradients.discard([r for r in records or self.records if r.gradient is not Gradient.NONE])
+            self.gradients.discard([record for record in chosen if record.gradient is not Gradient.NONE])
 
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""

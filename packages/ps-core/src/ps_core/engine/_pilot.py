@@ -30,6 +30,7 @@ from ps_core.engine._plans import EnginePlan, lay_groups
 from ps_core.engine._records import Gradient, Payload
 from ps_core.engine._replay import Replay
 from ps_core.engine._stepping import SettingsOf
+from ps_core.engine._still import Still
 
 THIS_COMPUTER = Machine(
     name="this computer, not calibrated",
@@ -87,7 +88,8 @@ class Pilot:
         self._batch = _Batch()
         self._found: tuple[Recording, _Batch] | None = None
         self._micro = 0
-        self._moves = len(engine.store.tiers) > 1
+        self._measured = False
+        """One tier: whether the tide of a pass is known."""
         engine.choose = self._choose
         engine.observer = self._observe
         engine.before_step = self._consider
@@ -116,10 +118,12 @@ class Pilot:
 
     def _choose(self, training: bool) -> Driver:
         engine, plan = self._engine, self._plan
+        if engine.still:
+            return Still(tracked=not (self._measured and self._planned_for.covers(self._batch)))
         demand = engine.demand
         demand.highest_tide_bytes = None
         if plan is None:
-            if not engine.counters.passes and self._moves:
+            if not engine.counters.passes:
                 say(f"{self._model_name}: first pass on demand, recording what it touches and how much else it holds")
             return demand
         if not self._planned_for.covers(self._batch):
@@ -149,9 +153,13 @@ class Pilot:
         return ""
 
     def _observe(self, recording: Recording) -> None:
-        tracked = self._engine.driver is self._engine.demand
         if recording.training:
             self._micro += 1
+        if self._engine.still:
+            if self._engine.driver.tracked and recording.training is self._setup.training:
+                self._measured, self._planned_for = True, self._batch
+            return
+        tracked = self._engine.driver is self._engine.demand
         if not tracked or not recording.complete or recording.training is not self._setup.training:
             return
         if self._plan is None or not self._planned_for.covers(self._batch):
@@ -191,7 +199,7 @@ class Pilot:
     def _consider(self) -> None:
         """Plan, if a pass was recorded that there is no plan for."""
         self._micro = 0
-        if self._found is None or not self._moves:
+        if self._found is None:
             return
         recording, batch = self._found
         self._found = None

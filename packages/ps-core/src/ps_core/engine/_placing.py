@@ -30,8 +30,10 @@ def bytes_of(group: GroupRecord, kind: Kind) -> int:
 
 def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
     """Reserve homes: below the compute tier as far as that reaches, the first groups above it if need be."""
-    top = store.tiers[0].capacity_bytes
     last = len(store.tiers) - 1
+    if last:
+        _check_compute_tier(store, groups)
+    top = store.tiers[0].capacity_bytes
     for group in groups:
         if group.pinned and last:
             for kind in kinds_of(group, accumulates=accumulates):
@@ -50,6 +52,26 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
     for tier, row in enumerate(store.tiers):
         if store.used_bytes[tier] > row.capacity_bytes:
             raise _too_large(store, sum(sizes.values()))
+
+
+def _check_compute_tier(store: Store, groups: list[GroupRecord]) -> None:
+    """Whatever a moment needs besides, it needs one group, and the pinned ones."""
+    pinned = sum(bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False))
+    largest = max((group for group in groups if not group.pinned), key=lambda group: bytes_of(group, group.weight))
+    needed = pinned + bytes_of(largest, largest.weight)
+    if needed > store.tiers[0].capacity_bytes:
+        raise DoesNotFit(
+            tier=store.tiers[0].name,
+            moment=f"forward of {largest.name}",
+            needed_bytes=needed,
+            available_bytes=store.tiers[0].capacity_bytes,
+            proven=True,
+            remedies=(
+                f"Budget(device=...) of {needed:,} bytes and what non-model data takes",
+                "a smaller Options.group_bytes: less parameters at a time",
+                "less names in Options.keep_fp32: these take 16 bytes a parameter on the device",
+            ),
+        )
 
 
 def _reserve(store: Store, group: GroupRecord, kind: Kind, tier: int, offset: int = -1) -> None:

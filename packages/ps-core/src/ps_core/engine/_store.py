@@ -91,7 +91,7 @@ class Store:
         self.peak_bytes = [0] * len(tiers)
         self.tide_bytes = 0
         """Non-model bytes on the compute tier, as last heard."""
-        self._arena = device.arena(tiers[0].capacity_bytes) if len(tiers) > 1 else None
+        self._arena = device.arena(max(128, tiers[0].capacity_bytes)) if len(tiers) > 1 else None
         if poison and self._arena is not None:
             self._arena.fill_(POISON)
         self._taken: list[Slot] = []
