@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -275,31 +274,33 @@ def bytes_moved(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     return found
 
 
-def bookkeeping(modules: int, rounds: int) -> dict[str, float]:
-    """Microseconds a module call, forward and backward together, of modules that hardly compute."""
-    x = torch.randn(2, 8)
-
-    def chain() -> nn.Module:
-        return nn.Sequential(*[nn.Linear(8, 8) for _ in range(modules)])
-
-    def passes(model: nn.Module, forget: Step) -> None:
-        model(x).sum().backward()
-        forget()
-
-    simple = chain()
-    managed, optimizer = chunked(
-        chain(), AdamW(), device="emulated", precision="fp32", budget=Budget(device="64MiB", host="64MiB")
-    )
+def bookkeeping(layers: int, rounds: int) -> dict[str, float]:
+    """Microseconds a call of a module with parameters, forward and backward together, where these hardly compute."""
+    shape = Shape(layers=layers, hidden=16, heads=2, vocabulary=32, batch=1, length=4)
+    batch = next(batches(shape))
+    plain_model, model = make(shape), make(shape)
+    calls = sum(bool(module._parameters) for module in model.modules())
+    budget = Budget(device="64MiB", host="64MiB")
+    model, optimizer = chunked(model, AdamW(), device="emulated", precision="fp32", budget=budget)
+    contenders = {"plain": (plain_model, torch.optim.AdamW(plain_model.parameters())), "managed": (model, optimizer)}
+    costs: list[float] = []
     try:
-        forgets = {"plain": simple.zero_grad, "managed": optimizer.zero_grad}
-        steps = {
-            name: partial(passes, model, forgets[name]) for name, model in (("plain", simple), ("managed", managed))
-        }
-        taken = take_turns(steps, rounds * 10, warm_up=5)
+        for turn in range(10 * rounds + 5):
+            seconds = {}
+            for name in sorted(contenders, reverse=bool(turn % 2)):
+                trained, with_optimizer = contenders[name]
+                start = time.perf_counter()
+                trained(batch).backward()
+                seconds[name] = time.perf_counter() - start
+                with_optimizer.step()
+                with_optimizer.zero_grad()
+            costs.append(1e6 * (seconds["managed"] - seconds["plain"]) / calls)
+        found = statistics(model)
     finally:
-        release(managed)
-    costs = [1e6 * (b - a) / modules for a, b in zip(taken["plain"], taken["managed"], strict=True)]
-    print(f"bookkeeping: {spread(costs)} microseconds a module call, of {len(costs)} rounds and {modules} modules")
+        release(model)
+    costs = costs[5:]  # the first are recorded and planned
+    print(f"bookkeeping: {spread(costs)} microseconds a module call, of {len(costs)} rounds and {calls} modules")
+    print(f"  {found.groups} groups; {found.planned_passes} of {found.passes} passes by plan, {found.fetches} fetches")
     return {"microseconds": numbers.median(costs)}
 
 
@@ -320,7 +321,7 @@ def main() -> None:
         for precision in told.precision if name in FIGURES else ():
             FIGURES[name](Shape(), precision, told.rounds)
     if "bookkeeping" in told.figures:
-        bookkeeping(200, told.rounds)
+        bookkeeping(24, told.rounds)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_bytes_moved() -> None:
 
 
 def test_bookkeeping() -> None:
-    figures.bookkeeping(20, 1)
+    figures.bookkeeping(3, 1)
 
 
 def test_the_model_is_of_the_size_it_is_said_to_be() -> None:
