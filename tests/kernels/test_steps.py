@@ -14,7 +14,7 @@ import ps_kernels
 from ps_core import _options
 from ps_core._reference import floats, optim
 from ps_kernels._order import AdamArguments
-from ps_kernels._torch import TorchBackend, double_root, numpy_root
+from ps_kernels._torch import TorchBackend, _moves, double_root, fused, numpy_root
 
 BOUNDARY = 131_072 + 97
 """Longer than any backend's piece."""
@@ -159,3 +159,17 @@ def test_another_device_takes_the_same_operations(root: Callable[[torch.Tensor, 
         step=1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True, grad_scale=1.0
     ).scalars()
     TorchBackend(root).adam((p, m, v), g, None, scalars)
+
+
+def test_another_device_finds_the_same_moves() -> None:
+    """Away from the CPU every sum is looked into, on it those that may lie halfway between singles."""
+    rng = np.random.default_rng(10)
+    p = torch.from_numpy((1 + rng.integers(0, 1 << 23, 1000) * 2.0**-23).astype(np.float32))
+    lr, g = 1 + 3 * 2.0**-23, torch.from_numpy(rng.choice([-1, 1], 1000).astype(np.float32) * np.float32(2.0**-24))
+    g *= 1 - 3 * 2.0**-23
+    product = g.double() * lr
+    total = product + p
+    bits = total.view(torch.int64)
+    everywhere = (bits + _moves(product, total, p)).view(torch.float64).float()
+    assert torch.equal(everywhere, fused(g, lr, p))
+    assert not torch.equal(everywhere, total.float())
