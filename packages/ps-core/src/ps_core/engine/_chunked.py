@@ -50,6 +50,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     options, budget = options or Options(), budget or Budget()
     mode = _precision(precision)
     _check(model, accumulation_steps)
+    _check_options(options)
     where = _device(device)
     tiers = _tiers(where, budget)
     device_bytes = tiers[0].capacity_bytes if len(tiers) > 1 else None
@@ -66,6 +67,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         loss_scale=loss_scale,
         constant_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
+    cast = DTYPES[mode] if options.cast_inputs else None
     pilot = Pilot(
         engine,
         model_name=type(model).__name__,
@@ -73,9 +75,9 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         accumulate=accumulation_steps,
         training=training,
         options=options,
+        cast=cast,
     )
     fill(packing.records, initial_values(model), engine)
-    cast = DTYPES[mode] if options.cast_inputs else None
     front = None
     if optimizer is not None:
         order = sorted(packing.records.values(), key=lambda record: record.index)
@@ -103,6 +105,14 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     steps = accumulation_steps
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
+
+
+def _check_options(options: Options) -> None:
+    """Options of the pure core that this engine does not have; better said than passed over."""
+    if options.eager_step:
+        raise InvalidInput("Options.eager_step: this engine steps in optimizer.step() only; leave it out")
+    if options.plan_cache is not None:
+        raise InvalidInput("Options.plan_cache: this engine plans anew in each process; leave it out")
 
 
 def _device(device: str | Device) -> Device:

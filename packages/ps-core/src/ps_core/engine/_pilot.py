@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_core._errors import DoesNotFit
 from ps_core._options import Options
 from ps_core._plan import Tier
 from ps_core._planner.policy import Policy
@@ -24,6 +25,7 @@ from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
 from ps_core.engine._arrange import arrange
 from ps_core.engine._engine import Driver, Engine
+from ps_core.engine._foresight import foresee
 from ps_core.engine._messages import say
 from ps_core.engine._moments import Recording
 from ps_core.engine._plans import EnginePlan, lay_groups
@@ -76,18 +78,25 @@ class Pilot:
         accumulate: int,
         training: bool,
         options: Options,
+        cast: torch.dtype | None,
     ) -> None:
         self._engine = engine
         self._model_name = model_name
         self._setup = Setup(
             precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy), quick=True
         )
-        self._options = options
+        self._options, self._cast = options, cast
         self._plan: EnginePlan | None = None
         self._planned_for = _Batch()
         self._batch = _Batch()
         self._found: tuple[Recording, _Batch] | None = None
         self._micro = 0
+        self._tried = False
+        """Whether the first pass was tried with fake tensors."""
+        self._estimated = False
+        """Whether the plan is from fake tensors; the pass that it serves is recorded all the same."""
+        self._recorded = False
+        """Whether the plan is from a pass that ran."""
         self._measured = False
         """One tier: whether the tide of a pass is known."""
         engine.choose = self._choose
@@ -115,6 +124,25 @@ class Pilot:
         self._batch = _Batch(sizes, tokens)
         if not self._setup.training:
             self._consider()
+        elif not self._tried and not self._engine.still and torch.is_grad_enabled():
+            self._tried = True
+            self._foresee(module, args, kwargs)
+
+    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
+        engine = self._engine
+        say(f"{self._model_name}: first pass; tracing it with fake tensors")
+        recording = foresee(
+            module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
+        )
+        if recording is None or not recording.complete:
+            say(f"{self._model_name}: fake tensors cannot follow it, so the first pass runs on demand and is recorded")
+            return
+        try:
+            self._adopt(recording, self._batch)
+        except DoesNotFit:
+            say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
+        self._estimated = True
 
     def _choose(self, training: bool) -> Driver:
         engine, plan = self._engine, self._plan
@@ -123,8 +151,6 @@ class Pilot:
         demand = engine.demand
         demand.highest_tide_bytes = None
         if plan is None:
-            if not engine.counters.passes:
-                say(f"{self._model_name}: first pass on demand, recording what it touches and how much else it holds")
             return demand
         if not self._planned_for.covers(self._batch):
             engine.counters.diverged("a batch larger than the plan's")
@@ -159,10 +185,9 @@ class Pilot:
             if self._engine.driver.tracked and recording.training is self._setup.training:
                 self._measured, self._planned_for = True, self._batch
             return
-        tracked = self._engine.driver is self._engine.demand
-        if not tracked or not recording.complete or recording.training is not self._setup.training:
+        if not self._engine.driver.tracked or not recording.complete or recording.training is not self._setup.training:
             return
-        if self._plan is None or not self._planned_for.covers(self._batch):
+        if self._plan is None or self._estimated or not self._planned_for.covers(self._batch):
             self._found = recording, self._batch
 
     # Steps.
@@ -203,6 +228,14 @@ class Pilot:
             return
         recording, batch = self._found
         self._found = None
+        if not self._adopt(recording, batch):
+            self._found = recording, batch  # somebody holds on to memory: next time
+            return
+        self._engine.counters.replans += self._recorded
+        self._estimated, self._recorded = False, True
+
+    def _adopt(self, recording: Recording, batch: _Batch) -> bool:
+        """Plan from these moments and have everything where the plan wants it; False: not possible now."""
         engine, started = self._engine, time.monotonic()
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
@@ -211,15 +244,14 @@ class Pilot:
         planned = find_plan(trace, self._tiers(), THIS_COMPUTER, setup=self._setup, layout=layout)
         plan = EnginePlan(planned, order, recording.beats)
         if not arrange(engine, plan):
-            self._found = recording, batch  # somebody holds on to memory: next time
-            return
-        engine.counters.replans += self._plan is not None
+            return False
         self._plan, self._planned_for = plan, batch
         say(
             f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
             f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{THIS_COMPUTER.name}"
         )
+        return True
 
     def _tiers(self) -> tuple[Tier, ...]:
         """The tiers, less what is pinned at the top of the first."""

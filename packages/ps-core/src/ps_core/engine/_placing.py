@@ -56,7 +56,9 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
 
 def _check_compute_tier(store: Store, groups: list[GroupRecord]) -> None:
     """Whatever a moment needs besides, it needs one group, and the pinned ones."""
-    pinned = sum(bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False))
+    pinned = sum(
+        bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False)
+    )
     largest = max((group for group in groups if not group.pinned), key=lambda group: bytes_of(group, group.weight))
     needed = pinned + bytes_of(largest, largest.weight)
     if needed > store.tiers[0].capacity_bytes:

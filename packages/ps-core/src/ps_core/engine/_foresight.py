@@ -1,0 +1,74 @@
+"""What a managed model's first pass will touch, found before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._trace import Phase, Trace
+from ps_core.engine._child import ChildFailed, in_child
+from ps_core.engine._fake import Wanted, fake_pass
+from ps_core.engine._moments import Beat, Recording
+from ps_core.engine._records import TensorRecord
+
+_TIMEOUT_S = 120.0
+
+
+def foresee(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    records: list[TensorRecord],
+    plain: Callable[[], None],
+    cast: torch.dtype | None,
+) -> Recording | None:
+    """The moments of a training pass, from a fake-tensor pass; None where the model does not allow one.
+
+    ``plain`` takes the engine's hooks off; it is called in a copy of the process only. A model that does not return its
+    loss cannot be foreseen: what its caller computes from the outputs is part of the pass.
+    """
+    record_of = {record.name: record for record in records}
+    wanted = Wanted(
+        unit_of=lambda name: record_of[name].group.index if name in record_of else -1,
+        dtype_of=lambda name: record_of[name].dtype if name in record_of else torch.float32,
+        input_dtype=cast,
+    )
+
+    def work() -> str:
+        plain()
+        return fake_pass(model, args, kwargs, wanted).to_json()
+
+    try:
+        trace = Trace.from_json(in_child(work, _TIMEOUT_S))
+    except (ChildFailed, InvalidInput):
+        return None
+    return _as_recording(trace, record_of)
+
+
+def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording:
+    found = [record_of.get(tensor.name) for tensor in trace.tensors]
+    recording = Recording()
+    for moment in trace.moments:
+        reads = [record for index in moment.reads if (record := found[index]) is not None]
+        grads = [record for index in moment.grads if (record := found[index]) is not None]
+        groups = dict.fromkeys(record.group.index for record in reads if not record.group.pinned)
+        gains = dict.fromkeys(record.group.index for record in grads if not record.group.pinned)
+        if not groups and not gains:
+            continue
+        recording.beats.append(
+            Beat(
+                moment.phase is Phase.BACKWARD,
+                tuple(groups),
+                tuple(gains),
+                name=f"{moment.phase.value} of {(reads or grads)[0].name}",
+                touched=dict.fromkeys(record.index for record in reads),
+                grads=dict.fromkeys(record.index for record in grads),
+                nonmodel_bytes=moment.nonmodel_bytes,
+            )
+        )
+    return recording
