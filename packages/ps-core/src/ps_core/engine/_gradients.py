@@ -56,6 +56,8 @@ class GradientKeeper:
         if not self.put_over(record):
             record.waiting = True
             self._waiting[record] = None
+        elif self._one_tier:
+            self.measure(record)  # while it is in the processor's caches
 
     def _resident(self, record: TensorRecord) -> bool:
         """Whether gradients that cannot go over the parameter stay what autograd made them."""

@@ -56,8 +56,8 @@ class Management:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedParameter(
-            f"{self.engine.records[0].name!r} and all of this {type(self.model).__name__} is under management and cannot "
-            "be copied or pickled: save model.state_dict(), or release(model) first"
+            f"{self.engine.records[0].name!r} and all of this {type(self.model).__name__} is under management and "
+            "cannot be copied or pickled: save model.state_dict(), or release(model) first"
         )
 
     # Forward.
