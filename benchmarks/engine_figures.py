@@ -184,18 +184,19 @@ def moved(model: nn.Module) -> int:
     return sum(statistics(model).moved_bytes.values())
 
 
-def least_moved(shape: Shape, precision: str, budget: int, peak: int) -> float:
+def least_moved(shape: Shape, precision: str, budget: int, peak: int, *, on_host: bool = False) -> float:
     """Bytes that must cross the link in a step, whatever the order of moves; counted at the moment of the peak.
 
     A gradient goes down and a new parameter comes up, unless masters and moments (12 bytes) live on the accelerator.
     Matrices, but for the table of places, are read on both sides of the peak: what of them is not there comes up twice.
-    Room saves most per byte where it holds the matrices, then where it holds masters and moments in their stead.
+    Room saves most per byte where it holds the matrices, then where it holds masters and moments in their stead (none of
+    those if every step is taken ``on_host``).
     """
     size = DTYPES[precision].itemsize
     with torch.device("meta"):
         matrices = {name: each.numel() for name, each in GPT(shape).named_parameters() if each.dim() > 1}
     again, room = size * (sum(matrices.values()) - matrices["places.weight"]), max(0, budget - peak)
-    saved = 2 * size / (12 - size) * max(0, room - again)
+    saved = 0.0 if on_host else 2 * size / (12 - size) * max(0, room - again)
     return max(0.0, 2 * size * parameters_of(shape) - saved) + max(0, again - room)
 
 
@@ -234,7 +235,9 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
         each = (moved(model) - before) / (rounds + 1)
         ratio, found = show_speed(taken, shape, "emulated"), statistics(model)
     least, peak_bytes = least_moved(shape, precision, size, peak), found.tiers["device"].peak_bytes
+    on_host = least_moved(shape, precision, size, peak, on_host=True)
     print(f"  moved {each / 1e6:.1f} MB a step, at least {least / 1e6:.1f}: {least / each:.3f}")
+    print(f"  at least {on_host / 1e6:.1f} MB where every step is taken on the host: {on_host / each:.3f}")
     print(f"  peak {peak_bytes / 1e6:.1f} of {size / 1e6:.1f} MB; activations {peak / 1e6:.1f} MB")
     print(f"  {found.evictions} evictions, {found.prefetch_hits} of {found.fetches} fetches ahead of need")
     return {"speed": ratio, "least / moved": least / each, "peak / budget": peak_bytes / size}
