@@ -153,6 +153,9 @@ def _become_fake(
     torch._C._swap_tensor_impl(tensor, fake)
     tensor.__class__ = kind
     tensor.__dict__.update(attributes)
+    if isinstance(tensor, nn.Parameter):
+        held: Any = tensor  # torch's stub does not know that None is allowed
+        held._post_accumulate_grad_hooks = None  # else torch takes those of the tensor it was for its own
 
 
 # ---- what goes in and comes out

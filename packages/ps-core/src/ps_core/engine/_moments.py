@@ -63,7 +63,8 @@ class Recording:
     @property
     def complete(self) -> bool:
         """Whether it can be planned from."""
-        return self.regular and bool(self.beats) and self.beats[-1].backward is self.training
+        ended = bool(self.beats) and self.beats[-1].backward is self.training
+        return self.regular and ended and (not self.training or any(beat.grads for beat in self.beats))
 
     def trace(
         self, model: str, records: list[TensorRecord], groups: list[GroupRecord], constant_bytes: int, tokens: int

@@ -185,6 +185,8 @@ class Pilot:
             if self._engine.driver.tracked and recording.training is self._setup.training:
                 self._measured, self._planned_for = True, self._batch
             return
+        if self._estimated and recording.training and not recording.regular:
+            self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
         if not self._engine.driver.tracked or not recording.complete or recording.training is not self._setup.training:
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(self._batch):
