@@ -189,8 +189,8 @@ def least_moved(shape: Shape, precision: str, budget: int, peak: int, *, on_host
 
     A gradient goes down and a new parameter comes up, unless masters and moments (12 bytes) live on the accelerator.
     Matrices, but for the table of places, are read on both sides of the peak: what of them is not there comes up twice.
-    Room saves most per byte where it holds the matrices, then where it holds masters and moments in their stead (none of
-    those if every step is taken ``on_host``).
+    Room saves most per byte where it holds the matrices, then where it holds masters and moments in their stead; it
+    holds none of those if every step is taken ``on_host``.
     """
     size = DTYPES[precision].itemsize
     with torch.device("meta"):
