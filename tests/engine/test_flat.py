@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import _models as models
 from _cases import finish, next_token, tokens
-from _runs import HOST, chunked_model, stand_in
+from _runs import HOST, chunked_model
 from ps_core import Budget, Options
 from ps_core.engine import statistics
 
@@ -36,12 +36,12 @@ def count() -> Count:
         return Count(len(alive), tensors, int(file.read().split()[1]) * PAGE_BYTES)
 
 
-def check_flat(steps: int, device: Any) -> None:
+def check_flat(steps: int) -> None:
     batches = [tokens(index)[0] for index in range(4)]
     options = Options(group_bytes=2048)
     budget = Budget(device="160KiB", host=HOST)
     with chunked_model(
-        models.Language(), device=device, budget=budget, precision="bf16", options=options, max_grad_norm=1.0
+        models.Language(), device="emulated", budget=budget, precision="bf16", options=options, max_grad_norm=1.0
     ) as (model, optimizer):
         for index in range(SETTLED):
             next_token(model, batches[index % 4]).backward()
@@ -53,14 +53,14 @@ def check_flat(steps: int, device: Any) -> None:
         after = count()
         assert statistics(model).evictions > steps, "a step must evict something, or this shows little"
     assert after.tensors == before.tensors
-    assert abs(after.objects - before.objects) < steps / 10, (before, after)
+    assert abs(after.objects - before.objects) <= 10, (before, after)
     assert after.rss_bytes - before.rss_bytes < 2**20, (before, after)
 
 
 def test_three_hundred_steps() -> None:
-    check_flat(300, stand_in())
+    check_flat(300)
 
 
 @pytest.mark.slow
 def test_a_thousand_steps() -> None:
-    check_flat(1000, "emulated")
+    check_flat(1000)
