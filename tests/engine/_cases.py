@@ -241,12 +241,6 @@ def channels_last() -> nn.Module:
     return models.convolutional("group").to(memory_format=torch.channels_last)
 
 
-def with_compiled_block() -> nn.Module:
-    model = models.stack()
-    model[0].compile(backend="eager")
-    return model
-
-
 def images(index: int) -> Batch:
     return rows(index, 4, 3, 8, 8)
 
@@ -373,7 +367,6 @@ CASES: tuple[Case, ...] = (
     case("weight_norm_new", partial(models.weight_normed, "new")),
     case("orthogonal", partial(models.parametrized, "orthogonal"), precisions=FP32),
     case("spectral_norm", partial(models.parametrized, "spectral"), step=evaluation_between_steps, precisions=FP32),
-    case("compiled_block", with_compiled_block),
     # whose parameter it is
     case("tied", partial(models.Language, tied=True), **LANGUAGE),
     case("foreign_use", models.ForeignUse, **LANGUAGE),

@@ -92,6 +92,11 @@ class ManagedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            raise UnsupportedParameter(
+                "a compiled function read a parameter that is under management, whose memory comes and goes: leave "
+                "torch.compile out, or compile only functions that read no parameters (attention, activations)"
+            )
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
