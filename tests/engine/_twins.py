@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _fake_engine import FakeEngine, gradients
 from torch import nn
 
+from _fake_engine import FakeEngine, gradients
 from ps_core import SGD, Adam, AdamW, Group
 
 ADAMW = AdamW(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)

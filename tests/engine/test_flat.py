@@ -16,7 +16,7 @@ from ps_core import Budget, Options
 from ps_core.engine import statistics
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SETTLED = 60
+SETTLED = 300
 """Steps after which caches (torch's, the allocator's, the engine's plans) are as full as they get."""
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from _fake_engine import FakeEngine, gradients, model
 from torch import nn
 
+from _fake_engine import FakeEngine, gradients, model
 from ps_core import SGD, InvalidInput
 from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._scaler import LossScale

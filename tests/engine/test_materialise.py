@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from _unreal import Make, assert_same, both, hugging_face, on_meta
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from _unreal import Make, assert_same, both, hugging_face, on_meta
 from ps_core import UnsupportedParameter
 from ps_core.engine._materialise import initial_values
 from ps_models.gpt import build

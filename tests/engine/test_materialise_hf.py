@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from _unreal import HUGGING_FACE, IMAGE, SMALL, assert_same, both, hugging_face, on_meta
 from torch import nn
 
+from _unreal import HUGGING_FACE, IMAGE, SMALL, assert_same, both, hugging_face, on_meta
 from ps_core.engine._materialise import initial_values
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _fake_engine import FakeEngine, gradients, model
-from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from torch import nn
 from torch.optim import lr_scheduler
 
+from _fake_engine import FakeEngine, gradients, model
+from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, AdamW, Group, InvalidInput
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Rule, Settings, clip_factor

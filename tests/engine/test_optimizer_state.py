@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from _fake_engine import FakeEngine, gradients, model
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
-
 from ps_core import SGD, Group, InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._scaler import LossScale
