@@ -2,6 +2,7 @@
 
     PatrickStarError
     ├── InvalidInput (also a ValueError)   a size, name, option or file that cannot be used
+    │   └── engine.CannotTrace             a model that fake tensors cannot follow
     ├── DoesNotFit                         no plan exists within the budgets
     ├── DeviceOutOfMemory                  the accelerator ran out although the plan fitted
     ├── IllegalTransition                  a tensor was asked to enter a state it cannot reach
@@ -11,7 +12,8 @@
     ├── CheckpointDamaged                  a checkpoint whose bytes are not what was written
     ├── CheckpointMismatch                 a sound checkpoint of something else
     ├── RanksDiverged                      processes that no longer do the same thing
-    └── TierFailure                        a memory or disk tier failed underneath us
+    ├── TierFailure                        a memory or disk tier failed underneath us
+    └── engine._child.ChildFailed          work done in a copy of the process did not finish (always translated)
 """
 
 from __future__ import annotations

@@ -1,7 +1,19 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
 from ps_core.engine._chunked import chunked
+from ps_core.engine._fake import CannotTrace, trace
+from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._surgery import materialized, release
 
-__all__ = ["Statistics", "TierStatistics", "chunked", "materialized", "release", "statistics"]
+__all__ = [
+    "CannotTrace",
+    "ChunkedOptimizer",
+    "Statistics",
+    "TierStatistics",
+    "chunked",
+    "materialized",
+    "release",
+    "statistics",
+    "trace",
+]
