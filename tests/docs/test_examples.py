@@ -28,7 +28,8 @@ def commands(block: str) -> list[list[str]]:
 
 
 CONSOLE = [(page, block) for page in PAGES for block in blocks(page, "console") if commands(block)]
-PYTHON = [(page, block) for page in PAGES for block in blocks(page, "python")]
+PYTHON = [(page, block) for page in PAGES if page.parent.name != "tutorials" for block in blocks(page, "python")]
+"""Tutorials run as a whole, in `test_tutorials`."""
 
 
 def name(value: object) -> str | None:
