@@ -165,7 +165,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """What the project does: train under a budget, forecast a large model, draw the tide of a tiny one."""
-    install(session, *PACKAGES, "torch")
+    install(session, *PACKAGES, "torch", "numpy")
     session.run("python", "docs/examples/under_a_budget.py")
     case = ("--gpus", "8", "--device-memory", "32GiB", "--host-memory", "240GiB", "--batch", "8")
     session.run("pstar", "plan", "gpt-18b", *case)

@@ -89,6 +89,7 @@ def train_under_a_budget(steps: int) -> tuple[list[float], list[Tensor], Statist
 def main(steps: int = STEPS) -> int:
     """Train, compare and tell; 0 if everything is as promised."""
     print(problem())
+    torch.set_num_threads(1)  # a model this small is no faster with more, and much slower beside other programs
     train_plain(1)  # the first pass of a process may choose other kernels than the next ones
     plain_s, (free, free_masters) = timed(lambda: train_plain(steps))
     managed_s, (limited, masters, counted) = timed(lambda: train_under_a_budget(steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,19 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The script as a module, with a smaller model."""
     spec = importlib.util.spec_from_file_location("under_a_budget", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
     monkeypatch.setattr(module, "LAYERS", 8)
     monkeypatch.setattr(module, "HIDDEN", 64)
     monkeypatch.setattr(module, "BUDGET", "1536KiB")
-    return module
+    yield module
+    torch.set_num_threads(threads)
 
 
 def test_it_trains_under_the_budget_with_the_same_bits(demo: Any, capsys: Capture) -> None:

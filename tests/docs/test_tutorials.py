@@ -55,7 +55,7 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-u", "-W", "error", "-c", script(text)],
         cwd=tmp_path,
-        env=os.environ,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # the models are tiny
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
