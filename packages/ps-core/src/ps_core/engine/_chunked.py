@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from ps_core._errors import AlreadyManaged, InvalidInput
+from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
 from ps_core._options import Budget, Optimizer, Options
 from ps_core._plan import Tier
 from ps_core._program import Precision
@@ -77,11 +78,11 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         options=options,
         cast=cast,
     )
-    fill(packing.records, initial_values(model), engine)
     front = None
     if optimizer is not None:
         order = sorted(packing.records.values(), key=lambda record: record.index)
         front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
+    fill(packing.records, initial_values(model), engine)
     Management(model, engine, pilot, cast=cast).install()
     return model, front
 
@@ -102,6 +103,12 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
             raise AlreadyManaged(f"{name!r} is under management already: release(model) first")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedParameter(
+                f"{name or type(model).__name__!r} is TorchScript, which reads parameters past every hook: build the "
+                "model from the Python module"
+            )
     steps = accumulation_steps
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
@@ -128,6 +135,8 @@ def _tiers(device: Device, budget: Budget) -> tuple[Tier, ...]:
     if host is None:
         free = available_bytes()
         host = free - free // _KEPT_FREE
+    if budget.disk is not None:
+        raise InvalidInput("Budget.disk: this engine has no disk tier; leave disk and disk_dir out")
     if device.name == "cpu":
         if budget.device is not None:
             raise InvalidInput("Budget.device must be None for device='cpu': its memory is Budget.host")

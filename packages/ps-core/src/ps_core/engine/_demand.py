@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ps_core._errors import DoesNotFit
 from ps_core._plan import Queue
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._records import GroupRecord, Payload, TensorRecord
+from ps_core.engine._refusals import compute_tier_too_small
 from ps_core.engine._residency import Residency
 
 
@@ -30,12 +30,12 @@ class Demand:
         self.highest_tide_bytes: int | None = None
         """None: not known yet."""
 
-    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
-        """Have these groups on the compute tier, the payloads of the first valid."""
-        for group in reads:
-            if any(record.payload is not Payload.VALID for record in group.tensors):
-                self._gradients.reclaim(group)
-        groups = list(dict.fromkeys((*reads, *gains)))
+    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+        """Have these parameters and the groups of these gradients on the compute tier."""
+        for record in reads:
+            if record.payload is not Payload.VALID:
+                self._gradients.reclaim(record.group)
+        groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:
             self._in.pop(group, None)
         wanted = [group for group in groups if group.home.slot.tier and group.home.copies.get(0) is None]
@@ -58,15 +58,10 @@ class Demand:
                 break
             if group not in needed and self._residency.drop(group):
                 del self._in[group]
-        if self._store.used_bytes[0] + size + self._store.tide_bytes > capacity:
-            raise DoesNotFit(
-                tier=self._store.tiers[0].name,
-                moment=name,
-                needed_bytes=self._store.used_bytes[0] + size + self._store.tide_bytes,
-                available_bytes=capacity,
-                proven=False,
-                remedies=remedies(self._store.used_bytes[0] + size + self._store.tide_bytes),
-            )
+        total = self._store.used_bytes[0] + size + self._store.tide_bytes
+        if total > capacity:
+            groups, tide = self._residency.groups, self._store.tide_bytes
+            raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
 
     def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
         """There is no place for gradients but where they go by themselves."""
@@ -83,12 +78,3 @@ class Demand:
     def adopt(self, groups: list[GroupRecord]) -> None:
         """Take over what a plan left on the compute tier."""
         self._in = {group: None for group in groups if 0 in group.home.copies}
-
-
-def remedies(needed_bytes: int) -> tuple[str, ...]:
-    """What helps where the compute tier is too small."""
-    return (
-        f"a budget of at least {needed_bytes:,} bytes for the device",
-        "activation checkpointing, or a smaller batch or sequence: less non-model data",
-        "a smaller Options.group_bytes: less parameters at a time",
-    )

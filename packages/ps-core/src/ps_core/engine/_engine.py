@@ -13,16 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Variable
 
-from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core._errors import DoesNotFit, InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._counters import Counters
-from ps_core.engine._demand import Demand, remedies
+from ps_core.engine._demand import Demand
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._parameter import Function, changes, clear_grad
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._replay import Diverged, Replay
 from ps_core.engine._residency import Residency
 from ps_core.engine._saved import SavedTensors
@@ -39,8 +40,8 @@ class Driver(Protocol):
 
     tracked: bool
 
-    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
-        """The next moment needs these payloads, and brings these gradients."""
+    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+        """The next moment needs these parameters, and brings gradients of these groups."""
 
     def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
         """Put a gradient where the driver has room for it; False: it has none."""
@@ -91,8 +92,12 @@ class Engine:
         self.replay_step: Callable[[SettingsOf, float], bool] = lambda settings, factor: False
         """Carries out a step by a plan, if there is one for it."""
         self._task = -1
-        self.collecting = False
-        """A state dict is being made: parameters answer with copies."""
+        self.released = False
+        """Nobody may use it any more."""
+        self.surgery = False
+        """Parameters are ordinary ones for a while; nothing may be trained."""
+        self.collecting = 0
+        """State dicts being made, one within another: parameters answer with copies."""
         self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
         """A state dict is being loaded: parameters are written through this."""
 
@@ -147,7 +152,12 @@ class Engine:
 
     def detached(self, record: TensorRecord) -> torch.Tensor | None:
         """A copy for a state dict that is being collected."""
-        return self.read(record) if self.collecting else None
+        return self.read(record) if self.collecting > 0 else None
+
+    def abort(self) -> None:
+        """The root module's forward failed: end the pass, and let go of everything."""
+        self.finish_pass()
+        self.tide.stop()
 
     def _refuse_change(self, record: TensorRecord) -> None:
         record.version = changes(record.parameter)
@@ -183,6 +193,15 @@ class Engine:
         """Whose residency a storage is."""
         return self.residency.owners.get(storage)
 
+    def check_placeholder(self, storage: torch.UntypedStorage) -> None:
+        """Raise if a storage is what a parameter has while it is elsewhere."""
+        for record in self.records:
+            if record.placeholder.untyped_storage().data_ptr() == storage.data_ptr():
+                raise UnsupportedParameter(
+                    f"{record.name!r} was read by code that parameters do not see (compiled or C++): its memory is "
+                    "elsewhere, and it read not-a-number; release(model), or keep that part out of chunked(...)"
+                )
+
     # Moments.
 
     def touch(self, records: list[TensorRecord]) -> None:
@@ -194,7 +213,7 @@ class Engine:
         moment = self.moment
         for record in records:
             if (record.group.reading != moment and not record.group.pinned) or record.payload is not Payload.VALID:
-                self._next(list(dict.fromkeys(each.group for each in records if not each.group.pinned)), [])
+                self._next([each for each in records if not each.group.pinned], [])
                 break
         beat = self._beat if self.driver.tracked else None
         for record in records:
@@ -238,8 +257,18 @@ class Engine:
         """The moment that is on."""
         return self.recording.beats[-1] if self.recording is not None and self.recording.beats else None
 
+    def check_usable(self) -> None:
+        """`InvalidInput` where nothing may be trained."""
+        if self.released:
+            raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
+        if self.surgery:
+            raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
+
     def _enter(self) -> None:
+        self.check_usable()
         task = torch._C._current_graph_task_id()
+        if task == -1:
+            self._task = -1
         if self.recording is None:
             self._begin_pass(backward=task != -1)
         if task not in (-1, self._task):
@@ -253,19 +282,21 @@ class Engine:
             self.moment += 1  # no moment is both forward and backward
             Variable._execution_engine.queue_callback(self._backward_done)
 
-    def _next(self, reads: list[GroupRecord], gains: list[GroupRecord]) -> None:
+    def _next(self, records: list[TensorRecord], gains: list[GroupRecord]) -> None:
         """End the moment, begin another."""
         recording = self.recording
         assert recording is not None, "there is a pass"
         held = self._close_moment()
         backward = torch._C._current_graph_task_id() != -1
+        reads = list(dict.fromkeys(record.group for record in records))
         beat = recording.begin(backward=backward, reads=reads, gains=gains, held=held)
         self.moment += 1
-        try:
-            self.driver.begin(reads, gains, beat.name)
-        except Diverged as why:
-            self._diverge(why)
-            self.driver.begin(reads, gains, beat.name)
+        with self.tide.paused(), torch.no_grad():
+            try:
+                self.driver.begin(records, gains, beat.name)
+            except Diverged as why:
+                self._diverge(why)
+                self.driver.begin(records, gains, beat.name)
         for group in reads:
             group.reading = self.moment
         for group in gains:
@@ -295,7 +326,9 @@ class Engine:
         if self.driver.tracked:
             needed = self._measure_tide(beat)
             if strict and needed > self.store.tiers[0].capacity_bytes:
-                raise self._too_large(beat, needed)
+                if not isinstance(self.driver, Replay):
+                    raise self._too_large(beat, needed)
+                self._diverge(Diverged(f"{beat.name} takes more than fake tensors said"))
         open_groups = {self.groups[index] for index in (*beat.reads, *beat.held)}
         return [group for group in open_groups if group.home.slot.tier and group.aliased]
 
@@ -311,19 +344,15 @@ class Engine:
         return needed
 
     def _too_large(self, beat: Beat, needed: int) -> DoesNotFit:
-        return DoesNotFit(
-            tier=self.store.tiers[0].name,
-            moment=beat.name,
-            needed_bytes=needed,
-            available_bytes=self.store.tiers[0].capacity_bytes,
-            proven=False,
-            remedies=remedies(needed),
-        )
+        if self.still:
+            return everything_too_large(self.store, self.groups, needed)
+        return compute_tier_too_small(self.store, self.groups, beat.name, needed, beat.nonmodel_bytes, proven=True)
 
     # Passes.
 
     def enter(self) -> bool:
         """The root module's forward begins; whether saved-tensor hooks were pushed for it."""
+        self.collecting, self.loading = 0, None  # whatever became of a state dict
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
         recording = self.recording
@@ -423,15 +452,19 @@ class Engine:
 
     def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
         """Forget the gradients of these, or of all."""
-        self.finish_pass()
         chosen = list(records) if records is not None else self.records
         for record in chosen:
             clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
+        beat = self._beat
+        if beat is None or beat.backward or self.still or any(r.gradient is not Gradient.NONE for r in chosen):
+            self.finish_pass()  # else a forward pass is on, whose gradients are still to come
         with torch.no_grad():
             self.gradients.discard([record for record in chosen if record.gradient is not Gradient.NONE])
 
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
+        self.check_usable()
+        self.collecting, self.loading = 0, None
         self.finish_pass()
         self._check_tampered()
         self.before_step()

@@ -94,12 +94,30 @@ class GradientKeeper:
         """Add a gradient to what there is, in fp32."""
         if record.gradient is Gradient.OVER:
             self.reclaim(record.group)
+        self.apply_factor(record)
         if self._resident(record):
             self._add_aside(record, gradient)
             return
         if record.gradient is Gradient.ASIDE:
             self.sum_up(record)
         self._add_summed(record, gradient)
+
+    def apply_factor(self, record: TensorRecord) -> None:
+        """Multiply what there is, before more comes that the factor is not for."""
+        factor, record.factor = record.factor, 1.0
+        if factor == 1.0 or record.gradient is Gradient.NONE:
+            return
+        self._residency.await_all(Queue.CPU)
+        if record.gradient is Gradient.ASIDE and record.aside is not None:
+            record.aside = record.aside.float().mul_(factor)
+        elif record.gradient is Gradient.SUMMED:
+            home = record.group.homes[Kind.ACC]
+            slot = home.source()
+            target = slot.flat(torch.float32, record.group.chunk_numel)[record.span]
+            self._store.device.work(Queue.CPU, f"factor of {record.name}", (target,), (target,))
+            target.mul_(factor)
+            home.changed(slot)
+        record.part = None
 
     def _add_aside(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         if record.aside is None:
@@ -159,7 +177,7 @@ class GradientKeeper:
 
     def reclaim(self, group: GroupRecord) -> None:
         """Make every payload of a group its parameter again, whatever lies over it."""
-        over = [record for record in group.tensors if record.payload is Payload.OVER]
+        over = [record for record in group.tensors if record.gradient is Gradient.OVER]
         lost = [record for record in group.tensors if record.payload is Payload.LOST]
         self._residency.at_home(group.home)
         for record in over:
@@ -179,6 +197,7 @@ class GradientKeeper:
         for record in records:
             if record.gradient is Gradient.OVER:
                 groups[record.group] = None
+                record.payload = Payload.LOST
             record.fresh()
         for group in groups:
             gone = [record for record in group.tensors if record.payload is not Payload.VALID]

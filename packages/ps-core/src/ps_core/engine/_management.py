@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, NoReturn
 
@@ -43,10 +44,15 @@ class Management:
             untyped.register_load_state_dict_pre_hook(self._load),
             untyped.register_load_state_dict_post_hook(self._loaded),
         ]
+        for module in model.modules():
+            if module is not model:
+                part: Any = module
+                self._handles.append(part.register_state_dict_pre_hook(self._collect))
+                self._handles.append(part.register_state_dict_post_hook(partial(self._collected)))
         for record in self.engine.records:
-            if record.trainable:
+            if record.parameter.requires_grad:
                 parameter: Any = record.parameter
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_gradient))
 
     def remove(self) -> None:
         """Take everything off."""
@@ -79,11 +85,20 @@ class Management:
         if not self._pushed:
             return  # the hook before it failed
         pushed = self._pushed.pop()
-        if not self._pushed:
-            self.engine.leave(pushed)
+        if self._pushed:
+            return
+        self.engine.leave(pushed)
+        if output is None and sys.exc_info()[0] is not None:
+            self.engine.abort()
 
     def _check_parameters(self) -> None:
         """Find parameters that were added, removed or exchanged since the last forward."""
+        for record in self.engine.records:
+            if not record.trainable and self.pilot.training and record.parameter.requires_grad:
+                raise UnsupportedParameter(
+                    f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
+                    "it, release(model), set requires_grad, and call chunked again"
+                )
         places = list(_places(self.model))
         if len(places) == len(self._places) and all(
             now[2] is then[2] and now[0] is then[0] for now, then in zip(places, self._places, strict=True)
@@ -101,14 +116,6 @@ class Management:
                     "release(model), then call chunked again"
                 )
 
-    # Gradients.
-
-    def _gradient(self, parameter: ManagedParameter) -> None:
-        gradient = raw_grad(parameter)
-        clear_grad(parameter)
-        if gradient is not None:
-            self.engine.arrive(parameter._record, gradient.detach())
-
     # State dicts.
 
     def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -117,13 +124,19 @@ class Management:
                 "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
                 "keep_vars out, or use materialized(model)"
             )
-        self.engine.finish_pass()
-        self.engine.collecting = True
+        if not self.engine.collecting:
+            self.engine.finish_pass()
+        self.engine.collecting += 1
 
     def _collected(self, *_: Any) -> None:
-        self.engine.collecting = False
+        self.engine.collecting = max(0, self.engine.collecting - 1)
 
-    def _load(self, *_: Any) -> None:
+    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise InvalidInput(
+                "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
+                "values are copied into their chunks"
+            )
         self.engine.finish_pass()
         self.engine.loading = self._write
 
@@ -138,7 +151,14 @@ class Management:
     def release(self) -> None:
         """Give plain parameters back, as they are computed with; their memory is no longer anybody's budget."""
         engine = self.engine
+        if torch._C._current_graph_task_id() != -1:
+            raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
+        while self._pushed:  # a forward that was interrupted
+            if self._pushed.pop():
+                engine.saved.pop()
         engine.finish_pass()
+        engine.discard_gradients()
+        engine.released = True
         self.remove()
         for group in engine.groups:
             for record in group.tensors:
@@ -153,6 +173,23 @@ class Management:
                     engine.residency.give_back(slot)
             group.homes.clear()
         engine.store.device.close()
+
+
+def _gradient(parameter: ManagedParameter) -> None:
+    """What autograd calls for each gradient. It holds nothing, lest a model that nobody wants live for ever."""
+    gradient = raw_grad(parameter)
+    clear_grad(parameter)
+    record = parameter._record
+    if gradient is None or not record.trainable:
+        return
+    if gradient.requires_grad:
+        raise UnsupportedParameter(
+            f"backward(create_graph=True) would need the gradient of {record.name!r} to stay: use "
+            "torch.autograd.grad(loss, parameters, create_graph=True)"
+        )
+    keeper = parameter._keeper
+    assert isinstance(keeper, Engine), "engines are the only keepers"
+    keeper.arrive(record, gradient.detach())
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ps_core._errors import UnsupportedParameter
 from ps_core.engine._records import TensorRecord
@@ -105,6 +106,8 @@ class ManagedParameter(nn.Parameter):
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return torch.autograd.grad(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()), strict=True)))
         first = found[0]
         if args and args[0] is first:
             special = _SPECIAL.get(func)
@@ -153,6 +156,19 @@ def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any)
     for keeper, records in others:
         func = _brought_by(keeper, records, func)
     return inner[0].call(inner[1], func, args, kwargs)
+
+
+def _as_edges(values: Any) -> list[Any]:
+    """Arguments of ``torch.autograd.grad`` with managed parameters as places in the graph: no memory is wanted."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            get_gradient_edge(value)
+            if type(value) is ManagedParameter
+            else [get_gradient_edge(each) if type(each) is ManagedParameter else each for each in value]
+            if isinstance(value, list | tuple)
+            else value
+            for value in values
+        ]
 
 
 def _brought_by(keeper: Keeper, records: list[TensorRecord], func: Function) -> Function:

@@ -23,6 +23,7 @@ from ps_core._planner.policy import Policy
 from ps_core._planner.search import Setup, find_plan
 from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
+from ps_core._trace import Trace
 from ps_core.engine._arrange import arrange
 from ps_core.engine._engine import Driver, Engine
 from ps_core.engine._foresight import foresee
@@ -30,6 +31,7 @@ from ps_core.engine._messages import say
 from ps_core.engine._moments import Recording
 from ps_core.engine._plans import EnginePlan, lay_groups
 from ps_core.engine._records import Gradient, Payload
+from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._replay import Replay
 from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._still import Still
@@ -51,19 +53,22 @@ THIS_COMPUTER = Machine(
 )
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
 
-Sizes = tuple[int, ...]
-
 
 @dataclass(slots=True)
 class _Batch:
     """What the root module was last called with."""
 
-    sizes: Sizes = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     tokens: int = 0
 
-    def covers(self, other: _Batch) -> bool:
-        """Whether a plan for this batch is good for another."""
-        return len(self.sizes) == len(other.sizes) and all(b <= a for a, b in zip(self.sizes, other.sizes, strict=True))
+    def covers(self, other: _Batch | None) -> bool:
+        """Whether a plan for this batch is good for another: no dimension is larger."""
+        if other is None or len(self.shapes) != len(other.shapes):
+            return False
+        return all(
+            len(mine) == len(yours) and all(b <= a for a, b in zip(mine, yours, strict=True))
+            for mine, yours in zip(self.shapes, other.shapes, strict=True)
+        )
 
 
 class Pilot:
@@ -88,7 +93,8 @@ class Pilot:
         self._options, self._cast = options, cast
         self._plan: EnginePlan | None = None
         self._planned_for = _Batch()
-        self._batch = _Batch()
+        self._batch: _Batch | None = None
+        """What the root module was called with; None for a pass that began elsewhere."""
         self._found: tuple[Recording, _Batch] | None = None
         self._micro = 0
         self._tried = False
@@ -105,6 +111,11 @@ class Pilot:
         engine.replay_step = self._step
 
     @property
+    def training(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._setup.training
+
+    @property
     def moments(self) -> int:
         """Of the pass that was planned."""
         return 0 if self._plan is None else len(self._plan.beats)
@@ -119,9 +130,9 @@ class Pilot:
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The root module is called with these."""
         tensors = list(_tensors((args, kwargs)))
-        sizes = tuple(tensor.numel() for tensor in tensors)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         tokens = max((_tokens(tensor) for tensor in tensors), default=0)
-        self._batch = _Batch(sizes, tokens)
+        self._batch = _Batch(shapes, tokens)
         if not self._setup.training:
             self._consider()
         elif not self._tried and not self._engine.still and torch.is_grad_enabled():
@@ -139,6 +150,7 @@ class Pilot:
             say(f"{self._model_name}: fake tensors cannot follow it, so the first pass runs on demand and is recorded")
             return
         try:
+            assert self._batch is not None, "the pass is the root module's"
             self._adopt(recording, self._batch)
         except DoesNotFit:
             say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
@@ -165,7 +177,9 @@ class Pilot:
         else:
             micro = plan.program.iteration()[:-1]
             segment = micro[min(self._micro, len(micro) - 1)]
-        return Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
+        replay = Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
+        replay.tracked = self._estimated and training
+        return replay
 
     def _unready(self, training: bool) -> str:
         """Why a segment cannot begin; empty: it can."""
@@ -179,18 +193,22 @@ class Pilot:
         return ""
 
     def _observe(self, recording: Recording) -> None:
+        batch, self._batch = self._batch, None
         if recording.training:
             self._micro += 1
+        if batch is None:
+            return
         if self._engine.still:
             if self._engine.driver.tracked and recording.training is self._setup.training:
-                self._measured, self._planned_for = True, self._batch
+                self._measured = not recording.training or self._micro >= self._setup.accumulate
+                self._planned_for = batch
             return
         if self._estimated and recording.training and not recording.regular:
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
         if not self._engine.driver.tracked or not recording.complete or recording.training is not self._setup.training:
             return
-        if self._plan is None or self._estimated or not self._planned_for.covers(self._batch):
-            self._found = recording, self._batch
+        if self._plan is None or self._estimated or not self._planned_for.covers(batch):
+            self._found = recording, batch
 
     # Steps.
 
@@ -226,7 +244,7 @@ class Pilot:
     def _consider(self) -> None:
         """Plan, if a pass was recorded that there is no plan for."""
         self._micro = 0
-        if self._found is None:
+        if self._found is None or all(group.pinned for group in self._engine.groups):
             return
         recording, batch = self._found
         self._found = None
@@ -243,7 +261,10 @@ class Pilot:
         groups = [group for group in engine.groups if not group.pinned]
         trace = recording.trace(self._model_name, records, engine.groups, engine.constant_bytes, batch.tokens)
         layout, order = lay_groups(groups, records, trace)
-        planned = find_plan(trace, self._tiers(), THIS_COMPUTER, setup=self._setup, layout=layout)
+        try:
+            planned = find_plan(trace, self._tiers(), THIS_COMPUTER, setup=self._setup, layout=layout)
+        except DoesNotFit as error:
+            raise self._explained(error, trace) from None
         plan = EnginePlan(planned, order, recording.beats)
         if not arrange(engine, plan):
             return False
@@ -254,6 +275,14 @@ class Pilot:
             f"{THIS_COMPUTER.name}"
         )
         return True
+
+    def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
+        """The planner's refusal with what a user of the engine can do about it."""
+        store, groups = self._engine.store, self._engine.groups
+        if error.tier != store.tiers[0].name:
+            return everything_too_large(store, groups, error.needed_bytes)
+        tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes
+        return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
 
     def _tiers(self) -> tuple[Tier, ...]:
         """The tiers, less what is pinned at the top of the first."""

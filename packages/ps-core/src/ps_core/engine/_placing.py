@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core._errors import DoesNotFit
 from ps_core._program import Kind
 from ps_core.engine._parameter import ManagedParameter, changes, clear_grad, point_at
 from ps_core.engine._records import GroupRecord, TensorRecord
+from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._store import Home, Store
 
 
@@ -42,16 +42,20 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
     rest = [group for group in groups if not (group.pinned and last)]
     sizes = {group: sum(bytes_of(group, kind) for kind in kinds_of(group, accumulates=accumulates)) for group in rest}
     below = store.tiers[last].capacity_bytes
+    if sum(sizes.values()) > below + (top if last else 0):
+        raise everything_too_large(store, groups, sum(sizes.values()) + store.tiers[0].capacity_bytes - top)
     resident: set[GroupRecord] = set()
     for group in rest:
         if last and sum(sizes[each] for each in rest if each not in resident) > below:
             resident.add(group)
+    if last and sum(sizes[group] for group in resident) > top:
+        raise everything_too_large(store, groups, sum(sizes.values()) + store.tiers[0].capacity_bytes - top)
     for group in rest:
         for kind in kinds_of(group, accumulates=accumulates):
             _reserve(store, group, kind, 0 if group in resident else last)
     for tier, row in enumerate(store.tiers):
         if store.used_bytes[tier] > row.capacity_bytes:
-            raise _too_large(store, sum(sizes.values()))
+            raise everything_too_large(store, groups, sum(sizes.values()))
 
 
 def _check_compute_tier(store: Store, groups: list[GroupRecord]) -> None:
@@ -59,49 +63,22 @@ def _check_compute_tier(store: Store, groups: list[GroupRecord]) -> None:
     pinned = sum(
         bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False)
     )
-    largest = max((group for group in groups if not group.pinned), key=lambda group: bytes_of(group, group.weight))
-    needed = pinned + bytes_of(largest, largest.weight)
+    movable = [group for group in groups if not group.pinned]
+    largest = max(movable, key=lambda group: bytes_of(group, group.weight), default=None)
+    needed = pinned + (bytes_of(largest, largest.weight) if largest is not None else 0)
     if needed > store.tiers[0].capacity_bytes:
-        raise DoesNotFit(
-            tier=store.tiers[0].name,
-            moment=f"forward of {largest.name}",
-            needed_bytes=needed,
-            available_bytes=store.tiers[0].capacity_bytes,
-            proven=True,
-            remedies=(
-                f"Budget(device=...) of {needed:,} bytes and what non-model data takes",
-                "a smaller Options.group_bytes: less parameters at a time",
-                "less names in Options.keep_fp32: these take 16 bytes a parameter on the device",
-            ),
-        )
+        where = f"forward of {(largest or groups[0]).name}"
+        raise compute_tier_too_small(store, groups, where, needed, 0, proven=True)
 
 
 def _reserve(store: Store, group: GroupRecord, kind: Kind, tier: int, offset: int = -1) -> None:
     size = bytes_of(group, kind)
-    if tier == 0 and len(store.tiers) > 1 and not store.fits(size, store.tiers[0].capacity_bytes):
-        raise _too_large(store, size)
     slot = store.reserve(tier, size, offset)
     if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
         slot.memory.zero_()  # memory fresh from the system is zero already
     home = Home(group.extent(kind), size, slot, planned=True)
     home.changed(slot)
     group.homes[kind] = home
-
-
-def _too_large(store: Store, needed: int) -> DoesNotFit:
-    capacity = sum(tier.capacity_bytes for tier in store.tiers)
-    return DoesNotFit(
-        tier="all tiers together" if len(store.tiers) > 1 else store.tiers[0].name,
-        moment="between steps",
-        needed_bytes=max(needed, capacity + 1),
-        available_bytes=capacity,
-        proven=True,
-        remedies=(
-            f"Budget(host=...) of {needed:,} bytes more than non-model data takes",
-            "Budget(disk=..., disk_dir=...): a disk below the host",
-            "precision='bf16' takes 14 bytes a parameter, fp32 16; frozen parameters 2 (4)",
-        ),
-    )
 
 
 def fill(

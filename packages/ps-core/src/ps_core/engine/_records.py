@@ -147,8 +147,6 @@ class GroupRecord:
     """Serial number of the last moment that reads it."""
     gaining: int = -1
     """Serial number of the last moment that brings it gradients."""
-    used: int = 0
-    """When it was last used, for the policy on demand."""
 
     def add(self, record: TensorRecord) -> None:
         """Append a tensor."""
@@ -159,7 +157,7 @@ class GroupRecord:
     @property
     def chunk_numel(self) -> int:
         """Elements of a chunk, padding included."""
-        return align_up(self.numel, TAIL_NUMEL)
+        return max(TAIL_NUMEL, align_up(self.numel, TAIL_NUMEL))
 
     @property
     def home(self) -> Home:

@@ -98,15 +98,15 @@ class Replay:
 
     # The driver.
 
-    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """The next moment, which must be the one the plan has next."""
         if self._next_run >= len(self._lines.runs):
             raise Diverged(f"{name} comes after the last moment of {self._segment.value}")
         visit = self._lines.runs[self._next_run]
         beat = self._plan.beats[visit]
-        if any(g.index not in beat.reads for g in reads) or any(g.index not in beat.gains for g in gains):
+        if any(each.group.index not in beat.reads for each in reads) or any(g.index not in beat.gains for g in gains):
             raise Diverged(f"{name} where the plan has {beat.name}")
-        if any(record.payload is not Payload.VALID for group in reads for record in group.tensors):
+        if any(record.payload is not Payload.VALID for record in reads):
             raise Diverged(f"{name}, whose parameters a gradient lies over")
         self._end_run()
         self._visit = visit
@@ -320,6 +320,7 @@ class Replay:
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
         for record in records:
+            self._gradients.apply_factor(record)
             self._gradients.add_flat(record, flat[record.span], self._slots[op.accumulator], instr.queue)
 
     def _norm(self, instr: Instr, op: Norm) -> None:

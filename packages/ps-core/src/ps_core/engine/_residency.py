@@ -50,8 +50,9 @@ class Residency:
         slot = group.home.newest(0)
         assert slot is not None, "a group is brought in before its parameters are bound"
         first = record.offset * record.dtype.itemsize
-        own = from_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize])
-        view = own.view(record.dtype).as_strided(record.shape, record.stride)
+        with torch.inference_mode(False):  # or it could never be saved for backward
+            own = from_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize])
+            view = own.view(record.dtype).as_strided(record.shape, record.stride)
         del own
         point_at(record.parameter, view)
         storage = view.untyped_storage()
@@ -98,6 +99,7 @@ class Residency:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
         device, source = self.store.device, home.source()
         if source.tier == slot.tier:
+            self.await_all(Queue.CPU)
             device.work(Queue.CPU, "a copy within a tier", (source.memory,), (slot.memory,))
             slot.memory[: home.bytes].copy_(source.memory[: home.bytes])
         else:

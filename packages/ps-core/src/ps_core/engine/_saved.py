@@ -27,6 +27,9 @@ class Fetcher(Protocol):
     def owner(self, storage: int) -> TensorRecord | None:
         """Whose residency a storage is."""
 
+    def check_placeholder(self, storage: torch.UntypedStorage) -> None:
+        """Raise if a storage is what a parameter has while it is elsewhere."""
+
 
 class Handle:
     """A saved view of a parameter, without its memory."""
@@ -71,7 +74,10 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> Packed:
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return tensor
-        record = self._fetcher.owner(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        record = self._fetcher.owner(storage._cdata)
+        if record is None and storage.nbytes() < tensor.nbytes and 0 in tensor.stride():
+            self._fetcher.check_placeholder(storage)
         return tensor if record is None or record.dtype is not tensor.dtype else Handle(record, tensor)
 
     def _unpack(self, packed: Packed) -> torch.Tensor:

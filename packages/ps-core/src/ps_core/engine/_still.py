@@ -13,7 +13,7 @@ class Still:
     def __init__(self, *, tracked: bool) -> None:
         self.tracked = tracked
 
-    def begin(self, reads: list[GroupRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """Everything is there already."""
 
     def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ps_core._errors import PlanMismatch
+from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier
 from ps_core._program import Extent
 from ps_core.engine._device import Device
@@ -102,6 +102,20 @@ class Store:
     def reserve(self, tier: int, size: int, offset: int = -1) -> Slot:
         """A slot; on the compute tier at an address, or at the lowest that has room."""
         if tier or self._arena is None:
+            capacity = self.tiers[tier].capacity_bytes
+            if self.used_bytes[tier] + size > capacity:
+                raise DoesNotFit(
+                    tier=self.tiers[tier].name,
+                    moment="making room for gradients or copies",
+                    needed_bytes=self.used_bytes[tier] + size,
+                    available_bytes=capacity,
+                    proven=False,
+                    remedies=(
+                        f"Budget(host=...) of {self.used_bytes[tier] + size:,} bytes",
+                        "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
+                        "a smaller Options.group_bytes: less is copied at a time",
+                    ),
+                )
             slot = Slot(tier, -1, size, self.device.host(size))
             if self.poison:
                 slot.memory.fill_(POISON)

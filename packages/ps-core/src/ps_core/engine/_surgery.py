@@ -25,24 +25,29 @@ def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write:
     """
     engine = management_of(model).engine
     wanted = _wanted(engine, names)
+    engine.check_usable()
     engine.finish_pass()
-    given = {}
+    given: dict[TensorRecord, torch.Tensor | None] = {}
     for record in wanted:
         value = engine.read(record)
         engine.residency.unbind(record)
         make_plain(record.parameter)
         point_at(record.parameter, value)
         given[record] = value.clone() if write else None
+    engine.surgery = True
     try:
         yield model
     finally:
-        for record, before in given.items():
-            after = record.parameter.detach()
+        engine.surgery = False
+        found = {record: record.parameter.detach() for record in given}
+        for record in given:
             record.parameter.__class__ = ManagedParameter
             point_at(record.parameter, record.placeholder)
+            engine.forget_version(record)
+        for record, before in given.items():
+            after = found[record]
             if before is not None and not (after.shape == before.shape and bool((after == before).all())):
                 _write(engine, record, after)
-            engine.forget_version(record)
 
 
 def _write(engine: Engine, record: TensorRecord, value: torch.Tensor) -> None:
