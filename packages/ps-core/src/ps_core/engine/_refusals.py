@@ -1,0 +1,72 @@
+"""What does not fit, said with its three remedies and what each would do."""
+
+from __future__ import annotations
+
+from ps_core._errors import DoesNotFit
+from ps_core._program import Kind
+from ps_core._units import align_up
+from ps_core.engine._records import GroupRecord
+from ps_core.engine._store import Store
+
+MIB = 2**20
+
+
+def _size(count: int) -> str:
+    return f"{count / MIB:,.1f} MiB" if count >= MIB // 10 else f"{count:,} bytes"
+
+
+def compute_tier_too_small(
+    store: Store, groups: list[GroupRecord], moment: str, needed_bytes: int, nonmodel_bytes: int, *, proven: bool
+) -> DoesNotFit:
+    """The compute tier cannot hold what a moment needs at once."""
+    capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(needed_bytes)
+    group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
+    weight = group.chunk_numel * group.dtype.itemsize
+    largest = max(record.numel for record in group.tensors) * group.dtype.itemsize
+    batch = f"half the batch or sequence: about {_size(nonmodel_bytes // 2)} less non-model data"
+    if not nonmodel_bytes:
+        batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
+    groups_remedy = f"Options(group_bytes={largest}): a moment holds {_size(largest)} of weights, not {_size(weight)}"
+    if largest >= weight:
+        groups_remedy = "activation checkpointing: only a block's activations at a time"
+    return DoesNotFit(
+        tier=store.tiers[0].name,
+        moment=moment,
+        needed_bytes=max(needed_bytes, capacity + 1),
+        available_bytes=capacity,
+        proven=proven,
+        remedies=(
+            f"Budget({store.tiers[0].name}={_rounded(needed_bytes)}): {_size(needed_bytes - capacity)} more",
+            groups_remedy,
+            batch,
+        ),
+    )
+
+
+def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int) -> DoesNotFit:
+    """All tiers together cannot hold what is always there."""
+    capacity = sum(tier.capacity_bytes for tier in store.tiers)
+    numel = sum(group.chunk_numel for group in groups)
+    states = sum(group.chunk_numel for group in groups if group.trainable)
+    wide = any(group.weight is Kind.P32 and not group.pinned for group in groups)
+    return DoesNotFit(
+        tier="all tiers together" if len(store.tiers) > 1 else store.tiers[0].name,
+        moment="between steps",
+        needed_bytes=max(needed_bytes, capacity + 1),
+        available_bytes=capacity,
+        proven=True,
+        remedies=(
+            f"Budget(host={_rounded(needed_bytes - capacity + store.tiers[-1].capacity_bytes)}): "
+            f"{_size(needed_bytes - capacity)} more",
+            f"precision='bf16' and accumulation_steps=1: {_size(14 * states)} of model data instead of "
+            f"{_size(needed_bytes)}"
+            if wide
+            else f"freeze half of the parameters: {_size(6 * states)} less",
+            f"a smaller model: each parameter takes {needed_bytes / max(1, numel):.0f} bytes",
+        ),
+    )
+
+
+def _rounded(count: int) -> str:
+    """A budget to write down, a little more than needed."""
+    return f'"{-(-count // MIB)}MiB"' if count > MIB else str(-(-count // 1024) * 1024)

@@ -1,0 +1,63 @@
+"""What does not fit is said in full: where, when, how much, and three things to do; word by word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ps_core import AdamW, Budget, DoesNotFit, Options
+from ps_core.engine import chunked, release
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+
+
+def refusal(*, device: int, host: int, rows: int = 0, **told: object) -> str:
+    model = layers()
+    made = False
+    with pytest.raises(DoesNotFit) as caught:
+        try:
+            chunked(
+                model,
+                AdamW(),
+                device="emulated",
+                budget=Budget(device=device, host=host),
+                options=Options(group_bytes=2**17),
+                **told,  # type: ignore[arg-type]
+            )
+            made = True
+            model(torch.randn(rows, 256)).float().square().mean().backward()
+        finally:
+            if made:
+                release(model)
+    return str(caught.value)
+
+
+def test_model_data_beyond_all_tiers() -> None:
+    assert refusal(device=2**18, host=2**20) == (
+        "does not fit: all tiers together needs 3,670,016 bytes at 'between steps', more than the 1,310,720 bytes it has\n"
+        '  try: Budget(host="4MiB"): 2.2 MiB more\n'
+        "  try: freeze half of the parameters: 1.5 MiB less\n"
+        "  try: a smaller model: each parameter takes 14 bytes"
+    )
+
+
+def test_a_group_beyond_the_device() -> None:
+    assert refusal(device=2**16, host=2**23) == (
+        "does not fit: device needs 131,072 bytes at 'forward of 0.weight', more than the 65,536 bytes it has\n"
+        "  try: Budget(device=131072): 65,536 bytes more\n"
+        "  try: activation checkpointing: only a block's activations at a time\n"
+        "  try: a smaller batch or sequence: less non-model data, of which nothing is known yet"
+    )
+
+
+def test_activations_beyond_the_device() -> None:
+    assert refusal(device=2**18, host=2**23, rows=512) == (
+        "does not fit: device needs 655,360 bytes at 'forward of 0.weight', more than the 262,144 bytes "
+        "it has\n"
+        "  try: Budget(device=655360): 0.4 MiB more\n"
+        "  try: activation checkpointing: only a block's activations at a time\n"
+        "  try: half the batch or sequence: about 0.2 MiB less non-model data"
+    )
