@@ -14,30 +14,25 @@ def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
 
 
-def refusal(*, device: int, host: int, rows: int = 0, **told: object) -> str:
+def train(model: nn.Module, budget: Budget, rows: int) -> None:
+    chunked(model, AdamW(), device="emulated", budget=budget, options=Options(group_bytes=2**17))
+    try:
+        model(torch.randn(rows, 256)).float().square().mean().backward()
+    finally:
+        release(model)
+
+
+def refusal(*, device: int, host: int, rows: int = 0) -> str:
     model = layers()
-    made = False
     with pytest.raises(DoesNotFit) as caught:
-        try:
-            chunked(
-                model,
-                AdamW(),
-                device="emulated",
-                budget=Budget(device=device, host=host),
-                options=Options(group_bytes=2**17),
-                **told,  # type: ignore[arg-type]
-            )
-            made = True
-            model(torch.randn(rows, 256)).float().square().mean().backward()
-        finally:
-            if made:
-                release(model)
+        train(model, Budget(device=device, host=host), rows)
     return str(caught.value)
 
 
 def test_model_data_beyond_all_tiers() -> None:
     assert refusal(device=2**18, host=2**20) == (
-        "does not fit: all tiers together needs 3,670,016 bytes at 'between steps', more than the 1,310,720 bytes it has\n"
+        "does not fit: all tiers together needs 3,670,016 bytes at 'between steps', "
+        "more than the 1,310,720 bytes it has\n"
         '  try: Budget(host="4MiB"): 2.2 MiB more\n'
         "  try: freeze half of the parameters: 1.5 MiB less\n"
         "  try: a smaller model: each parameter takes 14 bytes"

@@ -208,11 +208,11 @@ def test_the_checker_catches_a_fault_on_every_seed(fault: Fault, begins: int) ->
         assert set(found) == {(fault.waiting.name, fault.recorded.name)}
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_no_false_alarm(name: str) -> None:
+@pytest.mark.parametrize(("place", "name"), list(enumerate(TRAININGS)))
+def test_no_false_alarm(place: int, name: str) -> None:
     """Although groups come and go, plans are replayed, and everything is waited for that a fault leaves out."""
     training = TRAININGS[name]
-    for seed in QUIET_SEEDS:
+    for seed in range(10 * place, 10 * place + 10):
         device = Device(seed)
         with managed(training, device) as (model, optimizer):
             assert same(training, training.run(model, optimizer, device))

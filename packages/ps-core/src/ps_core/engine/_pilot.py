@@ -28,7 +28,7 @@ from ps_core.engine._arrange import arrange
 from ps_core.engine._engine import Driver, Engine
 from ps_core.engine._foresight import foresee
 from ps_core.engine._messages import say
-from ps_core.engine._moments import Recording
+from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._plans import EnginePlan, lay_groups
 from ps_core.engine._records import Gradient, Payload
 from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
@@ -248,6 +248,9 @@ class Pilot:
             return
         recording, batch = self._found
         self._found = None
+        if self._estimated and self._plan is not None and _as_foreseen(recording, self._plan.beats):
+            self._estimated, self._recorded = False, True
+            return
         if not self._adopt(recording, batch):
             self._found = recording, batch  # somebody holds on to memory: next time
             return
@@ -290,6 +293,14 @@ class Pilot:
         pinned = [home.slot for group in self._engine.groups if group.pinned for home in group.homes.values()]
         end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
         return (Tier(first.name, end & -128), *others)
+
+
+def _as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
+    """Whether a pass went as fake tensors said, and held no more besides."""
+    ran = [(beat.backward, set(beat.touched), set(beat.grads)) for beat in recording.beats]
+    foreseen = [(beat.backward, set(beat.touched), set(beat.grads)) for beat in beats]
+    peak = max(beat.nonmodel_bytes for beat in recording.beats)
+    return ran == foreseen and peak <= max(beat.nonmodel_bytes for beat in beats)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
