@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from functools import partial
 from typing import Any, NoReturn
 
@@ -35,6 +36,8 @@ class Management:
     def install(self) -> None:
         """Hang everything on."""
         model = self.model
+        last = weakref.finalize(model, self.engine.tide.stop)  # the last backward pass may have left its mode on
+        last.atexit = False
         untyped: Any = model  # half of torch's registering methods have no types
         self._handles += [
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),

@@ -131,10 +131,10 @@ class Store:
     def release(self, slot: Slot, queue: Queue) -> None:
         """Give a slot's bytes back, in the order of a queue."""
         if slot.offset >= 0:
-            self._taken.remove(slot)
             if self.poison:
                 self.device.work(queue, "poison", (), (slot.memory,))
                 slot.memory.fill_(POISON)
+            self._taken.remove(slot)
         slot.extent, slot.stamp = None, -1
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory[:0]

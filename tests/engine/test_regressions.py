@@ -1,0 +1,180 @@
+"""What a reader who tried to break the engine found, each kept as a test."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import _models as models
+from _cases import ADAMW, rows, square
+from _runs import HOST, chunked_model, stand_in
+from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
+from ps_core.engine import chunked, materialized, release, statistics
+
+DEVICES = ["cpu", "emulated"]
+
+
+def managed(device: str, precision: str = "bf16", **more: Any) -> Any:
+    where: dict[str, Any] = {"device": "cpu", "budget": Budget(host=HOST)}
+    if device == "emulated":
+        where = {"device": stand_in(), "budget": Budget(device="256KiB", host=HOST)}
+    return chunked_model(models.stack(), precision=precision, options=Options(group_bytes=4096), **where, **more)
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_forgotten_one_by_one_stay_forgotten(device: str) -> None:
+    def train(*, forget: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with managed(device) as (model, optimizer):
+            if forget:
+                square(model, *rows(5)).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                assert all(parameter.grad is None for parameter in model.parameters())
+                square(model, *rows(6)).backward()
+                model.zero_grad()
+            square(model, *rows(0)).backward()
+            optimizer.step()
+            return state(model)
+
+    plain, forgot = train(forget=False), train(forget=True)
+    for name, value in plain.items():
+        assert torch.equal(value, forgot[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_factor_is_for_the_gradient_that_was_there(device: str) -> None:
+    def train(*, early: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with managed(device, "fp32", accumulation_steps=2) as (model, optimizer):
+            square(model, *rows(0)).backward()
+            if early:
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.0)
+            square(model, *rows(1)).backward()
+            optimizer.step()
+            return state(model)
+
+    def alone() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with managed(device, "fp32", accumulation_steps=2) as (model, optimizer):
+            square(model, *rows(1)).backward()
+            optimizer.step()
+            return state(model)
+
+    wiped, second = train(early=True), alone()
+    for name, value in second.items():
+        assert torch.equal(value, wiped[name]), name
+    both = train(early=False)
+    assert any(not torch.equal(value, both[name]) for name, value in second.items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_evaluation_in_inference_mode_comes_first(device: str) -> None:
+    with managed(device) as (model, optimizer):
+        with torch.inference_mode():
+            model(*rows(0))
+        square(model, *rows(0)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_nobody_wants_is_freed(device: str) -> None:
+    torch.manual_seed(0)
+    budget = Budget(host=HOST) if device == "cpu" else Budget(device="256KiB", host=HOST)
+    model, optimizer = chunked(models.stack(), ADAMW, device=device, budget=budget)
+    square(model, *rows(0)).backward()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_zero_grad_between_forward_and_backward_leaves_the_plan_alone() -> None:
+    with managed("emulated") as (model, optimizer):
+        for index in range(4):
+            loss = square(model, *rows(index))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found = statistics(model)
+    assert (found.divergences, found.planned_passes) == (0, 4) or found.planned_passes == 3
+
+
+def test_a_plan_does_not_serve_another_shape_of_the_same_size() -> None:
+    with managed("emulated") as (model, optimizer):
+        x = rows(0)[0]
+        for each in (x, x, x.reshape(2, -1, x.shape[-1]) if x.dim() == 2 else x.flatten(0, 1)):
+            square(model, each).backward()
+            optimizer.step()
+        assert statistics(model).divergences == 1
+
+
+def test_an_unfrozen_parameter_is_refused() -> None:
+    model = models.stack()
+    model[0].requires_grad_(False)
+    with chunked_model(model) as (model, _):
+        model[0].requires_grad_(True)
+        with pytest.raises(UnsupportedParameter, match=r"'0\.norm\.weight'.*frozen[\s\S]*release\(model\)"):
+            model(*rows(0))
+        model[0].requires_grad_(False)
+
+
+def test_without_an_optimizer_no_gradients_pile_up() -> None:
+    with chunked_model(models.stack(), spec=None) as (model, _):
+        x = rows(0)[0].requires_grad_()
+        square(model, x).backward()
+        assert x.grad is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inside_materialized_nothing_trains(device: str) -> None:
+    with managed(device) as (model, optimizer):
+        square(model, *rows(0)).backward()
+        with materialized(model), pytest.raises(InvalidInput, match="train after the block"):
+            optimizer.step()
+        with pytest.raises(InvalidInput, match=r"'1\.wide\.weight' now has shape"), materialized(model, write=True):
+            model[1].wide.weight.data = torch.zeros(3)
+        square(model, *rows(0)).backward()
+        optimizer.step()
+
+
+def test_after_release_the_optimizer_changes_nothing() -> None:
+    model, optimizer = chunked(models.stack(), AdamW(), device="cpu", budget=Budget(host=HOST))
+    square(model, *rows(0)).backward()
+    release(model)
+    before = state(model)
+    square(model.float(), *rows(0)).backward()
+    assert optimizer is not None
+    optimizer.step()  # it has no gradient any more, and these parameters are none of its
+    assert all(torch.equal(value.float(), before[name].float()) for name, value in model.state_dict().items())
+    assert all(type(parameter) is nn.Parameter and parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_error_in_chunked_leaves_the_model_as_it_was() -> None:
+    model = models.stack()
+    with pytest.raises(InvalidInput):
+        chunked(model, AdamW(), device="cpu", budget=Budget(host=HOST), max_grad_norm=-1.0)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    release(chunked(model, AdamW(), device="cpu", budget=Budget(host=HOST))[0])
+
+
+def test_gradients_of_all_parameters_need_no_parameter() -> None:
+    """``torch.autograd.grad`` with respect to them brings nothing in but what backward reads."""
+    with managed("emulated", "fp32") as (model, _):
+        loss = square(model, *rows(0))
+        before = statistics(model).evictions
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert [each.shape for each in found] == [parameter.shape for parameter in model.parameters()]
+        assert statistics(model).evictions >= before
