@@ -88,7 +88,7 @@ class Pilot:
         self._engine = engine
         self._model_name = model_name
         self._setup = Setup(
-            precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy), quick=True
+            precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
         )
         self._options, self._cast = options, cast
         self._plan: EnginePlan | None = None
