@@ -330,7 +330,7 @@ class Engine:
                     raise self._too_large(beat, needed)
                 self._diverge(Diverged(f"{beat.name} takes more than fake tensors said"))
         open_groups = {self.groups[index] for index in (*beat.reads, *beat.held)}
-        return [group for group in open_groups if group.home.slot.tier and group.aliased]
+        return [group for group in open_groups if group.aliased]
 
     def _measure_tide(self, beat: Beat) -> int:
         """The most that the moment took of the compute tier."""
