@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,18 +16,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from _rising import rising
 from ps_core.engine._tide import Tide
 
 FP32 = 4
-
-
-@contextmanager
-def rising(tide: Tide) -> Iterator[Tide]:
-    tide.start()
-    try:
-        yield tide
-    finally:
-        tide.stop()
 
 
 class Watch(TorchDispatchMode):

@@ -108,9 +108,6 @@ class Management:
         ):
             return
         self._places = places
-        present = {id(parameter) for _, _, parameter in places}
-        for record in self.engine.records:
-            record.removed = id(record.parameter) not in present
         for name, parameter in self.model.named_parameters():
             # A plain tensor in a parameter's place is functional_call's.
             if type(parameter) is nn.Parameter and parameter.is_floating_point():

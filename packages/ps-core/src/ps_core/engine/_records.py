@@ -92,8 +92,6 @@ class TensorRecord:
     """What ``parameter.grad`` answers while there is a gradient."""
     part: torch.Tensor | None = None
     """Sum of squares and non-finite flag of the gradient, once taken."""
-    removed: bool = False
-    """The model no longer has it."""
     steps: int = 0
     handles: int = 0
     """Saved tensors that will want this parameter."""

@@ -83,7 +83,6 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self._on = False
         self._pause = _Pause()
         self._lives: dict[int, _Life] = {}
-        self._ranges: list[tuple[int, int]] = []
         self._died_callback: Callable[[Any], None] = self._died
 
     # ---- on and off
@@ -123,16 +122,6 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         peak, self._peak_bytes = self._peak_bytes, self.current_bytes
         return peak
 
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count this tensor's storage from now on."""
-        life = self._lives.pop(tensor.untyped_storage()._cdata, None)
-        if life is not None:
-            self.current_bytes -= life.bytes
-
-    def ignore_range(self, start: int, bytes: int) -> None:
-        """Never count storages whose memory begins within this range of addresses: an arena's DLPack aliases."""
-        self._ranges.append((start, start + bytes))
-
     def count(self, tensor: torch.Tensor) -> None:
         """Count this tensor's storage although no operator was seen to make it."""
         storage = tensor.untyped_storage()
@@ -140,10 +129,6 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
             self._born(storage)
 
     def _born(self, storage: torch.UntypedStorage) -> None:
-        if self._ranges:
-            address = storage.data_ptr()
-            if any(start <= address < stop for start, stop in self._ranges):
-                return
         life = _Life(storage, self._died_callback)
         life.key = storage._cdata
         life.bytes = storage.nbytes()

@@ -1,0 +1,17 @@
+"""A tide that counts while a block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ps_core.engine._tide import Tide
+
+
+@contextmanager
+def rising(tide: Tide) -> Iterator[Tide]:
+    tide.start()
+    try:
+        yield tide
+    finally:
+        tide.stop()
