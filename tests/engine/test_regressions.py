@@ -107,7 +107,11 @@ def test_zero_grad_between_forward_and_backward_leaves_the_plan_alone() -> None:
             loss.backward()
             optimizer.step()
         found = statistics(model)
-    assert (found.divergences, found.planned_passes) == (0, 4) or found.planned_passes == 3
+    assert (found.divergences, found.passes, found.planned_passes) == (
+        0,
+        4,
+        3,
+    )  # the first runs on demand: its loss is made outside
 
 
 def test_a_plan_does_not_serve_another_shape_of_the_same_size() -> None:
@@ -172,9 +176,11 @@ def test_an_error_in_chunked_leaves_the_model_as_it_was() -> None:
 
 def test_gradients_of_all_parameters_need_no_parameter() -> None:
     """``torch.autograd.grad`` with respect to them brings nothing in but what backward reads."""
-    with managed("emulated", "fp32") as (model, _):
-        loss = square(model, *rows(0))
-        before = statistics(model).evictions
-        found = torch.autograd.grad(loss, list(model.parameters()))
-        assert [each.shape for each in found] == [parameter.shape for parameter in model.parameters()]
-        assert statistics(model).evictions >= before
+
+    def gradients(device: str) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        with managed(device, "fp32") as (model, _):
+            return torch.autograd.grad(square(model, *rows(0)), list(model.parameters()))
+
+    for one, other in zip(gradients("cpu"), gradients("emulated"), strict=True):
+        assert torch.equal(one, other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from ps_core import AdamW, Budget, Options, Trace
 from ps_core.engine import chunked, release
 from ps_core.engine._fake import trace
 from ps_core.engine._management import management_of
-from ps_core.engine._moments import Recording
 
 IDS = torch.arange(4 * 48).reshape(4, 48) % 90
 LANGUAGE = {"input_ids": IDS, "labels": IDS}
@@ -79,13 +79,13 @@ def recorded(model: nn.Module, precision: str) -> tuple[Trace, dict[str, int]]:
         options=options,
     )
     engine = management_of(model).engine
-    found: list[Recording] = []
-    engine.observer = found.append
-    result: Any = model(**LANGUAGE)
-    loss = getattr(result, "loss", result)
-    del result
-    loss.backward()
-    traced = found[0].trace("", engine.records, engine.groups, engine.constant_bytes, 0)
+    with patch.object(engine.passes.guide, "observe", wraps=engine.passes.guide.observe) as seen:
+        result: Any = model(**LANGUAGE)
+        loss = getattr(result, "loss", result)
+        del result
+        loss.backward()
+    recording = seen.call_args_list[0].args[0]
+    traced = recording.trace("", engine.records, engine.groups, engine.constant_bytes, 0)
     unit_of = {record.name: record.group.index for record in engine.records}
     release(model)
     return traced, unit_of

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ps_core.engine._clock import Clock
+
 
 @dataclass(slots=True)
 class Counters:
@@ -17,13 +19,14 @@ class Counters:
     fetches: int = 0
     divergences: int = 0
     last_divergence: str = ""
+    """Why."""
     replans: int = 0
     passes: int = 0
     replayed: int = 0
     """Passes that ran by the plan to their end."""
     steps: int = 0
-    planned_steps: int = 0
     skipped: int = 0
+    clock: Clock = field(default_factory=Clock)
 
     def moved(self, source: int, target: int, size: int) -> None:
         """Bytes went from one tier to another."""
@@ -32,6 +35,10 @@ class Counters:
     def evicted(self) -> None:
         """A group left the compute tier."""
         self.evictions += 1
+
+    def waited(self, seconds: float) -> None:
+        """The host thread waited for moves."""
+        self.clock.waited(seconds)
 
     def diverged(self, why: str) -> None:
         """A pass left its plan."""

@@ -36,7 +36,7 @@ class Management:
     def install(self) -> None:
         """Hang everything on."""
         model = self.model
-        last = weakref.finalize(model, self.engine.tide.stop)  # the last backward pass may have left its mode on
+        last = weakref.finalize(model, self.engine.passes.tide.stop)  # the last backward pass may have left its mode on
         last.atexit = False
         untyped: Any = model  # half of torch's registering methods have no types
         self._handles += [

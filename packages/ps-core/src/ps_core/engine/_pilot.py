@@ -25,10 +25,11 @@ from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core.engine._arrange import arrange
-from ps_core.engine._engine import Driver, Engine
+from ps_core.engine._engine import Engine
 from ps_core.engine._foresight import foresee
 from ps_core.engine._messages import say
 from ps_core.engine._moments import Beat, Recording
+from ps_core.engine._passes import Driver
 from ps_core.engine._plans import EnginePlan, lay_groups
 from ps_core.engine._records import Gradient, Payload
 from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
@@ -105,10 +106,7 @@ class Pilot:
         """Whether the plan is from a pass that ran."""
         self._measured = False
         """One tier: whether the tide of a pass is known."""
-        engine.choose = self._choose
-        engine.observer = self._observe
-        engine.before_step = self._consider
-        engine.replay_step = self._step
+        engine.passes.guide = self
 
     @property
     def training(self) -> bool:
@@ -134,7 +132,7 @@ class Pilot:
         tokens = max((_tokens(tensor) for tensor in tensors), default=0)
         self._batch = _Batch(shapes, tokens)
         if not self._setup.training:
-            self._consider()
+            self.consider()
         elif not self._tried and not self._engine.still and torch.is_grad_enabled():
             self._tried = True
             self._foresee(module, args, kwargs)
@@ -151,16 +149,16 @@ class Pilot:
             return
         try:
             assert self._batch is not None, "the pass is the root module's"
-            self._adopt(recording, self._batch)
+            self._estimated = self._adopt(recording, self._batch)
         except DoesNotFit:
             say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
-        self._estimated = True
 
-    def _choose(self, training: bool) -> Driver:
+    def choose(self, training: bool) -> Driver:
+        """A replay of the plan where it serves, else demand."""
         engine, plan = self._engine, self._plan
         if engine.still:
             return Still(tracked=not (self._measured and self._planned_for.covers(self._batch)))
-        demand = engine.demand
+        demand = engine.passes.demand
         demand.highest_tide_bytes = None
         if plan is None:
             return demand
@@ -192,27 +190,30 @@ class Pilot:
                 return f"a gradient lies over {group.name}"
         return ""
 
-    def _observe(self, recording: Recording) -> None:
+    def observe(self, recording: Recording) -> None:
+        """Remember what to plan from."""
         batch, self._batch = self._batch, None
         if recording.training:
             self._micro += 1
         if batch is None:
             return
         if self._engine.still:
-            if self._engine.driver.tracked and recording.training is self._setup.training:
+            if self._engine.passes.driver.tracked and recording.training is self._setup.training:
                 self._measured = not recording.training or self._micro >= self._setup.accumulate
                 self._planned_for = batch
             return
         if self._estimated and recording.training and not recording.regular:
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-        if not self._engine.driver.tracked or not recording.complete or recording.training is not self._setup.training:
+        if not self._engine.passes.driver.tracked or not recording.complete:
+            return
+        if recording.training is not self._setup.training:
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
             self._found = recording, batch
 
     # Steps.
 
-    def _step(self, settings_of: SettingsOf, factor: float) -> bool:
+    def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out the plan's step, if it is the step that is wanted."""
         plan = self._plan
         if plan is None or not self._fits_step(plan):
@@ -223,7 +224,6 @@ class Pilot:
             if group.pinned and any(record.gradient is not Gradient.NONE for record in group.tensors):
                 engine.updater.step_one(group, settings_of, factor)
         replay.step(settings_of, factor)
-        engine.counters.planned_steps += 1
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
@@ -241,7 +241,7 @@ class Pilot:
 
     # Planning.
 
-    def _consider(self) -> None:
+    def consider(self) -> None:
         """Plan, if a pass was recorded that there is no plan for."""
         self._micro = 0
         if self._found is None or all(group.pinned for group in self._engine.groups):

@@ -1,8 +1,8 @@
-"""What does not fit, said with its three remedies and what each would do."""
+"""What does not fit, said with its three remedies and what each would do; and what must not be done."""
 
 from __future__ import annotations
 
-from ps_core._errors import DoesNotFit
+from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._records import GroupRecord
@@ -64,6 +64,15 @@ def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: 
             else f"freeze half of the parameters: {_size(6 * states)} less",
             f"a smaller model: each parameter takes {needed_bytes / max(1, numel):.0f} bytes",
         ),
+    )
+
+
+def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
+    """A parameter was changed, or would be, where the optimizer does not see it."""
+    what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"
+    return UnsupportedParameter(
+        f"{what}, but what the optimizer steps is its fp32 master: write inside "
+        f"`with materialized(model, names=[{name!r}], write=True):`"
     )
 
 

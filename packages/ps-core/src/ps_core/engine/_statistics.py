@@ -46,6 +46,12 @@ class Statistics:
     """Of model data with a home, padding included."""
     adam_backend: str
     """What steps run on."""
+    last_divergence: str
+    """Why the last of those passes did; empty: none has."""
+    stalls_s: float
+    """Seconds in all that this process waited for moves."""
+    step_time_s: dict[str, float]
+    """Of the last step, by the host's clock: ``forward, backward, step`` and, as a part of these, ``stalled``."""
     planned_step_s: float
     """As the plan predicts it for the machine it was made for; 0 without a plan."""
 
@@ -58,8 +64,8 @@ class Statistics:
                 for tier, row in value.items():
                     for key in row.__slots__:
                         flat[f"tiers.{tier}.{key}"] = getattr(row, key)
-            elif name == "moved_bytes":
-                flat.update({f"moved_bytes.{link}": count for link, count in value.items()})
+            elif isinstance(value, dict):
+                flat.update({f"{name}.{key}": each for key, each in value.items()})
             else:
                 flat[name] = value
         return flat
@@ -96,6 +102,9 @@ def statistics(model: nn.Module) -> Statistics:
         moments=pilot.moments,
         bytes_per_parameter=homes / max(1, sum(record.numel for record in engine.records)),
         adam_backend=_backend(),
+        last_divergence=counters.last_divergence,
+        stalls_s=counters.clock.stalled_s,
+        step_time_s=dict(counters.clock.last_step),
         planned_step_s=pilot.planned_step_s,
     )
 

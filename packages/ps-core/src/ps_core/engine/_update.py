@@ -29,7 +29,6 @@ class Updater:
         for group in self._groups:
             if any(record.gradient is not Gradient.NONE for record in group.tensors):
                 self.step_one(group, settings_of, factor)
-        self.free_sums()
 
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""

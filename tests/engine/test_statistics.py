@@ -1,0 +1,62 @@
+"""What `statistics` says of time and of plans that were left."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import _models as models
+from _cases import rows, square
+from _runs import HOST, chunked_model, stand_in
+from ps_core import Budget, Options
+from ps_core.engine import statistics
+from ps_core.engine._clock import PHASES, Clock
+
+PAUSE_S = 0.02
+
+
+def test_a_clock_counts_each_phase_and_nothing_between() -> None:
+    clock = Clock()
+    clock.turn("forward")
+    time.sleep(PAUSE_S)
+    clock.turn("")
+    time.sleep(5 * PAUSE_S)
+    clock.turn("step")
+    clock.turn("step")
+    clock.waited(0.25)
+    clock.stepped()
+    first = clock.last_step
+    assert PAUSE_S <= first["forward"] < 5 * PAUSE_S
+    assert 0 < first["step"] < PAUSE_S
+    assert (first["backward"], first["stalled"], clock.stalled_s) == (0.0, 0.25, 0.25)
+    clock.stepped()
+    assert dict(clock.last_step) == dict.fromkeys(PHASES, 0.0)
+    assert first["stalled"] == 0.25
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_steps_time_is_told_by_phase(device: str) -> None:
+    budget = Budget(host=HOST, device=None if device == "cpu" else "256KiB")
+    where = device if device == "cpu" else stand_in()
+    with chunked_model(models.stack(), device=where, budget=budget) as (model, optimizer):
+        assert statistics(model).step_time_s == dict.fromkeys(PHASES, 0.0)
+        started = time.perf_counter()
+        square(model, *rows(0)).backward()
+        optimizer.step()
+        wall = time.perf_counter() - started
+        found = statistics(model)
+        assert all(found.step_time_s[phase] > 0 for phase in ("forward", "backward", "step"))
+        assert sum(found.step_time_s[phase] for phase in ("forward", "backward", "step")) <= wall
+        assert found.as_dict()["step_time_s.forward"] == found.step_time_s["forward"]
+
+
+def test_the_last_divergence_says_why() -> None:
+    told = {"device": stand_in(), "budget": Budget(device="256KiB", host=HOST), "options": Options(group_bytes=4096)}
+    with chunked_model(models.stack(), **told) as (model, optimizer):
+        square(model, *rows(0)).backward()
+        optimizer.step()
+        assert statistics(model).last_divergence == ""
+        x = rows(0)[0]
+        square(model, x.repeat(2, *[1] * (x.dim() - 1))).backward()
+        assert statistics(model).last_divergence == "a batch larger than the plan's"
