@@ -270,17 +270,18 @@ class Replay:
         if not dead and slot.stamp == home.stamp and not any(other.stamp == home.stamp for other in others):
             raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
         if home.extent.kind is group.weight and slot.tier == 0:
-            if any(
-                record.bound is not None and record.bound.slot is slot and record.bound.aliased
-                for record in group.tensors
-            ):
-                raise Diverged(f"somebody holds on to memory of {group.name}")
-            for record in group.tensors:
-                if record.bound is not None and record.bound.slot is slot:
-                    self._residency.check_untouched(record, slot)
-                    self._residency.unbind(record)
+            self._vacate(group, slot)
             self._counters.evicted()
         self._forget(slot)
+
+    def _vacate(self, group: GroupRecord, slot: Slot) -> None:
+        """Let no parameter lie in a slot; nobody but parameters may hold on to it."""
+        here = [record for record in group.tensors if record.bound is not None and record.bound.slot is slot]
+        if any(record.bound is not None and record.bound.aliased for record in here):
+            raise Diverged(f"somebody holds on to memory of {group.name}")
+        for record in here:
+            self._residency.check_untouched(record, slot)
+            self._residency.unbind(record)
 
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
@@ -308,11 +309,8 @@ class Replay:
         slot = self._slots[op.slot]
         if slot.offset < 0:
             return  # on other tiers slots are memory of their own
-        for record in self._group_of(slot).tensors if slot.extent is not None else ():
-            if record.bound is not None and record.bound.slot is slot:
-                if record.bound.aliased:
-                    raise Diverged(f"somebody holds on to memory of {record.name}")
-                self._residency.unbind(record)
+        if slot.extent is not None:
+            self._vacate(self._group_of(slot), slot)
         self._store.shift(slot, op.offset, instr.queue)
 
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
@@ -351,6 +349,8 @@ class Replay:
                     home.copies[slot.tier] = slot
 
     def _cast(self, instr: Instr, op: Cast) -> None:
+        # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it
+        # starts with both kinds filled, and a skip that must rebuild knows better which tensors need it.
         raise PlanMismatch(f"{self._segment.value} is not replayed")
 
     # Slots and homes.

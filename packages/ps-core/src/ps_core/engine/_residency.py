@@ -84,16 +84,9 @@ class Residency:
         slot = home.newest(0)
         if slot is not None:
             return slot
-        stale = home.copies.get(0)
-        if stale is None:
-            stale = self.reserve_copy(home, 0)
-        return self.copy_to(home, stale)
-
-    def reserve_copy(self, home: Home, tier: int) -> Slot:
-        """A slot for another copy of an extent."""
-        slot = self.store.reserve(tier, home.bytes)
-        home.copies[tier] = slot
-        return slot
+        if 0 not in home.copies:  # else one is there that is behind, for whoever holds on to its memory
+            home.copies[0] = self.store.reserve(0, home.bytes)
+        return self.copy_to(home, home.copies[0])
 
     def copy_to(self, home: Home, slot: Slot) -> Slot:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""

@@ -81,7 +81,7 @@ class Home:
 
 
 class Store:
-    """All tiers of one engine, or of several that share a budget; keeps count of bytes."""
+    """All tiers of one engine; keeps count of bytes."""
 
     def __init__(self, device: Device, tiers: tuple[Tier, ...], *, poison: bool) -> None:
         self.device = device
@@ -166,10 +166,6 @@ class Store:
     def overlapping(self, offset: int, size: int) -> list[Slot]:
         """Slots of the arena that own some of these bytes."""
         return [slot for slot in self._taken if slot.offset < offset + size and offset < slot.offset + slot.bytes]
-
-    def top(self) -> int:
-        """Where the arena's highest slot ends."""
-        return self._taken[-1].offset + self._taken[-1].bytes if self._taken else 0
 
     def _hole(self, size: int) -> int:
         offset = self._find(size, self.tiers[0].capacity_bytes)
