@@ -33,7 +33,7 @@ def make(device: str) -> GPT:
     """The model; on ``meta`` it takes no memory, and `chunked` draws the same weights later."""
     torch.manual_seed(0)
     shape = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocabulary": 256, "positions": LENGTH}
-    return build("gpt2", device, checkpointing=True, **shape)
+    return build("gpt2", device, checkpoint_blocks=True, **shape)
 
 
 def batches(steps: int) -> Iterator[Tensor]:

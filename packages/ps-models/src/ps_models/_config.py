@@ -1,0 +1,56 @@
+"""What every model's configuration has besides its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+from ps_core._errors import InvalidInput
+from ps_core._workloads.shapes import Family, TransformerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A shape, and what it leaves open."""
+
+    shape: TransformerShape
+    checkpoint_blocks: bool | Collection[int] = False
+    """Blocks that keep only their input for backward and recompute the rest: all, none, or these numbers."""
+    dropout: float = 0.0
+    """Of embeddings and of what each block adds."""
+    attention_dropout: float = 0.0
+    loss_chunk_tokens: int | None = 1024
+    """Tokens whose logits exist at a time where labels are given; None: all at once, and `logits` are returned too."""
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for field in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise InvalidInput(f"{field} must be at least 0 and below 1, found {getattr(self, field)!r}")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise InvalidInput(f"loss_chunk_tokens must be at least 1, or None, found {self.loss_chunk_tokens!r}")
+        if not isinstance(self.checkpoint_blocks, bool):
+            beyond = sorted(set(self.checkpoint_blocks) - set(range(self.shape.layers)))
+            if beyond:
+                raise InvalidInput(
+                    f"checkpoint_blocks names block {beyond[0]}, but {self.shape.name} has blocks 0 to "
+                    f"{self.shape.layers - 1}"
+                )
+
+    def checkpointed(self, block: int) -> bool:
+        """Whether a block is recomputed in backward."""
+        chosen = self.checkpoint_blocks
+        return chosen if isinstance(chosen, bool) else block in chosen
+
+    def need_family(self, model: str, *families: Family) -> None:
+        """`InvalidInput` unless the shape is of one of these."""
+        if self.shape.family not in families:
+            needed = " or ".join(family.value for family in families)
+            raise InvalidInput(
+                f"{self.shape.name} is of the {self.shape.family.value} family, {model} needs a {needed} shape"
+            )
+
+
+def option_names(config: type[ModelConfig]) -> frozenset[str]:
+    """The fields that `build` may override, the shape's not among them."""
+    return frozenset(field.name for field in fields(config)) - {"shape"}

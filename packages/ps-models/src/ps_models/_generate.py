@@ -1,0 +1,76 @@
+"""Sampling from a language model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ps_core._errors import InvalidInput
+from ps_models._config import ModelConfig
+
+
+class LanguageModel(Protocol):
+    """A model that predicts the next token."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its configuration, for the longest sequence it can see."""
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout is on."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set it."""
+
+    def __call__(self, input_ids: Tensor) -> Any:
+        """What has ``logits`` of shape blv."""
+
+
+@torch.no_grad()
+def generate(
+    self: LanguageModel,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    end_token: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue each row of ``input_ids`` by sampled tokens; ``temperature=0`` takes the likeliest instead.
+
+    Dropout is off meanwhile. Rows that drew ``end_token`` are filled up with it; when all have, this ends early. Where
+    the model has no further positions, it sees the last ones only. Each token costs a forward pass over what is seen.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise InvalidInput(f"generate needs rows of at least one token, found shape {tuple(input_ids.shape)}")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise InvalidInput(f"temperature must be at least 0 and top_k at least 1, found {temperature} and {top_k}")
+    was_training = self.training
+    self.train(False)
+    try:
+        ended = torch.zeros(len(input_ids), 1, dtype=torch.bool, device=input_ids.device)
+        for _ in range(max_new_tokens):
+            logits_bv = self(input_ids[:, -self.config.shape.positions :]).logits[:, -1].float()
+            new = _draw(logits_bv, temperature, top_k, generator)
+            if end_token is not None:
+                new = new.masked_fill(ended, end_token)
+                ended |= new == end_token
+            input_ids = torch.cat([input_ids, new], dim=1)
+            if end_token is not None and bool(ended.all()):
+                break
+    finally:
+        self.train(was_training)
+    return input_ids
+
+
+def _draw(logits_bv: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits_bv.argmax(-1, keepdim=True)
+    if top_k is not None:
+        least_b1 = logits_bv.topk(min(top_k, logits_bv.shape[-1])).values[:, -1:]
+        logits_bv = logits_bv.masked_fill(logits_bv < least_b1, -torch.inf)
+    return torch.multinomial((logits_bv / temperature).softmax(-1), 1, generator=generator)

@@ -1,0 +1,123 @@
+"""Cross entropy of a language model's head, without all logits at once.
+
+[Note: the chunked loss]
+The logits of ``rows`` tokens exist at a time, in forward only: what they contribute to the gradients of hidden states
+and head is made at once, so that nothing is computed twice and backward merely multiplies by the loss's own gradient.
+Each sum over chunks is in fp32 and rounded once, as a single product over all tokens would be. The mean is taken in
+backward: the gradient of a single token has magnitudes that 16-bit types hold.
+
+What it costs: the head's gradient exists from forward on, beside its fp32 sum until the last chunk where there are
+several chunks and the head is of 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+IGNORED = -100
+"""The label of a token that has no part in the loss."""
+
+
+def next_labels(labels_bl: Tensor) -> Tensor:
+    """Labels moved by one, so that each token stands beside the label of the next; the last has none."""
+    return functional.pad(labels_bl[:, 1:], (0, 1), value=IGNORED)
+
+
+def head_loss(
+    x_nh: Tensor, table_vh: Tensor, labels_n: Tensor, *, bias_v: Tensor | None = None, rows: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None)."""
+    if rows is None:
+        logits_nv = functional.linear(x_nh, table_vh, bias_v)
+        return functional.cross_entropy(logits_nv.float(), labels_n, ignore_index=IGNORED), logits_nv
+    apply: Any = _ChunkedLoss.apply  # torch does not type it
+    return apply(x_nh, table_vh, bias_v, labels_n, rows, torch.is_grad_enabled()), None
+
+
+class _ChunkedLoss(Function):
+    """See [Note: the chunked loss]. (Any: what torch hands to and takes from a `Function`.)"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_nh: Tensor, table_vh: Tensor, bias_v: Tensor | None, labels_n: Tensor, rows: int, training: bool
+    ) -> Tensor:
+        wanted = tuple(training and need for need in ctx.needs_input_grad[:3])
+        with torch.autocast(x_nh.device.type, enabled=False):
+            sums = _Sums(x_nh.to(table_vh.dtype), table_vh.detach(), bias_v, wanted)
+            for start in range(0, len(labels_n), rows):
+                sums.add(start, labels_n[start : start + rows])
+        count = (labels_n != IGNORED).sum()
+        if any(wanted):
+            found = sums.gradients(x_nh.dtype)
+            ctx.wanted = wanted
+            ctx.save_for_backward(count, *(each for each in found if each is not None))
+        return sums.loss / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        count, *found = ctx.saved_tensors
+        scale = gradient / count
+        left = iter(found)
+        return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None)
+
+
+class _Sums:
+    """What the chunks add up to: the loss, and the gradients that are wanted, of the sum over all tokens."""
+
+    def __init__(self, x_nh: Tensor, table_vh: Tensor, bias_v: Tensor | None, wanted: tuple[bool, ...]) -> None:
+        self.x_nh, self.table_vh, self.bias_v = x_nh, table_vh, bias_v
+        self.loss = torch.zeros((), dtype=torch.float32, device=x_nh.device)
+        self.of_x, self.of_table, self.of_bias = wanted
+        self.x_grad_nh = torch.empty_like(x_nh) if self.of_x else None
+        self.table_grad_vh: Tensor | None = None
+        self.bias_grad_v: Tensor | None = None
+
+    def add(self, start: int, labels_r: Tensor) -> None:
+        """The chunk of tokens from ``start`` on."""
+        x_rh = self.x_nh[start : start + len(labels_r)]
+        logits_rv = functional.linear(x_rh, self.table_vh, self.bias_v).float()
+        counts_r1 = (labels_r != IGNORED)[:, None]
+        labels_r1 = labels_r[:, None].where(counts_r1, 0)
+        logits_rv -= logits_rv.amax(1, keepdim=True)
+        right_r1 = logits_rv.gather(1, labels_r1)
+        powers_rv = logits_rv.exp_()
+        sums_r1 = powers_rv.sum(1, keepdim=True)
+        self.loss += (sums_r1.log() - right_r1).where(counts_r1, 0.0).sum()
+        if not (self.of_x or self.of_table or self.of_bias):
+            return
+        # Probabilities, less one for the right token; nothing for a token that does not count.
+        errors_rv = powers_rv.mul_(counts_r1 / sums_r1).scatter_add_(1, labels_r1, -counts_r1.float())
+        if self.of_bias:
+            part_v = errors_rv.sum(0)
+            self.bias_grad_v = part_v if self.bias_grad_v is None else self.bias_grad_v.add_(part_v)
+        errors_rv = errors_rv.to(x_rh.dtype)
+        if self.x_grad_nh is not None:
+            torch.mm(errors_rv, self.table_vh, out=self.x_grad_nh[start : start + len(labels_r)])
+        if self.of_table:
+            self._add_to_table(errors_rv, x_rh)
+
+    def _add_to_table(self, errors_rv: Tensor, x_rh: Tensor) -> None:
+        if self.table_grad_vh is None:
+            self.table_grad_vh = errors_rv.t() @ x_rh
+            if len(x_rh) < len(self.x_nh):
+                self.table_grad_vh = self.table_grad_vh.float()
+        elif errors_rv.dtype is torch.float32:
+            self.table_grad_vh.addmm_(errors_rv.t(), x_rh)
+        else:
+            self.table_grad_vh += errors_rv.t() @ x_rh
+
+    def gradients(self, x_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Of hidden states, table and bias; None where it is not wanted."""
+        dtype = self.table_vh.dtype
+        return (
+            None if self.x_grad_nh is None else self.x_grad_nh.to(x_dtype),
+            None if self.table_grad_vh is None else self.table_grad_vh.to(dtype),
+            None if self.bias_grad_v is None else self.bias_grad_v.to(dtype),
+        )
