@@ -10,6 +10,7 @@ work in the same way, by `Device.wait`. Nothing else orders anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -25,6 +26,24 @@ class Event(Protocol):
         """The queue it was recorded on."""
 
 
+class Gauge(Protocol):
+    """Counts the bytes of tier 0 that are not the engine's: the tide."""
+
+    current_bytes: int
+
+    def start(self) -> None:
+        """Begin to count (again)."""
+
+    def stop(self) -> None:
+        """Count no more; as often as you like."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave out what the engine makes meanwhile."""
+
+    def take_peak(self) -> int:
+        """The most at once since the last call."""
+
+
 class Device(Protocol):
     """A tier 0 with its streams, and the host memory that it copies from and to. See [Note: streams]."""
 
@@ -32,6 +51,14 @@ class Device(Protocol):
     """``emulated``, ``cpu``, ``cuda``."""
     torch_device: torch.device
     """Where tensors of tier 0 live."""
+    lazy: bool
+    """Whether an arena takes memory only where it is touched, so that it may be as large as the budget."""
+
+    def tide(self) -> Gauge:
+        """A gauge of this device."""
+
+    def short_bytes(self) -> int:
+        """By how much memory fell short since the last call; 0: it did not."""
 
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Memory of tier 0: uint8, 128-byte aligned, placed when first touched, given back with its last view."""
@@ -47,6 +74,9 @@ class Device(Protocol):
 
         ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.
         """
+
+    def on(self, queue: Queue) -> AbstractContextManager[object]:
+        """PyTorch's work of the host thread goes on that queue meanwhile."""
 
     def record(self, queue: Queue) -> Event:
         """An event behind everything launched on a queue so far."""

@@ -21,7 +21,6 @@ from ps_core.engine._refusals import changed_in_place, compute_tier_too_small, e
 from ps_core.engine._replay import Diverged, Replay
 from ps_core.engine._residency import Residency
 from ps_core.engine._stepping import SettingsOf
-from ps_core.engine._tide import Tide
 
 
 class Driver(Protocol):
@@ -96,7 +95,7 @@ class Passes:
         self._still = len(self._store.tiers) == 1
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
-        self.tide = Tide()
+        self.tide = self._store.device.tide()
         self.demand = Demand(residency, gradients)
         self.driver: Driver = self.demand
         self.guide: Guide = Unguided(self.demand)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
 
@@ -23,6 +24,7 @@ from ps_core.engine._faults import Fault
 from ps_core.engine._links import Links
 from ps_core.engine._ordering import START, Clock, Ordering
 from ps_core.engine._places import Places
+from ps_core.engine._tide import Tide
 from ps_kernels import PinnedArena
 
 
@@ -60,6 +62,7 @@ class StandIn:
             raise InvalidInput(f"link_bytes_per_s: expected a rate above 0, found {link_bytes_per_s!r}")
         self.name = name
         self.torch_device = torch.device("cpu")
+        self.lazy = True
         self._places = Places()
         self._ordering = Ordering(self._places.name) if check else None
         if self._ordering is not None:
@@ -69,6 +72,14 @@ class StandIn:
         self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)
         self._plain = not check and seed is None and link_bytes_per_s is None
         self._done = [_Mark(queue) for queue in Queue]
+
+    def tide(self) -> Tide:
+        """A count of the tensors on the CPU."""
+        return Tide()
+
+    def short_bytes(self) -> int:
+        """The system would have ended the process."""
+        return 0
 
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Memory of tier 0."""
@@ -122,6 +133,10 @@ class StandIn:
         if self._ordering is not None:
             self._places.tidy()
             self._ordering.launch(queue, what, self._places.ranges(reads), self._places.ranges(writes))
+
+    def on(self, queue: Queue) -> AbstractContextManager[object]:
+        """All work is the host thread's."""
+        return nullcontext()
 
     def record(self, queue: Queue) -> _Mark:
         """An event behind everything launched on a queue so far."""
