@@ -104,6 +104,15 @@ def test_momentum_is_needed_where_it_decays() -> None:
 CALLS: list[tuple[Callable[[], None], str]] = [
     (lambda: ps_kernels.sumsq_finite(floats(), floats(3)), "out: expected shape (2,), found (3,)"),
     (lambda: ps_kernels.sumsq_finite(np.ones((2, 2), np.float32), floats(2)), "x: expected shape (4,), found (2, 2)"),
+    (lambda: ps_kernels.sumsq_finite(floats(), floats(2), spans=[(0, 4)]), "out: expected shape (1, 2), found (2,)"),
+    (
+        lambda: ps_kernels.sumsq_finite(floats(), np.zeros((1, 2), np.float32), spans=[(2, 5)]),
+        "spans: expected runs within 4 elements, found 2 to 5",
+    ),
+    (
+        lambda: ps_kernels.sumsq_finite(floats(), np.zeros((1, 2), np.float32), spans=[(3, 2)]),
+        "spans: expected runs within 4 elements, found 3 to 2",
+    ),
     (lambda: ps_kernels.accumulate(floats(), floats(5)), "grad: expected shape (4,), found (5,)"),
     (lambda: ps_kernels.accumulate(floats(), floats(), scale=-1), "scale: expected a number"),
     (lambda: ps_kernels.gather([floats()], floats(6), [3]), "tensors[0]: 4 elements from offset 3 do not lie in"),

@@ -194,6 +194,12 @@ def test_other_work_is_the_same_everywhere(bits: Any, numel: int, kinds: Any, by
         ps_kernels.accumulate(view_as(backend, sums), source, scale=0.3, backend=backend)
         ps_kernels.sumsq_finite(source, view_as(backend, norms), backend=backend)
         half = numel // 2
+        rows, alone = np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)
+        spans = [(0, half), (half, half), (half, numel)]
+        ps_kernels.sumsq_finite(source, view_as(backend, rows), spans=spans, backend=backend)
+        for (start, stop), row in zip(spans, alone, strict=True):
+            ps_kernels.sumsq_finite(source[start:stop], view_as(backend, row), backend=backend)
+        same(bits, rows, alone, backend)
         ps_kernels.gather([source[half:], source[:half]], view_as(backend, into), [by + half, by], backend=backend)
         ps_kernels.scatter(
             view_as(backend, into), [by + half, by], [view_as(backend, back)[half:], view_as(backend, back)[:half]],

@@ -13,6 +13,8 @@ from ps_kernels._arrays import (
     check_dtype,
     check_flat,
     check_number,
+    check_rows,
+    check_span,
     check_together,
     check_written,
     view,
@@ -96,19 +98,29 @@ def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     choose(states[0], backend).sgd((states[0].array, used), source.array, target and target.array, scalars)
 
 
-def sumsq_finite(x: Array, out: Array, *, backend: str | None = None) -> None:
+def sumsq_finite(
+    x: Array, out: Array, *, spans: Sequence[tuple[int, int]] | None = None, backend: str | None = None
+) -> None:
     """Add ``x``'s sum of squares to ``out[0]``, and set ``out[1]`` to one if any element is not finite.
 
-    ``out`` is two float32 numbers on ``x``'s device; the host waits for nothing.
+    ``out`` is two float32 numbers on ``x``'s device; the host waits for nothing. With ``spans``, each a first element
+    of ``x`` and the one after its last, ``out`` has a row of two for each of these.
     """
     source, target = view("x", x), view("out", out)
     check_together((source, target))
     check_dtype(source, FLOATS)
     check_dtype(target, ("float32",))
     check_flat(source, source.numel)
-    check_flat(target, 2)
     check_written([target], [source])
-    choose(source, backend).sumsq_finite(source.array, target.array)
+    chosen = choose(source, backend)
+    if spans is None:
+        check_flat(target, 2)
+        chosen.sumsq_finite(source.array, target.array)
+        return
+    check_rows(target, len(spans), 2)
+    for start, stop in spans:
+        check_span("spans", start, stop, source.numel)
+    chosen.sumsq_each(source.array, spans, target.array)
 
 
 def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: str | None = None) -> None:

@@ -111,6 +111,19 @@ def check_flat(item: View, numel: int) -> None:
     check_contiguous(item)
 
 
+def check_rows(item: View, rows: int, columns: int) -> None:
+    """So many rows and columns, contiguous."""
+    if item.shape != (rows, columns):
+        raise InvalidArgument(f"{item.name}: expected shape ({rows}, {columns}), found {item.shape}")
+    check_contiguous(item)
+
+
+def check_span(name: str, start: int, stop: int, numel: int) -> None:
+    """A run of elements that are there."""
+    if not 0 <= start <= stop <= numel:
+        raise InvalidArgument(f"{name}: expected runs within {numel} elements, found {start} to {stop}")
+
+
 def check_contiguous(item: View) -> None:
     """Contiguous and aligned."""
     if not item.contiguous:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +29,9 @@ class Backend(Protocol):
 
     def sumsq_finite(self, x: Array, out: Array) -> None:
         """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
+
+    def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
+        """The same of each span of ``x``, into its row of ``out``."""
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""

@@ -120,6 +120,11 @@ class CudaBackend:
             self._launch(("norm", f"norm_{_name(x)}"), (blocks, _NORM_THREADS), arguments, x)
         self._launch(("norm", "norm_total"), (1, _NORM_THREADS), (sums.data_ptr(), blocks, out.data_ptr()), x)
 
+    def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
+        """The same of each span of ``x``, into its row of ``out``."""
+        for row, (start, stop) in enumerate(spans):
+            self.sumsq_finite(x[start:stop], out[row])
+
     def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
         """Add the scaled gradient."""
         numel = grad.numel()

@@ -30,6 +30,8 @@ _KINDS = {
     "torch.float16": 2,
 }
 _NO_ARRAY = -1
+_ROW_BYTES = 8
+"""Of two float32 numbers."""
 _STREAM_BYTES = 1 << 22
 """From here on what is written is no longer in the cache when it is read, so it need not pass through it."""
 _COPY_STREAM_BYTES = 1 << 25
@@ -111,16 +113,24 @@ class NativeBackend:
 
     def sumsq_finite(self, x: Array, out: Array) -> None:
         """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
-        numel = _numel(x)
+        self._sumsq(_address(x), _kind(x), _numel(x), _address(out))
+
+    def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
+        """The same of each span of ``x``, into its row of ``out``."""
+        first, kind, size, row = _address(x), _kind(x), int(x.itemsize), _address(out)
+        for start, stop in spans:
+            self._sumsq(first + start * size, kind, stop - start, row)
+            row += _ROW_BYTES
+
+    def _sumsq(self, address: int, kind: int, numel: int, out: int) -> None:
         size = 1 << max(-(-numel // BLOCK_NUMEL) - 1, 0).bit_length()
-        sums = (ctypes.c_float * size)()
         self._call["sumsq"](
-            ctypes.c_void_p(_address(x)),
-            _kind(x),
+            ctypes.c_void_p(address),
+            kind,
             ctypes.c_size_t(numel),
-            sums,
+            (ctypes.c_float * size)(),
             ctypes.c_size_t(size),
-            ctypes.c_void_p(_address(out)),
+            ctypes.c_void_p(out),
             self._threads.most(numel),
         )
 

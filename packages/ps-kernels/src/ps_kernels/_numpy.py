@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -109,6 +109,11 @@ class NumpyBackend:
                 values *= values
                 sums[index] = _block_sum(values)
             out[:1] += _fold(sums)
+
+    def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
+        """The same of each span of ``x``, into its row of ``out``."""
+        for row, (start, stop) in enumerate(spans):
+            self.sumsq_finite(x[start:stop], out[row])
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""

@@ -5,7 +5,7 @@ Only operations that round once are used: no ``addcmul``, no ``add`` with ``alph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 
@@ -77,6 +77,11 @@ class TorchBackend:
         padded = torch.zeros(1, size, dtype=torch.float32, device=x.device)
         padded[0, : len(sums)] = sums
         out[:1].add_(_fold(padded)[0])
+
+    def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
+        """The same of each span of ``x``, into its row of ``out``."""
+        for row, (start, stop) in enumerate(spans):
+            self.sumsq_finite(x[start:stop], out[row])
 
     @torch.no_grad()
     def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
