@@ -22,6 +22,10 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
         group.reading = -1
     for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
         residency.await_all(queue)
+    if not store.device.lazy:
+        for record in engine.records:
+            residency.unbind(record)
+        store.settle(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
     while pending:
         ready = [held for held in pending if _may_move(store, plan.home(held.extent), held)]
         for held in ready:
@@ -53,6 +57,6 @@ def _move(engine: Engine, home: Home, held: Held) -> None:
 def _put_aside(engine: Engine, home: Home) -> None:
     """Break a circle: one extent waits outside every tier."""
     old = home.slot
-    memory = old.memory.clone()
+    memory = old.in_host_memory()
     home.slot = Slot(old.tier, -1, 0, memory, home.extent, old.stamp)
     engine.residency.give_back(old)

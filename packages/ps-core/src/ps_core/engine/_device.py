@@ -37,6 +37,9 @@ class Gauge(Protocol):
     def stop(self) -> None:
         """Count no more; as often as you like."""
 
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count this tensor too, which it may not have seen being made."""
+
     def paused(self) -> AbstractContextManager[None]:
         """Leave out what the engine makes meanwhile."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
@@ -51,7 +51,8 @@ class Residency:
         assert slot is not None, "a group is brought in before its parameters are bound"
         first = record.offset * record.dtype.itemsize
         with torch.inference_mode(False):  # or it could never be saved for backward
-            own = from_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize])
+            # By way of a capsule, which no stream waits for.
+            own = from_dlpack(to_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize]))
             view = own.view(record.dtype).as_strided(record.shape, record.stride)
         del own
         point_at(record.parameter, view)
@@ -92,8 +93,9 @@ class Residency:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
         device, source = self.store.device, home.source()
         if source.tier == slot.tier:
-            self.await_all(Queue.CPU)
-            device.work(Queue.CPU, "a copy within a tier", (source.memory,), (slot.memory,))
+            queue = Queue.CPU if slot.tier else Queue.COMPUTE
+            self.await_all(queue)
+            device.work(queue, "a copy within a tier", (source.memory,), (slot.memory,))
             slot.memory[: home.bytes].copy_(source.memory[: home.bytes])
         else:
             queue = Queue.H2D if slot.tier < source.tier else Queue.D2H

@@ -41,6 +41,10 @@ class Slot:
         """The first elements, as a vector."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
+    def in_host_memory(self) -> torch.Tensor:
+        """A copy of its bytes there."""
+        return torch.empty(self.bytes, dtype=torch.uint8).copy_(self.memory)
+
 
 @dataclass(slots=True, eq=False)
 class Home:
@@ -91,9 +95,9 @@ class Store:
         self.peak_bytes = [0] * len(tiers)
         self.tide_bytes = 0
         """Non-model bytes on the compute tier, as last heard."""
-        self._arena = device.arena(max(128, tiers[0].capacity_bytes)) if len(tiers) > 1 else None
-        if poison and self._arena is not None:
-            self._arena.fill_(POISON)
+        self._arena: torch.Tensor | None = None
+        if len(tiers) > 1:
+            self._arena = self._new_arena(tiers[0].capacity_bytes if device.lazy else 0)
         self._taken: list[Slot] = []
         """Of the arena, in order of address."""
 
@@ -122,7 +126,7 @@ class Store:
         else:
             if offset < 0:
                 offset = self._hole(size)
-            slot = Slot(tier, offset, size, self._arena[offset : offset + size])
+            slot = Slot(tier, offset, size, self._window(offset, size))
             self._insert(slot)
         self.used_bytes[tier] += size
         self.note_peak()
@@ -133,11 +137,12 @@ class Store:
         if slot.offset >= 0:
             if self.poison:
                 self.device.work(queue, "poison", (), (slot.memory,))
-                slot.memory.fill_(POISON)
+                with self.device.on(queue):
+                    slot.memory.fill_(POISON)
             self._taken.remove(slot)
         slot.extent, slot.stamp = None, -1
         self.used_bytes[slot.tier] -= slot.bytes
-        slot.memory = slot.memory[:0]
+        slot.memory = slot.memory.new_empty(0)
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
         """Move a slot within the arena; the ranges may overlap."""
@@ -145,13 +150,41 @@ class Store:
         self._taken.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
-        target = self._arena[offset : offset + slot.bytes]
+        target = self._window(offset, slot.bytes)
         self.device.work(queue, "shift", (slot.memory,), (target,))
         starts = range(0, slot.bytes, _PIECE_BYTES)
-        for start in starts if offset < old else reversed(starts):
-            piece = slice(start, min(start + _PIECE_BYTES, slot.bytes))
-            target[piece].copy_(slot.memory[piece].clone())
+        with self.device.on(queue):
+            for start in starts if offset < old else reversed(starts):
+                piece = slice(start, min(start + _PIECE_BYTES, slot.bytes))
+                target[piece].copy_(slot.memory[piece].clone())
         slot.memory = target
+
+    # The arena.
+
+    def settle(self, line: int) -> None:
+        """Between passes, with nothing under way: let the arena end here; what is in it waits in the host's memory."""
+        if self._arena is None or self.device.lazy or self._arena.numel() == max(128, line):
+            return
+        end = max(line, self._arena.numel())
+        aside = [(slot, slot.in_host_memory()) for slot in self._taken if slot.offset < end]
+        for slot, _ in aside:
+            slot.memory = slot.memory.new_empty(0)
+        self._arena = None
+        self._arena = self._new_arena(line)
+        for slot, contents in aside:
+            slot.memory = self._window(slot.offset, slot.bytes)
+            slot.memory.copy_(contents)
+
+    def _new_arena(self, size: int) -> torch.Tensor:
+        made = self.device.arena(max(128, size))
+        return made.fill_(POISON) if self.poison else made
+
+    def _window(self, offset: int, size: int) -> torch.Tensor:
+        """Memory for these addresses: the arena's, or where that does not reach memory of its own."""
+        assert self._arena is not None, "only the arena has addresses"
+        if offset + size <= self._arena.numel():
+            return self._arena[offset : offset + size]
+        return self.device.arena(size)
 
     def note_peak(self) -> None:
         """Remember the most that was ever used, non-model bytes included."""
