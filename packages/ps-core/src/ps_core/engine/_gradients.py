@@ -153,15 +153,34 @@ class GradientKeeper:
 
     def add_flat(self, record: TensorRecord, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
         """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""
-        target = slot.flat(torch.float32, record.group.chunk_numel)[record.span]
+        self._add_run([record], flat, slot, queue)
+
+    def add_staged(
+        self, group: GroupRecord, records: list[TensorRecord], flat: torch.Tensor, slot: Slot, queue: Queue
+    ) -> None:
+        """Add what lies in a chunk of gradients to an accumulator's slot on the same tier."""
+        for record in records:
+            self.apply_factor(record)
+        if len(records) == len(group.tensors) and len({record.gradient for record in records}) == 1:
+            self._add_run(group.tensors, flat[: group.numel], slot, queue)
+            return
+        for record in records:
+            self._add_run([record], flat[record.span], slot, queue)
+
+    def _add_run(self, records: list[TensorRecord], flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
+        """Of neighbours, whose gradients are all summed already, or none is."""
+        first, group = records[0], records[0].group
+        start = first.offset
+        target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
         self._residency.await_all(queue)
-        self._store.device.work(queue, f"sum of the gradient of {record.name}", (flat, target), (target,))
-        if record.gradient is Gradient.SUMMED:
+        self._store.device.work(queue, f"sum of the gradient of {first.name}", (flat, target), (target,))
+        if first.gradient is Gradient.SUMMED:
             ps_kernels.accumulate(target, flat)
         else:
             target.copy_(flat)
-        record.gradient, record.part = Gradient.SUMMED, None
-        record.group.homes[Kind.ACC].changed(slot)
+        for record in records:
+            record.gradient, record.part = Gradient.SUMMED, None
+        group.homes[Kind.ACC].changed(slot)
 
     def accumulator(self, group: GroupRecord) -> Home:
         """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
@@ -226,12 +245,21 @@ class GradientKeeper:
         assert record.aside is not None, "there is a gradient"
         return flatten(record, record.aside)
 
-    def measure(self, record: TensorRecord, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum of squares and non-finite flag of the gradient, taken once; ``flat``: it is here."""
+    def measure(self, record: TensorRecord) -> torch.Tensor:
+        """Sum of squares and non-finite flag of the gradient, taken once."""
         if record.part is None:
-            if flat is None:
-                flat = self.located(record)
+            flat = self.located(record)
             part = torch.zeros(2, device=flat.device)
             ps_kernels.sumsq_finite(flat, part)
             record.part = part
         return record.part
+
+    def measure_all(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
+        """The same of several of a group, whose gradients lie in this chunk."""
+        if not records:
+            return
+        spans = [(record.span.start, record.span.stop) for record in records]
+        parts = torch.zeros(len(records), 2, device=flat.device)
+        ps_kernels.sumsq_finite(flat, parts, spans=spans)
+        for record, part in zip(records, parts.unbind(), strict=True):
+            record.part = part

@@ -317,9 +317,7 @@ class Replay:
         group = self._plan.order[op.group]
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
-        for record in records:
-            self._gradients.apply_factor(record)
-            self._gradients.add_flat(record, flat[record.span], self._slots[op.accumulator], instr.queue)
+        self._gradients.add_staged(group, records, flat, self._slots[op.accumulator], instr.queue)
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
@@ -327,9 +325,8 @@ class Replay:
         dtype = group.dtype if self._plan.program.overwrites else torch.float32
         flat = slot.flat(dtype, group.chunk_numel)
         wanted = Gradient.OVER if self._plan.program.overwrites else Gradient.SUMMED
-        for record in group.tensors:
-            if record.gradient is wanted:
-                self._gradients.measure(record, flat[record.span])
+        rows = [record for record in group.tensors if record.gradient is wanted and record.part is None]
+        self._gradients.measure_all(rows, flat)
 
     def _step(self, instr: Instr, op: Step) -> None:
         assert self._settings_of is not None, "only `step` carries out steps"

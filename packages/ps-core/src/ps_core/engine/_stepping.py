@@ -40,14 +40,22 @@ def decide(
 ) -> Decision:
     """The global norm, and what follows from it."""
     total, finite = 0.0, True
-    for record, part in zip(records, parts, strict=True):
-        squares, flag = part.tolist()
+    for record, (squares, flag) in zip(records, _numbers(list(parts)), strict=True):
         total += squares * record.factor**2
         finite = finite and not flag
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
     if not finite or not math.isfinite(norm):
         return Decision(norm if finite else math.inf, True, 0.0)
     return Decision(norm, False, clip_factor(norm, max_norm) / scale)
+
+
+def _numbers(parts: list[torch.Tensor]) -> list[list[float]]:
+    """Of every part, fetched from each device at once."""
+    found: dict[int, list[float]] = {}
+    for device in {part.device for part in parts}:
+        chosen = [index for index, part in enumerate(parts) if part.device == device]
+        found.update(zip(chosen, torch.stack([parts[index] for index in chosen]).tolist(), strict=True))
+    return [found[index] for index in range(len(parts))]
 
 
 @dataclass(frozen=True, slots=True)
