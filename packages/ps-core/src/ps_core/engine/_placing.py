@@ -94,6 +94,7 @@ def fill(
             flat = group.homes[kind].slot.flat(group.dtype_of(kind), group.chunk_numel)
             record.shaped(flat).copy_(value)
         del value
+        record.live_on(keeper.store.device.torch_device)
         adopt(record, parameter, keeper)
 
 

@@ -101,7 +101,11 @@ class TensorRecord:
     """What PyTorch counts of changes in place; any change is the user's."""
 
     def __post_init__(self) -> None:
-        self.placeholder = torch.full((), float("nan"), dtype=self.dtype).expand(self.shape)
+        self.live_on(torch.device("cpu"))
+
+    def live_on(self, device: torch.device) -> None:
+        """Where the parameter says it is while it is elsewhere."""
+        self.placeholder = torch.full((), float("nan"), dtype=self.dtype, device=device).expand(self.shape)
 
     @property
     def span(self) -> slice:
