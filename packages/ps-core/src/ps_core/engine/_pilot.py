@@ -34,6 +34,7 @@ from ps_core.engine._plans import EnginePlan, lay_groups
 from ps_core.engine._records import Gradient, Payload
 from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._replay import Replay
+from ps_core.engine._room import level
 from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._still import Still
 
@@ -53,6 +54,8 @@ THIS_COMPUTER = Machine(
     internode_bandwidth=1e9,
 )
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
+_SPARE_PARTS = 20
+"""Where memory ran out, this part of it is left free besides, at the least."""
 
 
 @dataclass(slots=True)
@@ -106,6 +109,10 @@ class Pilot:
         """Whether the plan is from a pass that ran."""
         self._measured = False
         """One tier: whether the tide of a pass is known."""
+        self._source: tuple[Recording, _Batch] | None = None
+        """What the plan was made from."""
+        self._spare_bytes = 0
+        """Left free beyond what the tide was seen to take, since the device ran out of memory."""
         engine.passes.guide = self
 
     @property
@@ -131,11 +138,21 @@ class Pilot:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         tokens = max((_tokens(tensor) for tensor in tensors), default=0)
         self._batch = _Batch(shapes, tokens)
+        self._recover()
         if not self._setup.training:
             self.consider()
         elif not self._tried and not self._engine.still and torch.is_grad_enabled():
             self._tried = True
             self._foresee(module, args, kwargs)
+
+    def _recover(self) -> None:
+        """Where memory ran out since the last pass, plan anew with more left for everything else."""
+        store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
+        if missing_bytes:
+            self._engine.finish_pass()
+            self._spare_bytes += max(missing_bytes, store.tiers[0].capacity_bytes // _SPARE_PARTS)
+            self._found, self._estimated = self._found or self._source, False
+            self.consider()
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
@@ -263,6 +280,8 @@ class Pilot:
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
         trace = recording.trace(self._model_name, records, engine.groups, engine.constant_bytes, batch.tokens)
+        if not engine.store.device.lazy:
+            trace = level(trace, self._spare_bytes)
         layout, order = lay_groups(groups, records, trace)
         try:
             planned = find_plan(trace, self._tiers(), THIS_COMPUTER, setup=self._setup, layout=layout)
@@ -271,7 +290,7 @@ class Pilot:
         plan = EnginePlan(planned, order, recording.beats)
         if not arrange(engine, plan):
             return False
-        self._plan, self._planned_for = plan, batch
+        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         say(
             f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
             f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
