@@ -1,0 +1,18 @@
+"""Room for what is not model data, on a device where an arena takes it away for good."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ps_core._simulate.cluster import FRAGMENTATION
+from ps_core._trace import Trace
+
+
+def level(trace: Trace, spare_bytes: int) -> Trace:
+    """The trace with the tide always at its highest, a part of it more for pieces too small to use, and a spare.
+
+    So no slot of a plan lies above one line while the model runs, and the arena can end there.
+    """
+    peak = trace.peak_nonmodel_bytes
+    line = peak + int(peak * FRAGMENTATION) + spare_bytes
+    return replace(trace, moments=tuple(replace(moment, nonmodel_bytes=line) for moment in trace.moments))
