@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from ps_core._plan import Queue
@@ -77,6 +80,19 @@ class Updater:
         if kind is Kind.P32 and Kind.P32 not in record.group.homes:
             return self._copy(record, record.group.weight).float()
         return self._copy(record, kind)
+
+    @contextmanager
+    def opened(self, group: GroupRecord, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
+        """One kind of a group as a vector that the host thread may read within the block, and with ``write`` change."""
+        home = group.homes[kind]
+        slot = self._residency.at_home(home)
+        what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
+        self._store.device.work(Queue.CPU, what, (slot.memory,), (slot.memory,) if write else ())
+        try:
+            yield slot.flat(group.dtype_of(kind), group.chunk_numel)
+        finally:
+            if write:
+                home.changed(slot)
 
     def _copy(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
         group = record.group
