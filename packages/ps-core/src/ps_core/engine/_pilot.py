@@ -137,8 +137,8 @@ class Pilot:
         tensors = list(_tensors((args, kwargs)))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         tokens = max((_tokens(tensor) for tensor in tensors), default=0)
-        self._batch = _Batch(shapes, tokens)
         self._recover()
+        self._batch = _Batch(shapes, tokens)
         if not self._setup.training:
             self.consider()
         elif not self._tried and not self._engine.still and torch.is_grad_enabled():
@@ -149,6 +149,7 @@ class Pilot:
         """Where memory ran out since the last pass, plan anew with more left for everything else."""
         store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
         if missing_bytes:
+            self._batch = None  # nothing is to be learned from a pass that broke off
             self._engine.finish_pass()
             self._spare_bytes += max(missing_bytes, store.tiers[0].capacity_bytes // _SPARE_PARTS)
             self._found, self._estimated = self._found or self._source, False
