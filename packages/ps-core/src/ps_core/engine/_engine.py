@@ -63,6 +63,8 @@ class Engine:
         """Nobody may use it any more."""
         self.surgery = False
         """Parameters are ordinary ones for a while; nothing may be trained."""
+        self.half_loaded = ""
+        """What failed amid replacing values; nothing may be trained until it has been done."""
         self.collecting = 0
         """State dicts being made, one within another: parameters answer with copies."""
         self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
@@ -203,12 +205,16 @@ class Engine:
         if passes.beat is not None and not record.waiting:
             passes.beat.grads[record.index] = None
 
-    def check_usable(self) -> None:
-        """`InvalidInput` where nothing may be trained."""
+    def check_usable(self, *, loading: bool = False) -> None:
+        """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
         if self.released:
             raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
         if self.surgery:
             raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
+        if self.half_loaded and not loading:
+            raise InvalidInput(
+                f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
+            )
 
     # Passes.
 
