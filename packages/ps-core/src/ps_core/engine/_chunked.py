@@ -14,6 +14,7 @@ from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
 from ps_core._options import Budget, Optimizer, Options
 from ps_core._plan import Tier
 from ps_core._program import Precision
+from ps_core.engine._blocks import refuse_compiled
 from ps_core.engine._device import Device
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import Management
@@ -103,6 +104,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
             raise AlreadyManaged(f"{name!r} is under management already: release(model) first")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
+    refuse_compiled(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedParameter(

@@ -17,6 +17,7 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._counters import Counters
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._parameter import Function, changes, clear_grad
 from ps_core.engine._passes import Passes
@@ -75,17 +76,22 @@ class Engine:
     def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function once these parameters are where it can read them."""
         self.touch(records)
-        pushed = torch.is_grad_enabled() and self.saved.push()
+        depth = self.saved.depth
         try:
+            if torch.is_grad_enabled():
+                self.saved.push()
             with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **kwargs)
         finally:
-            if pushed:
-                self.saved.pop()
-        for record in records:
-            if changes(record.parameter) != record.version:
-                self._refuse_change(record)
+            self.saved.pop_to(depth)
+        self.check_unchanged(records)
         return result
+
+    def check_unchanged(self, records: Iterable[TensorRecord]) -> None:
+        """Refuse changes in place that nobody was told of, and undo them."""
+        for record in records:
+            if record.bound is not None and changes(record.parameter) != record.version:
+                self._refuse_change(record)
 
     def get_gradient(self, record: TensorRecord) -> torch.Tensor | None:
         """What ``parameter.grad`` is."""
@@ -119,6 +125,7 @@ class Engine:
         """A copy for a state dict that is being collected."""
         return self.read(record) if self.collecting > 0 else None
 
+    @undisturbed
     def abort(self) -> None:
         """The root module's forward failed: end the pass, and let go of everything."""
         self.finish_pass()
@@ -162,6 +169,7 @@ class Engine:
 
     # Moments.
 
+    @undisturbed
     def touch(self, records: list[TensorRecord]) -> None:
         """Have these parameters in, and keep them in for the moment."""
         self.check_usable()
@@ -191,6 +199,7 @@ class Engine:
             if record.bound is None:
                 self.residency.bind(record)
 
+    @undisturbed
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
         self.check_usable()
@@ -218,18 +227,20 @@ class Engine:
 
     # Passes.
 
-    def enter(self) -> bool:
-        """The root module's forward begins; whether saved-tensor hooks were pushed for it."""
+    @undisturbed
+    def enter(self) -> None:
+        """The root module's forward begins."""
         self.collecting, self.loading = 0, None  # whatever became of a state dict
         self.passes.enter_forward()
-        return torch.is_grad_enabled() and self.saved.push()
+        if torch.is_grad_enabled():
+            self.saved.push()
 
-    def leave(self, pushed: bool) -> None:
+    @undisturbed
+    def leave(self) -> None:
         """The root module's forward is over."""
-        if pushed:
-            self.saved.pop()
         self.passes.leave_forward()
 
+    @undisturbed
     def finish_pass(self) -> None:
         """Between passes everything is at home, but for what somebody holds on to."""
         self.passes.finish()
@@ -251,6 +262,7 @@ class Engine:
         """Have the step multiply by this too."""
         record.factor *= factor
 
+    @undisturbed
     def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
         """Forget the gradients of these, or of all."""
         chosen = list(records) if records is not None else self.records
@@ -262,6 +274,7 @@ class Engine:
         with torch.no_grad():
             self.gradients.discard([record for record in chosen if record.gradient is not Gradient.NONE])
 
+    @undisturbed
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         self.check_usable()
@@ -270,9 +283,7 @@ class Engine:
         self.passes.check_tampered()
         self.counters.clock.turn("step")
         self.passes.guide.consider()
-        for record in self.records:
-            if record.bound is not None and changes(record.parameter) != record.version:
-                self._refuse_change(record)
+        self.check_unchanged(self.records)
         self.residency.await_all(Queue.CPU)
         pending = [record for record in self.records if record.gradient is not Gradient.NONE]
         decision = decide(pending, [self.gradients.measure(record) for record in pending], max_norm, loss_scale)
@@ -290,6 +301,7 @@ class Engine:
         """A copy in fp32 on the CPU, of the parameter's shape."""
         return self.updater.read(record, kind)
 
+    @undisturbed
     def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         self.updater.write(record, kind, value)

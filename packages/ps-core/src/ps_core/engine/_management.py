@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,35 +13,46 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._program import Kind
+from ps_core.engine._around import Around, Call
+from ps_core.engine._blocks import Blocks
 from ps_core.engine._engine import Engine
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
 from ps_core.engine._pilot import Pilot
-from ps_core.engine._records import TensorRecord
+from ps_core.engine._records import GroupRecord, TensorRecord
 
 
 class Management:
-    """One model's hooks. Nothing of torch's or the user's classes is changed."""
+    """One model's hooks. Nothing of torch's or the user's classes is changed.
+
+    It holds no module: a model that nobody wants any more is gone at once, although its optimizer is still there, and
+    takes the engine's memory with it (as when a notebook's cell is run again).
+    """
 
     def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot, *, cast: torch.dtype | None) -> None:
-        self.model = model
         self.engine = engine
         self.pilot = pilot
         engine.management = self
+        self.name = type(model).__name__
+        self._model = weakref.ref(model)
         self._cast = cast
-        self._pushed: list[bool] = []
+        self._running = False
+        self._around: Around | None = None
+        self._blocks = Blocks(engine)
         self._handles: list[RemovableHandle] = []
-        self._places = [(module, key, parameter) for module, key, parameter in _places(model)]
+        self._places = [(id(module), parameter) for module, parameter in _places(model)]
+        self._owners = 0
 
     def install(self) -> None:
         """Hang everything on."""
-        model = self.model
+        model = self._model()
+        assert model is not None, "it is being put under management"
         last = weakref.finalize(model, self.engine.passes.tide.stop)  # the last backward pass may have left its mode on
         last.atexit = False
+        self._around = Around(model, self._run)
+        self._blocks.refresh(model)
         untyped: Any = model  # half of torch's registering methods have no types
         self._handles += [
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             untyped.register_state_dict_pre_hook(self._collect),
             untyped.register_state_dict_post_hook(partial(self._collected)),  # torch marks the function it is given
             untyped.register_load_state_dict_pre_hook(self._load),
@@ -54,47 +65,79 @@ class Management:
                 self._handles.append(part.register_state_dict_post_hook(partial(self._collected)))
         for record in self.engine.records:
             if record.parameter.requires_grad:
-                parameter: Any = record.parameter
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_gradient))
+                self._handles.append(_first_hook(record.parameter, _gradient))
+        owners = {id(module): module for module, parameter in _places(model) if isinstance(parameter, ManagedParameter)}
+        self._owners = len(owners)
+        for module in owners.values():
+            weakref.finalize(module, self._owner_died).atexit = False
+
+    @property
+    def has_compiled_blocks(self) -> bool:
+        """Whether ``torch.compile`` made a part of the model one piece."""
+        return len(self._blocks) > 0
 
     def remove(self) -> None:
         """Take everything off."""
+        if self._around is not None:
+            self._around.remove()
+        self._blocks.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    def _owner_died(self) -> None:
+        """A module with managed parameters is gone; with the last one, all that they had."""
+        self._owners -= 1
+        if not self._owners and not self.engine.released:
+            self.engine.released = True
+            for group in self.engine.groups:
+                for record in group.tensors:
+                    record.fresh()
+                    self.engine.residency.unbind(record)
+                self._give_back(group)
+            self.engine.store.device.close()
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedParameter(
-            f"{self.engine.records[0].name!r} and all of this {type(self.model).__name__} is under management and "
+            f"{self.engine.records[0].name!r} and all of this {self.name} is under management and "
             "cannot be copied or pickled: save model.state_dict(), or release(model) first"
         )
 
     # Forward.
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Around the root module's call."""
+        model = self._model()
+        assert model is not None, "it is being called"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UnsupportedParameter(
-                f"this {type(module).__name__} is under management and cannot run inside torch.func transforms, which "
+                f"this {self.name} is under management and cannot run inside torch.func transforms, which "
                 "would read parameters that are not there: release(model) first"
             )
-        self._check_parameters()
-        self.pilot.prepare(module, args, kwargs)
-        self._pushed.append(self.engine.enter() if not self._pushed else False)
-        if self._cast is None:
-            return None
-        return _cast(args, self._cast), _cast(kwargs, self._cast)
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._pushed:
-            return  # the hook before it failed
-        pushed = self._pushed.pop()
-        if self._pushed:
-            return
-        self.engine.leave(pushed)
-        if output is None and sys.exc_info()[0] is not None:
+        self._check_parameters(model)
+        self._blocks.refresh(model)
+        if not self._running:
+            self.pilot.prepare(model, args, kwargs)
+        if self._cast is not None:
+            args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
+        if self._running:
+            return call(*args, **kwargs)
+        self._running = True
+        depth = self.engine.saved.depth
+        try:
+            self.engine.enter()
+            result = call(*args, **kwargs)
+        except BaseException:
+            self._running = False
+            self.engine.saved.pop_to(depth)
             self.engine.abort()
+            raise
+        self._running = False
+        self.engine.saved.pop_to(depth)
+        self.engine.leave()
+        return result
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, model: nn.Module) -> None:
         """Find parameters that were added, removed or exchanged since the last forward."""
         for record in self.engine.records:
             if not record.trainable and self.pilot.training and record.parameter.requires_grad:
@@ -102,13 +145,13 @@ class Management:
                     f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
                     "it, release(model), set requires_grad, and call chunked again"
                 )
-        places = list(_places(self.model))
+        places = [(id(module), parameter) for module, parameter in _places(model)]
         if len(places) == len(self._places) and all(
-            now[2] is then[2] and now[0] is then[0] for now, then in zip(places, self._places, strict=True)
+            now[1] is then[1] and now[0] == then[0] for now, then in zip(places, self._places, strict=True)
         ):
             return
         self._places = places
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in model.named_parameters():
             # A plain tensor in a parameter's place is functional_call's.
             if type(parameter) is nn.Parameter and parameter.is_floating_point():
                 raise UnsupportedParameter(
@@ -153,9 +196,7 @@ class Management:
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
-        while self._pushed:  # a forward that was interrupted
-            if self._pushed.pop():
-                engine.saved.pop()
+        engine.saved.pop_to(0)  # whatever an interrupt left
         engine.finish_pass()
         engine.discard_gradients()
         engine.released = True
@@ -168,11 +209,15 @@ class Management:
                 del parameter._record, parameter._keeper
                 make_plain(parameter)
                 point_at(parameter, value.to(engine.store.device.torch_device))
-            for home in group.homes.values():
-                for slot in (home.slot, *home.copies.values()):
-                    engine.residency.give_back(slot)
-            group.homes.clear()
+            self._give_back(group)
         engine.store.device.close()
+
+    def _give_back(self, group: GroupRecord) -> None:
+        """A group's memory is not needed any more."""
+        for home in group.homes.values():
+            for slot in (home.slot, *home.copies.values()):
+                self.engine.residency.give_back(slot)
+        group.homes.clear()
 
 
 def _gradient(parameter: ManagedParameter) -> None:
@@ -192,11 +237,18 @@ def _gradient(parameter: ManagedParameter) -> None:
     keeper.arrive(record, gradient.detach())
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
+    """Have a hook called before those that were there, which then find the gradient where it can be asked for."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
     return [
-        (module, key, parameter)
+        (module, parameter)
         for module in model.modules()
-        for key, parameter in module._parameters.items()
+        for parameter in module._parameters.values()
         if parameter is not None
     ]
 

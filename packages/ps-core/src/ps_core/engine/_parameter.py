@@ -95,8 +95,8 @@ class ManagedParameter(nn.Parameter):
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
             raise UnsupportedParameter(
-                "a compiled function read a parameter that is under management, whose memory comes and goes: leave "
-                "torch.compile out, or compile only functions that read no parameters (attention, activations)"
+                "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
+                "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
             )
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():

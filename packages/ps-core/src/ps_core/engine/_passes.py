@@ -15,6 +15,7 @@ from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core.engine._counters import Counters
 from ps_core.engine._demand import Demand
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import changed_in_place, compute_tier_too_small, everything_too_large
@@ -113,6 +114,12 @@ class Passes:
         tampered, self._residency.tampered = self._residency.tampered, []
         for record in tampered:
             raise changed_in_place(record.name)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count it among non-model bytes, although no operator was seen to make it."""
+        watched = self.driver.tracked and self.recording is not None
+        if watched and tensor.untyped_storage()._cdata not in self._residency.owners:
+            self.tide.count(tensor)
 
     # The root module's forward.
 
@@ -245,6 +252,7 @@ class Passes:
             self.tide.start()
             self.tide.take_peak()
 
+    @undisturbed
     def _backward_done(self) -> None:
         self._task = -1
         if self.recording is None:

@@ -143,7 +143,8 @@ class Pilot:
             self.consider()
         elif not self._tried and not self._engine.still and torch.is_grad_enabled():
             self._tried = True
-            self._foresee(module, args, kwargs)
+            if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
+                self._foresee(module, args, kwargs)
 
     def _recover(self) -> None:
         """Where memory ran out since the last pass, plan anew with more left for everything else."""

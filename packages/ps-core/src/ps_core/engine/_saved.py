@@ -10,11 +10,13 @@ alias a slot, and pins it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._records import Bound, TensorRecord
 
 
@@ -57,19 +59,27 @@ class SavedTensors:
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
         self._pushed: list[saved_tensors_hooks] = []
+        self.seen: Callable[[torch.Tensor], None] | None = None
+        """Told of every tensor that is kept as it is."""
 
-    def push(self) -> bool:
-        """Make ours the innermost pair, unless another is active; whether that was done."""
-        if active():
-            return False
-        context = saved_tensors_hooks(self._pack, self._unpack)
-        context.__enter__()
-        self._pushed.append(context)
-        return True
+    @property
+    def depth(self) -> int:
+        """How often ours are on the stack of pairs."""
+        return len(self._pushed)
 
-    def pop(self) -> None:
-        """Undo one `push` that returned True."""
-        self._pushed.pop().__exit__(None, None, None)
+    @undisturbed
+    def push(self) -> None:
+        """Make ours the innermost pair, unless another is active."""
+        if not active():
+            context = saved_tensors_hooks(self._pack, self._unpack)
+            context.__enter__()
+            self._pushed.append(context)
+
+    @undisturbed
+    def pop_to(self, depth: int) -> None:
+        """Undo every `push` since there were so many."""
+        while len(self._pushed) > depth:
+            self._pushed.pop().__exit__(None, None, None)
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
@@ -78,7 +88,11 @@ class SavedTensors:
         record = self._fetcher.owner(storage._cdata)
         if record is None and storage.nbytes() < tensor.nbytes and 0 in tensor.stride():
             self._fetcher.check_placeholder(storage)
-        return tensor if record is None or record.dtype is not tensor.dtype else Handle(record, tensor)
+        if record is not None and record.dtype is tensor.dtype:
+            return Handle(record, tensor)
+        if self.seen is not None:
+            self.seen(tensor)
+        return tensor
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):

@@ -1,0 +1,58 @@
+"""Something done around every call of a module, whatever ends the call.
+
+Forward hooks are not enough for that: an interrupt (Ctrl-C) passes them by. ``nn.Module`` looks in each module for what
+``module.compile()`` leaves there, and calls that in place of itself; so that is where this stands. Nothing of a class
+is changed, and the module's ``forward`` keeps its signature.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+Call = Callable[..., Any]
+PLACE = "_compiled_call_impl"
+
+
+class Around:
+    """Stands around one module's calls until it is removed."""
+
+    def __init__(self, module: nn.Module, around: Callable[[Call, Any, Mapping[str, Any]], Any]) -> None:
+        self._module = weakref.ref(module)
+        self._around = around
+        self._compiled: Call | None = compiled_call(module)
+        setattr(module, PLACE, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by ``nn.Module`` in place of the module."""
+        call = self._compiled
+        if call is None:
+            module = self._module()
+            assert module is not None, "it is being called"
+            call = module._call_impl
+        return self._around(call, args, kwargs)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it still stands where it was put."""
+        module = self._module()
+        return module is not None and vars(module).get(PLACE) is self
+
+    def remove(self) -> None:
+        """Leave the module as it was (or as somebody else made it since)."""
+        module = self._module()
+        if module is None or not self.in_place:
+            return
+        if self._compiled is None:
+            delattr(module, PLACE)
+        else:
+            setattr(module, PLACE, self._compiled)
+
+
+def compiled_call(module: nn.Module) -> Call | None:
+    """What ``module.compile()`` left there."""
+    found: Call | None = vars(module).get(PLACE)
+    return found._compiled if isinstance(found, Around) else found

@@ -1,0 +1,106 @@
+"""Compiled blocks: each is one unit, fetched whole, whose parameters are ordinary ones while it runs.
+
+[Note: a compiled block]
+Compiled code reads memory without asking for it, and ``torch.compile`` takes no parameter of another class. So before a
+compiled block runs, all its parameters are brought in as one moment's, and have an ordinary class until it has run;
+nothing can move meanwhile, for nothing inside touches anything. What it saves for backward goes through the engine's
+saved-tensor hooks, as from any code, and its backward takes all of that out at once, and holds it while it runs.
+
+Compiled code also makes tensors that no tide sees. Those that leave the block, as results or for backward, are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._around import Around, Call, compiled_call
+from ps_core.engine._engine import Engine
+from ps_core.engine._parameter import ManagedParameter, make_plain
+
+REMEDY = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
+
+
+class Block:
+    """One compiled block."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._parameters = [each for each in module.parameters() if isinstance(each, ManagedParameter)]
+        self._running = False
+        self.around = Around(module, self._run)
+
+    def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if self._running:
+            return call(*args, **kwargs)
+        engine, depth = self._engine, self._engine.saved.depth
+        records = [parameter._record for parameter in self._parameters]
+        engine.touch(records)
+        self._running, engine.saved.seen = True, engine.passes.count
+        try:
+            if torch.is_grad_enabled():
+                engine.saved.push()
+            for parameter in self._parameters:
+                make_plain(parameter)
+            result = call(*args, **kwargs)
+        finally:
+            self._running, engine.saved.seen = False, None
+            for parameter in self._parameters:
+                parameter.__class__ = ManagedParameter
+            engine.saved.pop_to(depth)
+        engine.check_unchanged(records)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                engine.passes.count(tensor)
+        return result
+
+
+class Blocks:
+    """The compiled blocks of one model; blocks may be compiled at any time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._blocks: list[Block] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def refresh(self, model: nn.Module) -> None:
+        """Stand around those that were compiled since the last look."""
+        self._blocks = [block for block in self._blocks if block.around.in_place]
+        for module in _outermost_compiled(model):
+            if not isinstance(vars(module).get("_compiled_call_impl"), Around):
+                self._blocks.append(Block(module, self._engine))
+
+    def remove(self) -> None:
+        """Stand around none."""
+        for block in self._blocks:
+            block.around.remove()
+        self._blocks.clear()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` returned, or was compiled in place."""
+    return type(module).__name__ == "OptimizedModule" or compiled_call(module) is not None
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """A whole model that is compiled would be one unit: all of it on the accelerator at once."""
+    if is_compiled(model):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        raise UnsupportedParameter(
+            f"this {name} is compiled as a whole, so all of it would be fetched at once: {REMEDY}"
+        )
+
+
+def _outermost_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    for child in model.children():
+        if is_compiled(child):
+            yield child
+        else:
+            yield from _outermost_compiled(child)
