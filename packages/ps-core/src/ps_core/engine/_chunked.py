@@ -15,6 +15,8 @@ from ps_core._options import Budget, Optimizer, Options
 from ps_core._plan import Tier
 from ps_core._program import Precision
 from ps_core.engine._blocks import refuse_compiled
+from ps_core.engine._bystanders import bring_along
+from ps_core.engine._cuda import cuda_device
 from ps_core.engine._device import Device
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import Management
@@ -46,14 +48,14 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """Put a model's parameters under management; train it afterwards by a plain PyTorch loop.
 
     The model is changed in place and returned with the optimizer (None without one). Parameters on ``meta`` are
-    initialised group by group; the memory of others is consumed as they are packed. ``device`` is ``"cpu"`` or
-    ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
+    initialised group by group; the memory of others is consumed as they are packed. ``device`` is ``"cpu"``,
+    ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
     """
     options, budget = options or Options(), budget or Budget()
     mode = _precision(precision)
     _check(model, accumulation_steps)
     _check_options(options)
-    where = _device(device)
+    where = _device(device, pin=options.pin)
     tiers = _tiers(where, budget)
     device_bytes = tiers[0].capacity_bytes if len(tiers) > 1 else None
     training = optimizer is not None
@@ -67,7 +69,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         packing.groups,
         overwrites=overwrites,
         loss_scale=loss_scale,
-        constant_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        constant_bytes=sum(buffer.nbytes for buffer in model.buffers()) if where.lazy else 0,  # else its tide sees them
     )
     cast = DTYPES[mode] if options.cast_inputs else None
     pilot = Pilot(
@@ -84,6 +86,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         order = sorted(packing.records.values(), key=lambda record: record.index)
         front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
     fill(packing.records, initial_values(model), engine)
+    bring_along(model, where.torch_device)
     Management(model, engine, pilot, cast=cast).install()
     return model, front
 
@@ -124,12 +127,14 @@ def _check_options(options: Options) -> None:
         raise InvalidInput("Options.plan_cache: this engine plans anew in each process; leave it out")
 
 
-def _device(device: str | Device) -> Device:
+def _device(device: str | Device, *, pin: bool) -> Device:
     if not isinstance(device, str):
         return device
     if device in ("cpu", "emulated"):
         return StandIn(name=device)
-    raise InvalidInput(f"device must be 'cpu' or 'emulated', found {device!r}")
+    if device.partition(":")[0] == "cuda":
+        return cuda_device(device, pin=pin)
+    raise InvalidInput(f"device must be 'cpu', 'emulated', 'cuda' or one CUDA device like 'cuda:1', found {device!r}")
 
 
 def _tiers(device: Device, budget: Budget) -> tuple[Tier, ...]:
@@ -143,9 +148,24 @@ def _tiers(device: Device, budget: Budget) -> tuple[Tier, ...]:
         if budget.device is not None:
             raise InvalidInput("Budget.device must be None for device='cpu': its memory is Budget.host")
         return (Tier("host", host),)
+    return (Tier("device", _device_bytes(device, budget) & -128), Tier("host", host))
+
+
+def _device_bytes(device: Device, budget: Budget) -> int:
+    found = device.memory_bytes()
+    if found is None:
+        if budget.device_bytes is None:
+            raise InvalidInput(f"device={device.name!r} needs Budget(device=...): how large the accelerator is to be")
+        return budget.device_bytes
+    free, whole = found
     if budget.device_bytes is None:
-        raise InvalidInput(f"device={device.name!r} needs Budget(device=...): how large the accelerator is to be")
-    return (Tier("device", budget.device_bytes & -128), Tier("host", host))
+        return free - free // _KEPT_FREE
+    if budget.device_bytes > whole:
+        raise InvalidInput(
+            f"Budget(device=...) is {budget.device_bytes:,} bytes, but {device.torch_device} has {whole:,}, of which "
+            f"{free:,} are free; None takes what is free, less a tenth"
+        )
+    return budget.device_bytes
 
 
 def available_bytes() -> int:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from ps_core._plan import Queue
+from ps_core._simulate.machine import Machine
 
 
 class Event(Protocol):
@@ -57,8 +58,15 @@ class Device(Protocol):
     lazy: bool
     """Whether an arena takes memory only where it is touched, so that it may be as large as the budget."""
 
+    @property
+    def machine(self) -> Machine | None:
+        """The rates to plan with, where nobody gives others; None: those of a small computer."""
+
     def tide(self) -> Gauge:
         """A gauge of this device."""
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """What is free of tier 0, and all of it; None: as much as a budget says."""
 
     def short_bytes(self) -> int:
         """By how much memory fell short since the last call; 0: it did not."""

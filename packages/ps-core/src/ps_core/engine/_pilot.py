@@ -285,8 +285,9 @@ class Pilot:
         if not engine.store.device.lazy:
             trace = level(trace, self._spare_bytes)
         layout, order = lay_groups(groups, records, trace)
+        machine = engine.store.device.machine or THIS_COMPUTER
         try:
-            planned = find_plan(trace, self._tiers(), THIS_COMPUTER, setup=self._setup, layout=layout)
+            planned = find_plan(trace, self._tiers(), machine, setup=self._setup, layout=layout)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
         plan = EnginePlan(planned, order, recording.beats)
@@ -296,7 +297,7 @@ class Pilot:
         say(
             f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
             f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
-            f"{THIS_COMPUTER.name}"
+            f"{machine.name}"
         )
         return True
 

@@ -63,6 +63,7 @@ class StandIn:
         self.name = name
         self.torch_device = torch.device("cpu")
         self.lazy = True
+        self.machine = None
         self._places = Places()
         self._ordering = Ordering(self._places.name) if check else None
         if self._ordering is not None:
@@ -76,6 +77,9 @@ class StandIn:
     def tide(self) -> Tide:
         """A count of the tensors on the CPU."""
         return Tide()
+
+    def memory_bytes(self) -> None:
+        """A budget says how much it has."""
 
     def short_bytes(self) -> int:
         """The system would have ended the process."""
