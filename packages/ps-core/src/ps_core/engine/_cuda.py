@@ -1,0 +1,256 @@
+"""A CUDA device as the engine sees it.
+
+[Note: CUDA streams]
+The compute queue is whatever stream PyTorch works on when the engine is called, which may change: the new one is then
+made to wait for the old one. Copies up and down have a stream each, made once. The host thread knows of their work only
+after it has waited for an event. Events are used again when nobody holds them any more: a stream that was told to wait
+for one remembers the recording that it was told of.
+
+[Note: memory on a CUDA device]
+The arena is one allocation, as long as the tide leaves room for at its highest; it is made when that is known, and
+made anew only when a plan wants it longer or shorter. A slot beyond it (before there is a plan, kept in fp32, or in a
+step, when the tide is low) is an allocation of its own. Both come from PyTorch's allocator, so that it can give what
+it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so the copy streams
+wait for that one before they use one, and are noted as its users: when it is freed it is not handed out before they
+are done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ps_core._errors import DeviceOutOfMemory, InvalidInput
+from ps_core._plan import Queue
+from ps_core._simulate.machine import Machine, default_machine
+from ps_core._units import format_bytes
+from ps_core.engine._cuda_memory import AllocatorTide, HostMemory
+from ps_core.engine._cuda_runtime import RawEvent, Runtime, Stream, TorchRuntime
+from ps_core.engine._device import Event
+
+
+class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
+    """Memory ran out on a device that an engine uses; whoever expects PyTorch's own error gets that too."""
+
+
+class CudaEvent:
+    """A recording, and the event that it is made with."""
+
+    __slots__ = ("_pool", "_queue", "raw")
+
+    def __init__(self, queue: Queue, raw: RawEvent | None, pool: list[RawEvent]) -> None:
+        self._queue, self._pool = queue, pool
+        self.raw = raw
+        """None: there is nothing to wait for."""
+
+    @property
+    def queue(self) -> Queue:
+        """The queue it was recorded on."""
+        return self._queue
+
+    def __del__(self) -> None:
+        if self.raw is not None:
+            self._pool.append(self.raw)
+
+
+class CudaDevice:
+    """A `Device`; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
+
+    def __init__(self, runtime: Runtime, *, pin: bool = True) -> None:
+        self.name = "cuda"
+        self.torch_device = runtime.torch_device
+        self.lazy = False
+        self._runtime = runtime
+        self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H)}
+        self._last: dict[Queue, CudaEvent | None] = dict.fromkeys(self._streams)
+        """Behind all that a copy stream was given; None: it was given more since."""
+        self._compute: Stream | None = None
+        self._pool: list[RawEvent] = []
+        self._owned = [0]
+        self._host = HostMemory(runtime, self._after_copies, pin=pin)
+        self._failures = runtime.allocated().failures
+        self._missing_bytes = [0]
+        runtime.watch_failures(_Observer(self))
+
+    # Memory.
+
+    def tide(self) -> AllocatorTide:
+        """What the allocator has given to others."""
+        return AllocatorTide(self._runtime, lambda: self._owned[0])
+
+    @property
+    def machine(self) -> Machine:
+        """The built-in machine that is most like this one."""
+        return default_machine(self._runtime.free_bytes()[1])
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """What could be allocated now, and the whole device's memory."""
+        return self._runtime.free_bytes()
+
+    def arena(self, size_bytes: int) -> torch.Tensor:
+        """Memory of the device."""
+        before = self._runtime.allocated().now
+        memory = self._runtime.empty(size_bytes)
+        taken = max(size_bytes, self._runtime.allocated().now - before)
+        self._owned[0] += taken
+        weakref.finalize(memory.untyped_storage(), _less, self._owned, taken).atexit = False
+        ready = self.record(Queue.COMPUTE)
+        for queue, stream in self._streams.items():
+            self.wait(queue, ready)
+            self._runtime.used_by(memory, stream)
+        return memory
+
+    def host(self, size_bytes: int) -> torch.Tensor:
+        """Host memory, pinned if that was not refused."""
+        return self._host.take(size_bytes)
+
+    def short_bytes(self) -> int:
+        """How much was asked for in vain since the last call; at least 1 if anything was."""
+        failures = self._runtime.allocated().failures
+        missing, self._missing_bytes[0] = self._missing_bytes[0], 0
+        if failures == self._failures:
+            return missing
+        self._failures = failures
+        self._runtime.release_cached()  # in pieces it may have been of no use
+        return max(1, missing)
+
+    # Work.
+
+    def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy."""
+        stream = self._streams.get(queue)
+        if stream is None:
+            target.copy_(source)
+            return
+        with self._runtime.using(stream):
+            self._runtime.copy(target, source)
+        self._runtime.used_by(target, stream)
+        self._runtime.used_by(source, stream)
+        self._last[queue] = None
+
+    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Nothing is checked; but if PyTorch's stream changed, this is where it is noticed."""
+        if queue is Queue.COMPUTE:
+            self._stream(queue)
+
+    def on(self, queue: Queue) -> AbstractContextManager[object]:
+        """Have PyTorch launch on that queue's stream."""
+        stream = self._streams.get(queue)
+        if stream is None:
+            return nullcontext()
+        self._last[queue] = None
+        return self._runtime.using(stream)
+
+    def _stream(self, queue: Queue) -> Stream:
+        if queue is not Queue.COMPUTE:
+            return self._streams[queue]
+        stream = self._runtime.current()
+        last, self._compute = self._compute, stream
+        if last is not None and last != stream:
+            raw = self._event()
+            raw.record(last)
+            stream.wait_event(raw)
+            self._pool.append(raw)
+        return stream
+
+    # Events.
+
+    def record(self, queue: Queue) -> CudaEvent:
+        """An event behind everything launched on a queue so far."""
+        if queue is Queue.CPU:
+            return CudaEvent(queue, None, self._pool)
+        known = self._last.get(queue)
+        if known is not None:
+            return known
+        made = CudaEvent(queue, self._event(), self._pool)
+        assert made.raw is not None, "it has just been made"
+        made.raw.record(self._stream(queue))
+        if queue in self._last:
+            self._last[queue] = made
+        return made
+
+    def _event(self) -> RawEvent:
+        return self._pool.pop() if self._pool else self._runtime.event()
+
+    def wait(self, queue: Queue, event: Event) -> None:
+        """What is launched on a queue from here on runs after the event."""
+        if not isinstance(event, CudaEvent):
+            raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
+        if event.raw is None:
+            return
+        if queue is Queue.CPU:
+            event.raw.synchronize()
+            return
+        stream = self._stream(queue)
+        if event.queue is queue:
+            return
+        stream.wait_event(event.raw)
+        if queue in self._last:
+            self._last[queue] = None
+
+    def _after_copies(self) -> Callable[[], None]:
+        """What blocks until the copies launched so far are done."""
+        events = [self.record(queue) for queue in self._streams]
+
+        def settle() -> None:
+            for event in events:
+                self.wait(Queue.CPU, event)
+
+        return settle
+
+    def synchronize(self) -> None:
+        """Block until everything launched is done."""
+        self._runtime.synchronize()
+
+    def close(self) -> None:
+        """Finish what was launched, and let go of memory kept in reserve."""
+        self.synchronize()
+        self._host.close()
+
+
+def _less(count: list[int], size_bytes: int) -> None:
+    count[0] -= size_bytes
+
+
+class _Observer:
+    """Hears of memory that ran out, for as long as the device lives; the allocator never lets go of it."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._index = device.torch_device.index
+        self._owned, self._missing_bytes = device._owned, device._missing_bytes
+        self._name = str(device.torch_device)
+        self._device = weakref.ref(device)
+
+    def __call__(self, index: int, wanted_bytes: int, allowed_bytes: int, free_bytes: int) -> None:
+        """Raise in the allocation's place."""
+        if index != self._index or self._device() is None:
+            return
+        self._missing_bytes[0] = max(self._missing_bytes[0], wanted_bytes)
+        raise CudaOutOfMemory(
+            f"CUDA out of memory. Tried to allocate {format_bytes(wanted_bytes)} on {self._name}; of its "
+            f"{format_bytes(allowed_bytes)}, {format_bytes(free_bytes)} are free, and weights and states under "
+            f"management take {format_bytes(self._owned[0])}. They are as they were: call optimizer.zero_grad() and "
+            "go on, the next pass is planned with more room for everything else. If that is not enough: a smaller "
+            "batch, gradient checkpointing, a smaller Budget(device=...) where others use the device too, or "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True where memory is in pieces"
+        )
+
+
+def cuda_device(name: str, *, pin: bool) -> CudaDevice:
+    """``"cuda"`` (PyTorch's current device) or ``"cuda:1"``."""
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        raise InvalidInput(f"device must be 'cuda' or like 'cuda:1', found {name!r}") from None
+    if not torch.cuda.is_available():
+        raise InvalidInput(
+            f"device={name!r}: torch finds no CUDA device here (`pstar doctor` says what there is); "
+            "device='emulated' runs the same engine on the CPU"
+        )
+    index = torch.cuda.current_device() if where.index is None else where.index
+    if index >= torch.cuda.device_count():
+        raise InvalidInput(f"device={name!r}: this computer has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    return CudaDevice(TorchRuntime(index), pin=pin)

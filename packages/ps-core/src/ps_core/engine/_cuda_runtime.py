@@ -1,0 +1,166 @@
+"""The little of ``torch.cuda`` that the engine uses, in one place, so that tests can put another in its stead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ps_kernels import PinnedArena
+
+
+class Stream(Protocol):
+    """A stream. Two of them are equal if what is launched on them runs in one order."""
+
+    def wait_event(self, event: Any) -> None:
+        """What is launched from here on runs after the event (any: the runtime's own kind)."""
+
+
+class RawEvent(Protocol):
+    """An event that can be recorded again and again."""
+
+    def record(self, stream: Any) -> None:
+        """Stand behind what was launched on a stream so far."""
+
+    def synchronize(self) -> None:
+        """Block until that is done."""
+
+
+class Allocated(NamedTuple):
+    """Bytes of PyTorch's allocator in use."""
+
+    now: int
+    peak: int
+    """The most since the peak was last reset."""
+    failures: int
+    """How often memory ran out."""
+
+
+Failure = Callable[[int, int, int, int], None]
+"""Told of the device's index, and bytes: asked for, of the device or allowed, free. What it raises comes out of the
+allocation."""
+
+
+class Runtime(Protocol):
+    """One device."""
+
+    torch_device: torch.device
+    """With its index."""
+
+    def stream(self) -> Stream:
+        """Another stream."""
+
+    def current(self) -> Stream:
+        """The one on which this thread launches PyTorch's work now."""
+
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Launch on this one instead."""
+
+    def event(self) -> RawEvent:
+        """A new event."""
+
+    def synchronize(self) -> None:
+        """Wait for everything on the device."""
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        """Device memory of PyTorch's allocator, in the order of the current stream."""
+
+    def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
+        """Host memory."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream; the host goes on at once where its memory is pinned."""
+
+    def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The allocator may not give the tensor's memory to others before the stream has got this far."""
+
+    def allocated(self) -> Allocated:
+        """What the allocator says."""
+
+    def reset_peak(self) -> None:
+        """Let the peak be what is allocated now."""
+
+    def free_bytes(self) -> tuple[int, int]:
+        """What could be allocated, and the whole device's memory."""
+
+    def release_cached(self) -> None:
+        """Give what the allocator keeps in reserve back to the device."""
+
+    def watch_failures(self, told: Failure) -> None:
+        """Have this called whenever memory runs out, for as long as the process lives."""
+
+
+class TorchRuntime:
+    """PyTorch's own."""
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+
+    def stream(self) -> Stream:
+        """Another stream, which does not wait for the default one by itself."""
+        return torch.cuda.Stream(self.torch_device)
+
+    def current(self) -> Stream:
+        """The one on which this thread launches work now."""
+        return torch.cuda.current_stream(self.torch_device)
+
+    def using(self, stream: Any) -> AbstractContextManager[object]:
+        """Launch on this one instead."""
+        return torch.cuda.stream(stream)
+
+    def event(self) -> RawEvent:
+        """A new event; it measures no time, so it costs little."""
+        made: RawEvent = torch.cuda.Event()
+        return made
+
+    def synchronize(self) -> None:
+        """Wait for everything on the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        """Device memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
+        """Host memory, near the device if it is pinned."""
+        with torch.cuda.device(self.torch_device):
+            return PinnedArena(size_bytes, pin=pin)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Memory that is not the allocator's it leaves alone."""
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+    def allocated(self) -> Allocated:
+        """Nothing is asked of the device, so this does not wait."""
+        found = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        if not found:
+            return Allocated(0, 0, 0)  # CUDA has not begun
+        row = found["allocated_bytes"]["all"]
+        return Allocated(row["current"], row["peak"], found["num_ooms"])
+
+    def reset_peak(self) -> None:
+        """Also what ``torch.cuda.max_memory_allocated`` says."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def free_bytes(self) -> tuple[int, int]:
+        """What nobody has, and what the allocator keeps in reserve."""
+        free, whole = torch.cuda.mem_get_info(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + kept, whole
+
+    def release_cached(self) -> None:
+        """Give what is kept in reserve back."""
+        torch.cuda.empty_cache()
+
+    def watch_failures(self, told: Failure) -> None:
+        """By the allocator's observer, which PyTorch documents but keeps under a private name."""
+        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if attach is not None:
+            attach(told)

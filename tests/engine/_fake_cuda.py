@@ -1,0 +1,190 @@
+"""A CUDA runtime on the CPU: streams that lag behind, events that are used again, memory that runs out.
+
+PyTorch's work is the compute stream's and done at once, so only copies lag: until something waits for them, or at a
+random later call. They know addresses, not tensors, as a card does: memory that is given back too early is overwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import torch
+
+from ps_core.engine._cuda_runtime import Allocated, Failure
+from ps_core.engine._tide import Tide
+from ps_kernels import PinnedArena
+
+
+class FakeStream:
+    """Work in order; what is at ``done`` and beyond is still to do."""
+
+    def __init__(self, runtime: FakeRuntime, name: str) -> None:
+        self.runtime, self.name = runtime, name
+        self.todo: deque[Callable[[], None]] = deque()
+        self.done = 0
+
+    @property
+    def end(self) -> int:
+        return self.done + len(self.todo)
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self.todo.append(work)
+        if self.name.startswith("compute"):
+            self.catch_up(self.end)  # PyTorch's operators run at once
+        self.runtime.stir()
+
+    def catch_up(self, position: int) -> None:
+        while self.done < position:
+            work = self.todo.popleft()
+            self.done += 1
+            work()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if not self.runtime.deaf:
+            stream, position = event.stream, event.position
+            self.launch(lambda: stream.catch_up(position))
+
+
+class FakeEvent:
+    """Remembers one place in one stream: the last it was recorded at."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        self.runtime = runtime
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.position = stream, stream.end
+
+    def synchronize(self) -> None:
+        if not self.runtime.deaf:
+            self.stream.catch_up(self.position)
+
+
+class Allocator(Tide):
+    """Counts what operators make, and refuses to go beyond a limit."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        super().__init__("cpu")
+        self.runtime = runtime
+        self.limit_bytes = 1 << 40
+        self.highest_bytes = self.failures = 0
+
+    def _rise(self, bytes: int) -> None:
+        super()._rise(bytes)
+        self.highest_bytes = max(self.highest_bytes, self.current_bytes)
+        if self.current_bytes > self.limit_bytes and bytes > 0:
+            self.failures += 1
+            free = max(0, self.limit_bytes - self.current_bytes + bytes)
+            for told in self.runtime.observers:
+                told(self.runtime.torch_device.index, bytes, self.limit_bytes, free)
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {bytes} bytes")
+
+
+class FakeRuntime:
+    """Give it to a `CudaDevice`, and train within ``with runtime:``. ``deaf``: nothing waits for anything."""
+
+    def __init__(self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True) -> None:
+        self.torch_device = torch.device("cpu")
+        self.deaf, self.watched = deaf, watched
+        self._random = Random(seed)
+        self._eagerness = 1.0 if seed is None else self._random.choice((0.0, 0.1, 0.7))
+        self.streams: list[FakeStream] = []
+        self.compute = FakeStream(self, "compute")
+        self._current = self.compute
+        self.events = self.hosts = self.released = 0
+        self.observers: list[Failure] = []
+        self.allocator = Allocator(self)
+
+    def __enter__(self) -> FakeRuntime:
+        self.allocator.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.allocator.stop()
+        self.synchronize()
+
+    def stir(self) -> None:
+        """Perhaps a copy gets done now."""
+        for stream in self.streams:
+            if stream.todo and self._random.random() < self._eagerness:
+                stream.catch_up(stream.done + 1)
+
+    # Streams.
+
+    def stream(self) -> FakeStream:
+        self.streams.append(FakeStream(self, f"copies {len(self.streams)}"))
+        return self.streams[-1]
+
+    def current(self) -> FakeStream:
+        return self._current
+
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def event(self) -> FakeEvent:
+        self.events += 1
+        return FakeEvent(self)
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.catch_up(stream.end)
+
+    # Memory.
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
+        self.hosts += 1
+        return PinnedArena(size_bytes, pin=pin, pinner=FakePinner(self))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        to, of, size = target.data_ptr(), source.data_ptr(), source.nbytes
+        self._current.launch(lambda: ctypes.memmove(to, of, size) and None)
+
+    def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
+        if tensor.untyped_storage()._cdata in self.allocator._lives:  # memory of others it leaves alone
+            stream.launch(lambda: tensor.numel() and None)  # holds on to it until then
+
+    def allocated(self) -> Allocated:
+        return Allocated(self.allocator.current_bytes, self.allocator.highest_bytes, self.allocator.failures)
+
+    def reset_peak(self) -> None:
+        self.allocator.highest_bytes = self.allocator.current_bytes
+
+    def free_bytes(self) -> tuple[int, int]:
+        return self.allocator.limit_bytes - self.allocator.current_bytes, self.allocator.limit_bytes
+
+    def release_cached(self) -> None:
+        self.released += 1
+
+    def watch_failures(self, told: Failure) -> None:
+        if self.watched:
+            self.observers.append(told)
+
+
+class FakePinner:
+    """As CUDA's: unpinning waits for every copy."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        self.runtime = runtime
+
+    def node(self) -> int | None:
+        return None
+
+    def pin(self, address: int, numbytes: int) -> str | None:
+        return None
+
+    def unpin(self, address: int) -> None:
+        self.runtime.synchronize()
