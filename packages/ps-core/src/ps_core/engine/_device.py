@@ -9,7 +9,7 @@ work in the same way, by `Device.wait`. Nothing else orders anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
+from ps_core.engine._disk import DiskFile, Place
 
 
 class Event(Protocol):
@@ -79,6 +80,21 @@ class Device(Protocol):
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy: the same shape and dtype, contiguous, no overlap. On ``Queue.CPU`` it is done on return."""
+
+    def attach(self, file: DiskFile) -> None:
+        """Have a disk tier: what `read` and `write` are about from now on."""
+
+    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+        """Launch a read on ``Queue.DISK_R``: bytes of host memory from a slot's bytes behind ``start``.
+
+        ``lost`` is called, by the host thread, if it turns out that they never come.
+        """
+
+    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+        """Launch a write on ``Queue.DISK_W``, the other way."""
+
+    def trim(self, memory: torch.Tensor) -> None:
+        """Nobody wants these bytes of an arena any more: where it is host memory, let others have the pages."""
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Declare which memory is touched by the work that is launched on a queue from here to its next event.

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ps_core.engine._disk import Place
 from ps_core.engine._ordering import Range
+
+_DISK = 1 << 62
+"""The disk's first byte among the addresses: beyond all memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,16 @@ class Places:
             ranges.append((start, start + (steps + 1) * tensor.element_size()))
         return ranges
 
+    def on_disk(self, place: Place, start: int, count: int) -> list[Range]:
+        """What is touched of the disk tier's file, as addresses."""
+        ranges, at, end = [], 0, start + count
+        for offset, size in place.ranges:
+            first, stop = max(start, at), min(end, at + size)
+            if first < stop:
+                ranges.append((_DISK + offset + first - at, _DISK + offset + stop - at))
+            at += size
+        return ranges
+
     def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's bytes, where possible as a view of the memory that they were cut from.
 
@@ -88,6 +102,8 @@ class Places:
 
     def name(self, start: int, end: int) -> str:
         """A range for people: ``arena 0 [128:256]``."""
+        if start >= _DISK:
+            return f"disk [{start - _DISK}:{end - _DISK}]"
         first = self._find(start)
         if first is None:
             return f"memory [{start:#x}:{end:#x}]"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import torch
@@ -20,9 +21,12 @@ import torch
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._device import Event
+from ps_core.engine._disk import DiskFile, Place
+from ps_core.engine._disk_streams import DISK_QUEUES, DiskEvent, DiskStreams
 from ps_core.engine._faults import Fault
 from ps_core.engine._links import Links
-from ps_core.engine._ordering import START, Clock, Ordering
+from ps_core.engine._ordering import START, Clock, Ordering, Range
+from ps_core.engine._pages import give_back_pages
 from ps_core.engine._places import Places
 from ps_core.engine._tide import Tide
 from ps_kernels import PinnedArena
@@ -44,7 +48,8 @@ class StandIn:
     """A `Device` whose tier 0 is host memory.
 
     With neither ``check``, ``seed`` nor ``link_bytes_per_s``, a copy is a copy and events cost nothing. ``fault``
-    leaves one kind of wait out, to test that the other two notice.
+    leaves one kind of wait out, to test that the other two notice. The disk's streams run on threads, but with
+    ``check`` or ``seed`` they are the host thread's too.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class StandIn:
         self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)
         self._plain = not check and seed is None and link_bytes_per_s is None
         self._done = [_Mark(queue) for queue in Queue]
+        self._file: DiskFile | None = None
+        self._streams: DiskStreams | None = None
 
     def tide(self) -> Tide:
         """A count of the tensors on the CPU."""
@@ -119,13 +126,55 @@ class StandIn:
         if self._links is not None:
             self._links.copy(queue, target.nbytes)
         if self._delays is not None and queue is not Queue.CPU:
-            self._delays.copy(queue, self._places.bytes_of(target), self._places.bytes_of(source))
+            target, source = self._places.bytes_of(target), self._places.bytes_of(source)
+            self._delays.later(queue, partial(target.copy_, source))
             self._delays.stir()
         else:
             target.copy_(source)
 
+    # The disk.
+
+    def attach(self, file: DiskFile) -> None:
+        """Have a disk tier."""
+        self._file = file
+        if self._ordering is None and self._delays is None:
+            self._streams = DiskStreams(file)
+
+    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+        """Launch a read from the disk tier."""
+        assert self._file is not None, "a disk tier is attached before it is used"
+        if self._streams is not None:
+            self._streams.read(target, place, start, lost)
+            return
+        from_disk = self._places.on_disk(place, start, target.numel())
+        self._launch(Queue.DISK_R, "disk read", (), (target,), (from_disk, ()))
+        self._later(Queue.DISK_R, partial(self._file.read, place, start, self._places.bytes_of(target)))
+
+    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+        """Launch a write to the disk tier."""
+        assert self._file is not None, "a disk tier is attached before it is used"
+        if self._streams is not None:
+            self._streams.write(place, start, source)
+            return
+        to_disk = self._places.on_disk(place, start, source.numel())
+        self._launch(Queue.DISK_W, "disk write", (source,), (), ((), to_disk))
+        self._later(Queue.DISK_W, partial(self._file.write, place, start, self._places.bytes_of(source)))
+
+    def _later(self, queue: Queue, work: Callable[[], object]) -> None:
+        if self._delays is None:
+            work()
+        else:
+            self._delays.later(queue, work)
+            self._delays.stir()
+
+    def trim(self, memory: torch.Tensor) -> None:
+        """Let the system have these pages."""
+        give_back_pages(memory)
+
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Declare what the work launched from here on touches."""
+        if self._streams is not None and queue in DISK_QUEUES:
+            self._streams.record(queue).block()  # for the host thread does the work now
         if self._plain:
             return
         self._launch(queue, what, reads, writes)
@@ -133,17 +182,28 @@ class StandIn:
             self._delays.stir()
             self._delays.perform(queue)  # for the host thread does the work now, and what comes before it is due
 
-    def _launch(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def _launch(
+        self,
+        queue: Queue,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        disk: tuple[Sequence[Range], Sequence[Range]] = ((), ()),
+    ) -> None:
+        """``disk``: what is read and written of the disk tier's file."""
         if self._ordering is not None:
             self._places.tidy()
-            self._ordering.launch(queue, what, self._places.ranges(reads), self._places.ranges(writes))
+            read, written = self._places.ranges(reads), self._places.ranges(writes)
+            self._ordering.launch(queue, what, [*read, *disk[0]], [*written, *disk[1]])
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:
         """All work is the host thread's."""
         return nullcontext()
 
-    def record(self, queue: Queue) -> _Mark:
+    def record(self, queue: Queue) -> _Mark | DiskEvent:
         """An event behind everything launched on a queue so far."""
+        if self._streams is not None and queue in DISK_QUEUES:
+            return self._streams.record(queue)
         if self._plain:
             return self._done[queue]
         mark = _Mark(
@@ -158,6 +218,12 @@ class StandIn:
 
     def wait(self, queue: Queue, event: Event) -> None:
         """What is launched on a queue from here on comes after the event."""
+        if self._streams is not None and isinstance(event, DiskEvent):
+            if queue in DISK_QUEUES:
+                self._streams.wait(queue, event)
+            else:
+                event.block()  # the host thread does the work of all other queues
+            return
         if self._plain:
             return
         if not isinstance(event, _Mark):
@@ -181,10 +247,16 @@ class StandIn:
                 self._delays.perform(queue)
         if self._links is not None:
             self._links.synchronize()
+        if self._streams is not None:
+            self._streams.synchronize()
 
     def close(self) -> None:
-        """Finish what was launched; memory goes back with the tensors."""
+        """Finish what was launched; memory goes back with the tensors, and the disk's at once."""
         self.synchronize()
+        if self._streams is not None:
+            self._streams.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class _Saboteur:
@@ -207,24 +279,24 @@ class _Saboteur:
 
 
 class _Delays:
-    """Copies that are launched but not done yet.
+    """Copies (reads and writes of the disk too) that are launched but not done yet.
 
-    A copy is done at a random later call, in its queue's order, or when something needs it done.
+    Each is done at a random later call, in its queue's order, or when something needs it done.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._eagerness = [self._random.choice((0.0, 0.1, 0.7)) for _ in Queue]  # one may be quick, another slow
-        self._todo: list[deque[_Mark | tuple[torch.Tensor, torch.Tensor]]] = [deque() for _ in Queue]
+        self._todo: list[deque[_Mark | Callable[[], object]]] = [deque() for _ in Queue]
         self._begun = [0 for _ in Queue]  # Invariant: position(queue) operations launched, of which todo are left
 
     def position(self, queue: Queue) -> int:
         """How many operations were launched on a queue."""
         return self._begun[queue] + len(self._todo[queue])
 
-    def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+    def later(self, queue: Queue, work: Callable[[], object]) -> None:
         """To be done later."""
-        self._todo[queue].append((target, source))
+        self._todo[queue].append(work)
 
     def wait(self, queue: Queue, event: _Mark) -> None:
         """What follows is to be done after an event."""
@@ -254,5 +326,4 @@ class _Delays:
             self._todo[queue].popleft()
             self._begun[queue] += 1
             if not isinstance(first, _Mark):
-                target, source = first
-                target.copy_(source)
+                first()
