@@ -157,8 +157,8 @@ def test_build_takes_overrides() -> None:
 
 
 def test_wrong_shapes_and_sequences_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="bert-base is of the bert family"):
-        build("bert-base")
+    with pytest.raises(InvalidInput, match="bert-base is of the bert family, GPT needs a gpt2 shape"):
+        GPTConfig(shape=shape("bert-base"))
     with pytest.raises(InvalidInput, match="longer than the 12 positions"):
         tiny()(tokens(1, 13))
 

@@ -21,6 +21,8 @@ class ModelConfig:
     attention_dropout: float = 0.0
     loss_chunk_tokens: int | None = 1024
     """Tokens whose logits exist at a time where labels are given; None: all at once, and `logits` are returned too."""
+    tiles: int = 1
+    """Pieces of each block's matrices, every one a parameter of its own (`TiledLinear`)."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -29,6 +31,8 @@ class ModelConfig:
                 raise InvalidInput(f"{field} must be at least 0 and below 1, found {getattr(self, field)!r}")
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise InvalidInput(f"loss_chunk_tokens must be at least 1, or None, found {self.loss_chunk_tokens!r}")
+        if self.tiles < 1:
+            raise InvalidInput(f"tiles must be at least 1, found {self.tiles!r}")
         if not isinstance(self.checkpoint_blocks, bool):
             beyond = sorted(set(self.checkpoint_blocks) - set(range(self.shape.layers)))
             if beyond:
@@ -49,6 +53,23 @@ class ModelConfig:
             raise InvalidInput(
                 f"{self.shape.name} is of the {self.shape.family.value} family, {model} needs a {needed} shape"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The same for models that predict the next token."""
+
+    experts: int = 0
+    """MLPs a block chooses among for each token; 0: one MLP for all."""
+    experts_chosen: int = 2
+    """For each token."""
+    balance_weight: float = 0.01
+    """Of the experts' balance in the loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts and not 1 <= self.experts_chosen <= self.experts:
+            raise InvalidInput(f"experts_chosen must be from 1 to {self.experts}, found {self.experts_chosen!r}")
 
 
 def option_names(config: type[ModelConfig]) -> frozenset[str]:

@@ -33,6 +33,9 @@ def truncated_normal(std: float) -> Initialiser:
 class Linear(nn.Linear):
     """A linear map with zero bias and a weight as told."""
 
+    cut = 0
+    """The weight's dimension of outputs."""
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Initialiser) -> None:
         self.init = init
         super().__init__(inputs, outputs, bias=bias)
@@ -46,6 +49,9 @@ class Linear(nn.Linear):
 
 class Projection(nn.Module):
     """A linear map whose weight is stored (inputs, outputs), as GPT-2's are."""
+
+    cut = 1
+    """The weight's dimension of outputs."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Initialiser) -> None:
         super().__init__()
@@ -77,14 +83,52 @@ class Embedding(nn.Embedding):
         self.init(self.weight)
 
 
-def run_blocks(blocks: nn.ModuleList, config: ModelConfig, x_blh: Tensor, *rest: Tensor | None) -> Tensor:
-    """One block after the other; those that are to be checkpointed recompute themselves in backward."""
+class TiledLinear(nn.Module):
+    """A linear map cut into several that make a part of the outputs each, for a weight larger than the budget.
+
+    ``make`` makes one of a number of outputs. Their weights and biases are parameters of their own.
+    """
+
+    def __init__(self, outputs: int, tiles: int, make: Callable[[int], Linear | Projection]) -> None:
+        super().__init__()
+        if not 1 <= tiles <= outputs:
+            raise InvalidInput(f"{outputs} outputs can be cut into 1 to {outputs} tiles, found {tiles}")
+        width, wider = divmod(outputs, tiles)
+        self.widths = [width + (index < wider) for index in range(tiles)]
+        made = [make(each) for each in self.widths]
+        self.cut = made[0].cut
+        self.tiles = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return torch.cat([tile(x) for tile in self.tiles], dim=-1)
+
+
+def linear(
+    kind: type[Linear | Projection], inputs: int, outputs: int, *, bias: bool, init: Initialiser, tiles: int
+) -> nn.Module:
+    """A linear map, whole or in tiles."""
+    if tiles == 1:
+        return kind(inputs, outputs, bias=bias, init=init)
+    return TiledLinear(outputs, tiles, lambda width: kind(inputs, width, bias=bias, init=init))
+
+
+def run_blocks(
+    blocks: nn.ModuleList, config: ModelConfig, x_blh: Tensor, *rest: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """One block after the other; those that are to be checkpointed recompute themselves in backward.
+
+    A block gives hidden states, and a mixture of experts its balance loss; the second result is their mean.
+    """
+    balances: list[Tensor] = []
     for index, block in enumerate(blocks):
         if torch.is_grad_enabled() and config.checkpointed(index):
-            x_blh = checkpoint(block, x_blh, *rest, use_reentrant=False)
+            x_blh, balance = checkpoint(block, x_blh, *rest, use_reentrant=False)
         else:
-            x_blh = block(x_blh, *rest)
-    return x_blh
+            x_blh, balance = block(x_blh, *rest)
+        if balance is not None:
+            balances.append(balance)
+    return x_blh, torch.stack(balances).mean() if balances else None
 
 
 def positions(length: int, longest: int, like: Tensor) -> Tensor:

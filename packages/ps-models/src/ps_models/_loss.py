@@ -20,6 +20,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ps_models._config import DecoderConfig
+
 IGNORED = -100
 """The label of a token that has no part in the loss."""
 
@@ -38,6 +40,27 @@ def head_loss(
         return functional.cross_entropy(logits_nv.float(), labels_n, ignore_index=IGNORED), logits_nv
     apply: Any = _ChunkedLoss.apply  # torch does not type it
     return apply(x_nh, table_vh, bias_v, labels_n, rows, torch.is_grad_enabled()), None
+
+
+def language_loss(
+    x_blh: Tensor,
+    table_vh: Tensor,
+    labels_bl: Tensor,
+    config: DecoderConfig,
+    *,
+    balance: Tensor | None,
+    return_logits: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of the next token, with the experts' balance, and the logits if they were made whole."""
+    rows = None if return_logits else config.loss_chunk_tokens
+    loss, logits_nv = head_loss(x_blh.flatten(0, 1), table_vh, next_labels(labels_bl).flatten(), rows=rows)
+    logits_blv = None if logits_nv is None else logits_nv.view(*labels_bl.shape, -1)
+    return add_balance(loss, balance, config), logits_blv
+
+
+def add_balance(loss: Tensor, balance: Tensor | None, config: DecoderConfig) -> Tensor:
+    """The loss with the weighted balance of experts, where there are any."""
+    return loss if balance is None else loss + config.balance_weight * balance
 
 
 class _ChunkedLoss(Function):

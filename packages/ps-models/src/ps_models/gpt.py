@@ -10,20 +10,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ps_core._workloads.shapes import Family
-from ps_models._config import ModelConfig
+from ps_models._config import DecoderConfig
+from ps_models._files import GPT2_FILES
 from ps_models._generate import generate
-from ps_models._layers import Embedding, Linear, Projection, normal, positions, run_blocks, visible
-from ps_models._loss import head_loss, next_labels
+from ps_models._layers import Embedding, Linear, Projection, linear, normal, positions, run_blocks, visible
+from ps_models._loss import add_balance, language_loss
+from ps_models._moe import feed_forward, with_balance
+from ps_models._pretrained import Pretrained
 
-__all__ = ["GPT", "GPTConfig", "GPTOutput"]
+__all__ = ["GPT", "GPTClassifier", "GPTConfig", "GPTOutput"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig(ModelConfig):
+class GPTConfig(DecoderConfig):
     """A shape of the gpt2 family, and what it leaves open."""
 
     norm_epsilon: float = 1e-5
@@ -38,6 +42,10 @@ class GPTConfig(ModelConfig):
     def residual_std(self) -> float:
         """Of the projections that add to the residual stream, twice a block: its growth with depth is taken out."""
         return self.init_std / math.sqrt(2 * self.shape.layers)
+
+    def projection(self, inputs: int, outputs: int, *, bias: bool, std: float) -> nn.Module:
+        """A linear map of a block."""
+        return linear(Projection, inputs, outputs, bias=bias, init=normal(std), tiles=self.tiles)
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,8 @@ class Attention(nn.Module):
         super().__init__()
         shape = config.shape
         self.heads, self.dropout = shape.heads, config.attention_dropout
-        self.c_attn = Projection(shape.hidden, 3 * shape.hidden, bias=shape.qkv_bias, init=normal(config.init_std))
-        self.c_proj = Projection(shape.hidden, shape.hidden, bias=shape.out_bias, init=normal(config.residual_std))
+        self.c_attn = config.projection(shape.hidden, 3 * shape.hidden, bias=shape.qkv_bias, std=config.init_std)
+        self.c_proj = config.projection(shape.hidden, shape.hidden, bias=shape.out_bias, std=config.residual_std)
 
     def forward(self, x_blh: Tensor, visible_b1ll: Tensor | None) -> Tensor:
         """Shape blh to blh."""
@@ -85,12 +93,12 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         shape = config.shape
-        self.c_fc = Projection(shape.hidden, shape.ffn, bias=shape.mlp_bias, init=normal(config.init_std))
-        self.c_proj = Projection(shape.ffn, shape.hidden, bias=shape.mlp_bias, init=normal(config.residual_std))
+        self.c_fc = config.projection(shape.hidden, shape.ffn, bias=shape.mlp_bias, std=config.init_std)
+        self.c_proj = config.projection(shape.ffn, shape.hidden, bias=shape.mlp_bias, std=config.residual_std)
 
-    def forward(self, x_blh: Tensor) -> Tensor:
-        """Shape blh to blh."""
-        out: Tensor = self.c_proj(functional.gelu(self.c_fc(x_blh), approximate="tanh"))
+    def forward(self, x_h: Tensor) -> Tensor:
+        """(..., h) to (..., h)."""
+        out: Tensor = self.c_proj(functional.gelu(self.c_fc(x_h), approximate="tanh"))
         return out
 
 
@@ -102,14 +110,14 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.shape.hidden, eps=config.norm_epsilon)
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.shape.hidden, eps=config.norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = feed_forward(config, lambda: MLP(config))
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_blh: Tensor, visible_b1ll: Tensor | None) -> Tensor:
-        """Shape blh to blh."""
+    def forward(self, x_blh: Tensor, visible_b1ll: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Shape blh to blh, and the balance of experts."""
         x_blh = x_blh + self.drop(self.attn(self.ln_1(x_blh), visible_b1ll))
-        out: Tensor = x_blh + self.drop(self.mlp(self.ln_2(x_blh)))
-        return out
+        added, balance = with_balance(self.mlp(self.ln_2(x_blh)))
+        return x_blh + self.drop(added), balance
 
 
 class Transformer(nn.Module):
@@ -117,25 +125,25 @@ class Transformer(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        shape = self.shape = config.shape
-        self.config = config
+        self.config, shape = config, config.shape
         self.wte = Embedding(shape.vocabulary, shape.hidden, init=normal(config.init_std))
         self.wpe = Embedding(shape.positions, shape.hidden, init=normal(config.position_std))
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.hidden, eps=config.norm_epsilon)
 
-    def forward(self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None = None) -> Tensor:
-        """Token numbers bl to blh."""
-        positions_l = positions(input_ids_bl.shape[1], self.shape.positions, input_ids_bl)
+    def forward(self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Token numbers bl to blh, and the balance of experts."""
+        positions_l = positions(input_ids_bl.shape[1], self.config.shape.positions, input_ids_bl)
         x_blh = self.drop(self.wte(input_ids_bl) + self.wpe(positions_l))
-        x_blh = run_blocks(self.h, self.config, x_blh, visible(attention_mask_bl, causal=True))
-        out: Tensor = self.ln_f(x_blh)
-        return out
+        x_blh, balance = run_blocks(self.h, self.config, x_blh, visible(attention_mask_bl, causal=True))
+        return self.ln_f(x_blh), balance
 
 
-class GPT(nn.Module):
+class GPT(Pretrained):
     """The language model. ``transformer.wte`` is also its head where the shape ties them."""
+
+    files, config_type = GPT2_FILES, GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -162,12 +170,42 @@ class GPT(nn.Module):
         count. ``attention_mask`` is 0 where a token is padding. With labels, logits are made a chunk at a time and not
         returned, unless ``return_logits`` or the config's ``loss_chunk_tokens`` say otherwise.
         """
-        x_blh = self.transformer(input_ids, attention_mask)
+        x_blh, balance = self.transformer(input_ids, attention_mask)
         table_vh = self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
             return GPTOutput(logits=functional.linear(x_blh, table_vh))
-        rows = None if return_logits else self.config.loss_chunk_tokens
-        loss, logits_nv = head_loss(x_blh.flatten(0, 1), table_vh, next_labels(labels).flatten(), rows=rows)
-        return GPTOutput(loss, None if logits_nv is None else logits_nv.view(*input_ids.shape, -1))
+        return GPTOutput(
+            *language_loss(x_blh, table_vh, labels, self.config, balance=balance, return_logits=return_logits)
+        )
 
     generate = generate
+
+
+class GPTClassifier(Pretrained):
+    """GPT with scores of classes in place of the language head, read at each sequence's last token."""
+
+    files, config_type = GPT2_FILES, GPTConfig
+    classifies = True
+
+    def __init__(self, config: GPTConfig, classes: int = 2) -> None:
+        super().__init__()
+        self.config = config
+        self.classes = classes
+        self.transformer = Transformer(config)
+        self.score = Linear(config.shape.hidden, classes, bias=False, init=normal(config.init_std))
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> GPTOutput:
+        """Logits of shape (batch, classes); with the numbers of the right classes as labels also the loss."""
+        x_blh, balance = self.transformer(input_ids, attention_mask)
+        length = input_ids.shape[1]
+        if attention_mask is None:
+            last_bh = x_blh[:, -1]
+        else:
+            last_b = (attention_mask.bool() * torch.arange(length, device=x_blh.device)).argmax(1)
+            last_bh = x_blh[torch.arange(len(x_blh), device=x_blh.device), last_b]
+        logits = self.score(last_bh)
+        if labels is None:
+            return GPTOutput(logits=logits)
+        return GPTOutput(add_balance(functional.cross_entropy(logits.float(), labels), balance, self.config), logits)

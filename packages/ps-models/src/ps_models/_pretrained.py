@@ -1,0 +1,184 @@
+"""Models in directories laid out as Hugging Face does: ``config.json`` and ``model.safetensors``, perhaps in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from ps_core._errors import InvalidInput
+from ps_core._workloads.hf import shape_from_config
+from ps_core._workloads.shapes import TransformerShape
+from ps_models._layers import TiledLinear
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+Entries = dict[str, Any]
+"""Of a ``config.json``. (Any: JSON.)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What a family's files say, and how."""
+
+    read: Callable[[Entries], Entries]
+    """Fields of our configuration from theirs, the shape's not among them."""
+    write: Callable[[Any], Entries]
+    """Theirs from ours. (Any: a family's configuration.)"""
+    architecture: Callable[[str, TransformerShape], str]
+    """Hugging Face's class for one of ours, by its name."""
+    base: str
+    """What the names of all but the heads begin with; files of the bare model leave it out."""
+    heads: tuple[str, ...]
+    """What the names of heads begin with."""
+    ignored: tuple[str, ...] = ()
+    """Endings of what files hold that is no parameter, or is a tied one again."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Endings of old names, and the new ones."""
+
+
+class Pretrained(nn.Module):
+    """A model that can be read from such a directory and written to one."""
+
+    files: ClassVar[Files]
+    config_type: ClassVar[type[Any]]
+    """Of its configuration. (Any: each family has its own.)"""
+    config: Any
+    classes: int | None = None
+    """How many a classifier tells apart; None: it is none."""
+    classifies: ClassVar[bool] = False
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, **options: Any) -> Self:
+        """The model in a directory, on the CPU, in the types its file has, with dropout off as in ``eval()``.
+
+        ``options`` replace fields of the configuration (any: they are of the fields' types). A classifier made from a
+        language model keeps what both have and draws its head.
+        """
+        folder = Path(directory)
+        entries = read_json(folder / CONFIG)
+        config = cls.config_type(shape=shape_from_config(folder), **cls.files.read(entries) | options)
+        with torch.device("meta"):
+            model = cls(config, **_classes(cls, entries))
+        _load(model, _checked(model, dict(_tensors(folder))))
+        for module in model.modules():
+            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                fresh: Any = module.to_empty(device="cpu", recurse=False)
+                fresh.reset_parameters()
+        return model.eval()
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the model so that `from_pretrained`, ours and Hugging Face's, reads it. The directory may exist."""
+        library = _safetensors()
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        entries = self.files.write(self.config)
+        entries["architectures"] = [self.files.architecture(type(self).__name__, self.config.shape)]
+        if self.classes is not None:
+            labels = [f"LABEL_{number}" for number in range(self.classes)]
+            entries["id2label"] = {str(number): label for number, label in enumerate(labels)}
+            entries["label2id"] = {label: number for number, label in enumerate(labels)}
+        # Under other names first: a directory that is written over stays whole until the new files are.
+        weights, config = folder / f"{WEIGHTS}.new", folder / f"{CONFIG}.new"
+        tensors = {name: value.contiguous() for name, value in _whole(self).items()}
+        library.torch.save_file(tensors, weights, {"format": "pt"})
+        config.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        weights.replace(folder / WEIGHTS)
+        config.replace(folder / CONFIG)
+
+
+def read_json(path: Path) -> Entries:
+    """A file's object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"cannot read {str(path)!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise InvalidInput("files of weights need safetensors: pip install 'ps-models[hf]'") from error
+    return safetensors
+
+
+def _classes(cls: type[Pretrained], entries: Entries) -> dict[str, int]:
+    return {"classes": len(entries.get("id2label") or (0, 1))} if cls.classifies else {}
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    library = _safetensors()
+    names = [WEIGHTS]
+    if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise InvalidInput(f"{str(folder)!r} has no {name}: expected a directory that save_pretrained wrote")
+        with library.safe_open(folder / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                yield key, file.get_tensor(key).clone()  # not the file's pages
+
+
+def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The file's tensors under our names; `InvalidInput` where they are not the model's."""
+    files, wanted = model.files, {name: value.shape for name, value in _whole(model).items()}
+    if not any(name.startswith(files.base) for name in found):
+        found = {name if name.startswith(files.heads) else files.base + name: found[name] for name in found}
+    for old, new in files.renamed:
+        found = {name.removesuffix(old) + new if name.endswith(old) else name: found[name] for name in found}
+    mine = tuple(head for head in files.heads if any(name.startswith(head) for name in wanted))
+    foreign = tuple(head for head in files.heads if head not in mine)
+    kept = {
+        name: value
+        for name, value in found.items()
+        if name in wanted or not (name.endswith(files.ignored) or name.startswith(foreign))
+    }
+    missing = [name for name in wanted if name not in kept]
+    if model.classifies:
+        missing = [name for name in missing if not name.startswith(mine)]
+    beyond = [name for name in kept if name not in wanted]
+    for names, what in ((missing, "are missing"), (beyond, "are not the model's")):
+        if names:
+            some = ", ".join(sorted(names)[:3])
+            raise InvalidInput(
+                f"{type(model).__name__}.from_pretrained: {len(names)} tensors {what} ({some}): the file is of another "
+                "class of model, or damaged"
+            )
+    for name, value in kept.items():
+        if value.shape != wanted[name]:
+            raise InvalidInput(f"{name!r} is {tuple(value.shape)} in the file, config.json says {tuple(wanted[name])}")
+    return kept
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state with tiles put together; what is tied comes once."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if not isinstance(module, TiledLinear):
+            continue
+        for kind in ("weight", "bias"):
+            names = [f"{path}.tiles.{index}.{kind}" for index in range(len(module.tiles))]
+            if names[0] in state:
+                parts = [state.pop(name) for name in names]
+                state[f"{path}.{kind}"] = torch.cat(parts, dim=module.cut if kind == "weight" else 0)
+    return state
+
+
+def _load(model: nn.Module, found: dict[str, Tensor]) -> None:
+    for path, module in model.named_modules():
+        if not isinstance(module, TiledLinear):
+            continue
+        for kind in ("weight", "bias"):
+            if f"{path}.{kind}" in found:
+                parts = torch.split(found.pop(f"{path}.{kind}"), module.widths, module.cut if kind == "weight" else 0)
+                for index, part in enumerate(parts):
+                    found[f"{path}.tiles.{index}.{kind}"] = part.contiguous()
+    model.load_state_dict(found, strict=False, assign=True)

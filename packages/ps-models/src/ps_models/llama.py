@@ -1,0 +1,184 @@
+"""Llama in one file: pre-norm blocks with RMS norms, rotary positions, a gated MLP, keys shared by several queries.
+
+Tensors have the names, order and layout of Hugging Face's ``LlamaForCausalLM``; by its shape's family the same file
+also makes Mistral's, Qwen2's and Qwen3's. Letters at the end of a tensor's name are its shape, as in `ps_models.gpt`;
+g are the heads of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ps_core._workloads.shapes import Family
+from ps_models._config import DecoderConfig
+from ps_models._files import LLAMA_FILES
+from ps_models._generate import generate
+from ps_models._layers import Embedding, Linear, linear, normal, positions, run_blocks, visible
+from ps_models._loss import language_loss
+from ps_models._moe import feed_forward, with_balance
+from ps_models._pretrained import Pretrained
+from ps_models.gpt import GPTOutput
+
+__all__ = ["Llama", "LlamaConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """A shape of the llama, mistral, qwen2 or qwen3 family, and what it leaves open."""
+
+    norm_epsilon: float = 1e-5
+    rope_theta: float = 500_000.0
+    """The base of the rotary wavelengths."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.need_family("Llama", Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3)
+
+    def projection(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """A linear map of a block."""
+        return linear(Linear, inputs, outputs, bias=bias, init=normal(self.init_std), tiles=self.tiles)
+
+    def norm(self, width: int | None = None) -> nn.RMSNorm:
+        """A norm over hidden states, or over that width."""
+        return nn.RMSNorm(width or self.shape.hidden, eps=self.norm_epsilon)
+
+
+def rotation(length: int, config: LlamaConfig, like: Tensor) -> Tensor:
+    """Cosines and sines, shape (2, l, d), that turn queries and keys by their positions."""
+    width = config.shape.head_dim
+    positions_l = positions(length, config.shape.positions, like).float()
+    exponents = torch.arange(0, width, 2, device=like.device).float() / width
+    angles_ld = torch.outer(positions_l, config.rope_theta**-exponents).repeat(1, 2)
+    return torch.stack([angles_ld.cos(), angles_ld.sin()]).to(like.dtype)
+
+
+def rotated(x_bald: Tensor, turn_2ld: Tensor) -> Tensor:
+    """Each pair of a head's halves turned by its position's angle."""
+    cosine_ld, sine_ld = turn_2ld.unbind()
+    first, second = x_bald.chunk(2, dim=-1)
+    return x_bald * cosine_ld + torch.cat([-second, first], dim=-1) * sine_ld
+
+
+class Attention(nn.Module):
+    """Causal self-attention; ``heads / kv_heads`` queries share a key."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.shape = shape = config.shape
+        self.dropout = config.attention_dropout
+        self.q_proj = config.projection(shape.hidden, shape.query_width, bias=shape.qkv_bias)
+        self.k_proj = config.projection(shape.hidden, shape.kv_width, bias=shape.qkv_bias)
+        self.v_proj = config.projection(shape.hidden, shape.kv_width, bias=shape.qkv_bias)
+        self.o_proj = config.projection(shape.query_width, shape.hidden, bias=shape.out_bias)
+        self.q_norm = config.norm(shape.head_dim) if shape.qk_norm else nn.Identity()
+        self.k_norm = config.norm(shape.head_dim) if shape.qk_norm else nn.Identity()
+
+    def forward(self, x_blh: Tensor, turn_2ld: Tensor, visible_b1ll: Tensor | None) -> Tensor:
+        """Shape blh to blh."""
+        batch, length, _ = x_blh.shape
+        width = (batch, length, -1, self.shape.head_dim)
+        q_bald = self.q_norm(self.q_proj(x_blh).view(width)).transpose(1, 2)
+        k_bgld = self.k_norm(self.k_proj(x_blh).view(width)).transpose(1, 2)
+        v_bgld = self.v_proj(x_blh).view(width).transpose(1, 2)
+        y_bald = functional.scaled_dot_product_attention(
+            rotated(q_bald, turn_2ld),
+            rotated(k_bgld, turn_2ld),
+            v_bgld,
+            attn_mask=visible_b1ll,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=visible_b1ll is None,
+            enable_gqa=self.shape.kv_heads != self.shape.heads,
+        )
+        out: Tensor = self.o_proj(y_bald.transpose(1, 2).reshape(batch, length, self.shape.query_width))
+        return out
+
+
+class MLP(nn.Module):
+    """Two projections side by side, one through SiLU, multiplied; and one back."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        self.gate_proj = config.projection(shape.hidden, shape.ffn, bias=shape.mlp_bias)
+        self.up_proj = config.projection(shape.hidden, shape.ffn, bias=shape.mlp_bias)
+        self.down_proj = config.projection(shape.ffn, shape.hidden, bias=shape.mlp_bias)
+
+    def forward(self, x_h: Tensor) -> Tensor:
+        """(..., h) to (..., h)."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x_h)) * self.up_proj(x_h))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each after a norm and added to its input."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = feed_forward(config, lambda: MLP(config))
+        self.input_layernorm = config.norm()
+        self.post_attention_layernorm = config.norm()
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x_blh: Tensor, turn_2ld: Tensor, visible_b1ll: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Shape blh to blh, and the balance of experts."""
+        x_blh = x_blh + self.drop(self.self_attn(self.input_layernorm(x_blh), turn_2ld, visible_b1ll))
+        added, balance = with_balance(self.mlp(self.post_attention_layernorm(x_blh)))
+        return x_blh + self.drop(added), balance
+
+
+class Bare(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config, shape = config, config.shape
+        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, init=normal(config.init_std))
+        self.layers = nn.ModuleList(Block(config) for _ in range(shape.layers))
+        self.norm = config.norm()
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Token numbers bl to blh, and the balance of experts."""
+        x_blh = self.drop(self.embed_tokens(input_ids_bl))
+        turn_2ld = rotation(input_ids_bl.shape[1], self.config, x_blh)
+        seen = visible(attention_mask_bl, causal=True)
+        x_blh, balance = run_blocks(self.layers, self.config, x_blh, turn_2ld, seen)
+        return self.norm(x_blh), balance
+
+
+class Llama(Pretrained):
+    """The language model. ``model.embed_tokens`` is also its head where the shape ties them."""
+
+    files, config_type = LLAMA_FILES, LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config, shape = config, config.shape
+        self.model = Bare(config)
+        self.lm_head = None
+        if not shape.tied_head:
+            self.lm_head = Linear(shape.hidden, shape.vocabulary, bias=False, init=normal(config.init_std))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        return_logits: bool = False,
+    ) -> GPTOutput:
+        """As `GPT.forward`."""
+        x_blh, balance = self.model(input_ids, attention_mask)
+        table_vh = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if labels is None:
+            return GPTOutput(logits=functional.linear(x_blh, table_vh))
+        return GPTOutput(
+            *language_loss(x_blh, table_vh, labels, self.config, balance=balance, return_logits=return_logits)
+        )
+
+    generate = generate
