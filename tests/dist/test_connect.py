@@ -10,6 +10,20 @@ import ps_dist
 from ps_core._errors import InvalidInput
 
 
+@pytest.mark.parametrize("replicate", [0, -1, True, "2", 3])
+def test_copies_are_equal_parts_of_the_processes(replicate: Any) -> None:
+    with pytest.raises(InvalidInput, match="replicate"):
+        ps_dist.Mesh(0, 4, replicate)
+
+
+def test_the_mesh() -> None:
+    places = [ps_dist.Mesh(rank, 6, 2) for rank in range(6)]
+    assert [(each.shard, each.shards) for each in places] == [(0, 3), (1, 3), (2, 3)] * 2
+    assert [each.shard_peers for each in places] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
+    assert [each.replica_peers for each in places] == [(0, 3), (1, 4), (2, 5)] * 2
+    assert {each.everyone for each in places} == {(0, 1, 2, 3, 4, 5)}
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, True, "soon", float("nan")])
 def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
     with pytest.raises(InvalidInput, match="timeout_s: expected a positive number of seconds, found"):

@@ -2,127 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
+from ps_dist._journal import Journal
+from ps_dist._lane import Lane, Pending
+from ps_dist._mesh import Mesh
+from ps_dist._watch import Patience, Watch
+from ps_dist._wire import Sum, Wire
 
-_PIECE_NUMEL = 1 << 17
-"""Elements summed at a time, so that the work space stays in the cache."""
+_SHOWN_BYTES = 120
+"""Of a value that differs between ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What one process has said to the others."""
+
+    collectives: int
+    """Entered so far, with whatever else was noted."""
+    fingerprint: str
+    """Of all that, in order; the same on every process."""
+    wire_bytes: dict[str, int]
+    """Received, by operation; what is sent is as much."""
 
 
 class TorchCollectives:
     """One process's place in the group; made by `ps_dist.connect`.
 
-    A failure of any process shows in every other as `RanksDiverged`, at the latest after the timeout.
+    Everything is done in the order of the calls, by one thread beside the training, and every process must call the
+    same. ``what`` says what a call is for: in messages, and in the fingerprint by which processes that do different
+    things are found out. A failure of any process shows in every other as `RanksDiverged`.
     """
 
-    def __init__(self, *, timeout_s: float, owned: bool) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        self._owned = owned
+    def __init__(self, *, group: Any, store: Any, mesh: Mesh, patience: Patience, leave: Callable[[], None]) -> None:
+        """``group`` and ``store``: torch's (any: their types are not public). ``leave``: undoes what joined them."""
+        self._mesh, self._leave = mesh, leave
         self._open = True
-        self.rank = dist.get_rank()
-        """This process, from 0."""
-        self.ranks = dist.get_world_size()
-        """How many processes there are."""
+        self._journal = Journal()
+        self._wire = Wire(group, mesh.rank)
+        self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
+        self._lane = Lane(hopeless_s=patience.hopeless_s)
+        self._watch = Watch(store, self._lane, self._journal, rank=mesh.rank, ranks=mesh.size, patience=patience)
+        self.rank = mesh.shard
+        """This process's shard, from 0; without ``replicate`` its rank."""
+        self.ranks = mesh.shards
+        """How many shards there are; without ``replicate`` how many processes."""
 
-    def all_gather(self, into: Tensor, shard: Tensor) -> None:
-        """Put every process's equal ``shard`` into ``into``, in rank order."""
+    @property
+    def mesh(self) -> Mesh:
+        """Who shares the model with this process, and who has the same part of it."""
+        return self._mesh
+
+    # Buffers.
+
+    def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
+        """Begin to put every process's equal ``shard`` into ``into``; neither may be touched until it is over.
+
+        ``shard`` may lie in its place of ``into`` already.
+        """
         self._check("all_gather", whole=into, shard=shard)
         if into.dtype != shard.dtype:
             raise InvalidInput(f"all_gather: into is {into.dtype} but shard is {shard.dtype}; expected one type")
-        with self._named("all_gather"):
-            _gather(_as_wire(into), _as_wire(shard))
+        entry = self._journal.add(_name("all_gather", what, into))
+        peers = self._mesh.shard_peers
+        return self._lane.submit(entry, lambda: self._wire.gather("all_gather", entry.tag, peers, into, shard))
 
-    def reduce_scatter(self, into: Tensor, source: Tensor) -> None:
+    def start_reduce_scatter(
+        self, into: Tensor, source: Tensor, scratch: Tensor | None = None, what: str = ""
+    ) -> Pending:
+        """Begin to sum this process's shard of every ``source`` into ``into``; see `reduce_scatter`.
+
+        ``scratch`` are bytes (uint8) for what the others send; where they are fewer than `scratch_bytes`, the shard is
+        exchanged piece by piece. None: memory is taken for it.
+        """
+        self._check("reduce_scatter", whole=source, shard=into)
+        if scratch is None:
+            scratch = torch.empty(self.scratch_bytes(into.numel(), source.dtype), dtype=torch.uint8)
+        if scratch.dtype is not torch.uint8 or not scratch.is_contiguous():
+            raise InvalidInput(f"reduce_scatter: scratch is {scratch.dtype}, expected contiguous torch.uint8")
+        self._sum.piece_numel(into.numel(), source.dtype, scratch)
+        entry = self._journal.add(_name("reduce_scatter", what, source))
+        room = scratch.view(-1)
+        return self._lane.submit(entry, lambda: self._sum("reduce_scatter", entry.tag, into, source, room))
+
+    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """The scratch with which a reduce-scatter of shards of so many elements is done in one piece."""
+        return self._sum.scratch_bytes(shard_numel, kind)
+
+    def all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> None:
+        """Put every process's equal ``shard`` into ``into``, in rank order."""
+        self.start_all_gather(into, shard, what).wait()
+
+    def reduce_scatter(self, into: Tensor, source: Tensor, what: str = "") -> None:
         """Sum this process's shard of every process's ``source`` into ``into``.
 
         Each process sends the others their shards as they are and adds what it receives in single precision, in rank
         order, rounding once to the type of ``into``: the bits depend neither on who came first nor on the transport.
-        The received shards take as many bytes as ``source``.
+        With ``replicate`` the sums of the copies are added likewise, in single precision and the order of the copies.
         """
-        self._check("reduce_scatter", whole=source, shard=into)
-        received = torch.empty_like(source)
-        with self._named("reduce_scatter"):
-            dist.all_to_all_single(_as_wire(received), _as_wire(source))
-        _sum_rows(received.view(self.ranks, -1), into)
+        self.start_reduce_scatter(into, source, what=what).wait()
+
+    # Numbers.
+
+    def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
+        """Every process's values in double precision, a row each, in rank order; every process gives as many.
+
+        ``shards_only``: of the processes that share this one's copy of the model.
+        """
+        peers = self._mesh.shard_peers if shards_only else self._mesh.everyone
+        mine = torch.tensor(list(values), dtype=torch.float64)
+        everyone = torch.empty(mine.numel() * len(peers), dtype=torch.float64)
+        entry = self._journal.add(_name("agreement", what, mine))
+        self._check_open("agreement")
+        self._lane.submit(entry, lambda: self._wire.gather("agreement", entry.tag, peers, everyone, mine)).wait()
+        rows: list[list[float]] = everyone.view(len(peers), -1).tolist()
+        return rows
+
+    def sums(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[float]:
+        """The sums over processes in double precision and rank order, the same bits on each."""
+        return [sum(column) for column in zip(*self.all_values(values, what, shards_only=shards_only), strict=True)]
+
+    def maxima(self, values: Sequence[float], what: str = "") -> list[float]:
+        """The largest over processes, value by value; nan if any is nan."""
+        return [_largest(column) for column in zip(*self.all_values(values, what), strict=True)]
 
     def all_reduce_sum(self, value: float) -> float:
         """The sum of every process's value in double precision and rank order, the same bits on each."""
-        return sum(self._all_values("all_reduce_sum", value))
+        return self.sums([value], "sum")[0]
 
     def all_reduce_max(self, value: float) -> float:
         """The largest of every process's values; nan if any is nan."""
-        values = self._all_values("all_reduce_max", value)
-        return next((each for each in values if each != each), max(values))  # noqa: PLR0124 - only nan differs from itself
+        return self.maxima([value], "maximum")[0]
 
     def barrier(self) -> None:
         """Return when every process has come here."""
-        self._all_values("barrier", 0.0)
+        self.all_values([0.0], "barrier")
+
+    # Agreement.
+
+    def agree(self, name: str, value: str) -> None:
+        """`RanksDiverged` unless every process gives the same ``value`` for ``name``; says who has what."""
+        digest = blake2b(value.encode(), digest_size=6).digest()
+        mine = float(int.from_bytes(digest, "little"))
+        found = [row[0] for row in self.all_values([mine], f"agree on {name}")]
+        if len(set(found)) == 1:
+            return
+        shown = value.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES)
+        rows = self.all_values([float(byte) for byte in shown], f"disagree on {name}")
+        texts = [bytes(map(int, row)).decode(errors="replace").strip() for row in rows]
+        theirs = "; ".join(
+            f"{texts[found.index(each)]} (rank {', '.join(str(r) for r, f in enumerate(found) if f == each)})"
+            for each in dict.fromkeys(found)
+        )
+        raise RanksDiverged(f"{name} must be the same on all ranks, found: {theirs}")
+
+    def note(self, what: str) -> None:
+        """Enter something that every process does alike (a moment) in the fingerprint; nothing is sent."""
+        self._journal.add(what)
+
+    def statistics(self) -> Statistics:
+        """What was said so far."""
+        last = self._journal.last
+        return Statistics(
+            collectives=last.number, fingerprint=last.print, wire_bytes=dict(sorted(self._wire.received_bytes.items()))
+        )
+
+    def recent(self) -> list[str]:
+        """The latest collectives and notes, oldest first."""
+        return [entry.what for entry in self._journal.tail()[1:]]
 
     def close(self) -> None:
-        """Leave the group, if `connect` made it; safe to call twice."""
-        if self._open and self._owned:
-            dist.destroy_process_group()
+        """Leave the group once everything that was begun is over; safe to call twice."""
+        if not self._open:
+            return
         self._open = False
+        ended = self._lane.close()
+        self._watch.close()
+        if ended:  # else the transport still waits for another process, and taking it down would wait for that
+            self._leave()
 
-    def _all_values(self, operation: str, value: float) -> list[float]:
-        # On the CPU: the group that connect makes has a CPU transport beside any other.
-        mine, everyone = torch.tensor([value], dtype=torch.float64), torch.empty(self.ranks, dtype=torch.float64)
-        with self._named(operation):
-            _gather(everyone, mine)
-        values: list[float] = everyone.tolist()
-        return values
+    # Checks.
+
+    def _check_open(self, operation: str) -> None:
+        if not self._open:
+            raise InvalidInput(f"{operation}: rank {self._mesh.rank} has left the group")
 
     def _check(self, operation: str, *, whole: Tensor, shard: Tensor) -> None:
+        self._check_open(operation)
         for buffer in (whole, shard):
             if buffer.dim() != 1 or not buffer.is_contiguous():
                 raise InvalidInput(f"{operation}: buffers must be one-dimensional and contiguous")
+            if buffer.device.type != "cpu":
+                raise InvalidInput(f"{operation}: a buffer is on {buffer.device}; expected cpu")
         if whole.numel() != shard.numel() * self.ranks:
             raise InvalidInput(
                 f"{operation}: expected {self.ranks} shards of {shard.numel()} elements, found {whole.numel()} elements"
             )
-        if whole.device != shard.device:
-            raise InvalidInput(f"{operation}: buffers on {whole.device} and {shard.device}; expected one device")
-
-    @contextmanager
-    def _named(self, operation: str) -> Iterator[None]:
-        """Turn the transport's error into one that says where and who."""
-        if not self._open:
-            raise InvalidInput(f"{operation}: rank {self.rank} has left the group")
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RanksDiverged(
-                f"rank {self.rank} of {self.ranks}: {operation} failed, so another process has ended or does "
-                f"something else; look for the first error in its output ({reason})"
-            ) from error
 
 
-def _gather(into: Tensor, shard: Tensor) -> None:
-    # torch 2.13 deprecates the name by which older ones know this.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(into, shard)
+def _name(operation: str, what: str, buffer: Tensor) -> str:
+    kind = str(buffer.dtype).removeprefix("torch.")
+    return f"{operation} of {buffer.numel()} {kind}{f' ({what})' if what else ''}"
 
 
-def _as_wire(buffer: Tensor) -> Tensor:
-    """What only moves travels as bytes: no transport need know its type, and none may touch it."""
-    return buffer.view(torch.uint8)
-
-
-def _sum_rows(rows: Tensor, into: Tensor) -> None:
-    numel = into.numel()
-    total = torch.empty(min(numel, _PIECE_NUMEL), dtype=torch.float32, device=into.device)
-    for start in range(0, numel, _PIECE_NUMEL):
-        piece = slice(start, min(start + _PIECE_NUMEL, numel))
-        work = total[: piece.stop - piece.start]
-        work.copy_(rows[0, piece])
-        for row in rows[1:]:
-            work.add_(row[piece].to(torch.float32))
-        into[piece].copy_(work)
+def _largest(values: Sequence[float]) -> float:
+    return next((each for each in values if each != each), max(values))  # noqa: PLR0124 - only nan differs from itself

@@ -1,0 +1,124 @@
+"""The one thread of a process that talks to the others: everything in order, nothing at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from time import monotonic
+
+import torch
+
+from ps_core._errors import RanksDiverged
+from ps_dist._journal import Entry
+
+_LOOK_S = 1.0
+"""How often one who waits looks whether the wait is hopeless."""
+
+
+class Pending:
+    """Something on its way."""
+
+    def __init__(self, lane: Lane, entry: Entry, work: Callable[[], None]) -> None:
+        self.entry = entry
+        self._lane = lane
+        self._work: Callable[[], None] | None = work
+        self._over = Event()
+        self._error: RanksDiverged | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Return when the result may be read and the buffers reused; `RanksDiverged` if that will never be."""
+        while not self._over.wait(_LOOK_S):
+            self._lane.give_up_if_hopeless()
+        if self._error is not None:
+            raise RanksDiverged(str(self._error)) from self._error
+
+    def run(self) -> None:
+        """Do it."""
+        assert self._work is not None, "it is done once"
+        self._work()
+
+    def finish(self, error: RanksDiverged | None = None) -> None:
+        """It is over; the first to say so is right."""
+        if not self._over.is_set():
+            self._error, self._work = error, None  # buffers are let go
+            self._over.set()
+
+
+class Lane:
+    """The thread, and what waits for its turn.
+
+    The first failure ends everything: what is on its way and what is submitted later fails with the same error.
+    """
+
+    def __init__(self, *, hopeless_s: float) -> None:
+        self._hopeless_s = hopeless_s
+        self._queue: SimpleQueue[Pending | None] = SimpleQueue()
+        self._open: dict[Pending, None] = {}
+        self._lock = Lock()
+        self._flight: tuple[Pending, float] | None = None
+        self.error: RanksDiverged | None = None
+        """Why nothing goes any more, as told to everyone."""
+        self.failure: str | None = None
+        """What the transport said when it failed; `_watch` finds out who is to blame."""
+        self._thread = Thread(target=self._run, name="ps_dist lane", daemon=True)
+        self._thread.start()
+
+    def submit(self, entry: Entry, work: Callable[[], None]) -> Pending:
+        """Have something done when its turn comes."""
+        pending = Pending(self, entry, work)
+        with self._lock:
+            if self.error is not None:
+                pending.finish(self.error)
+            else:
+                self._open[pending] = None
+                self._queue.put(pending)
+        return pending
+
+    @property
+    def flight(self) -> tuple[Entry, float] | None:
+        """What is being done, and for how many seconds."""
+        flight = self._flight
+        return None if flight is None else (flight[0].entry, monotonic() - flight[1])
+
+    def fail(self, error: RanksDiverged) -> None:
+        """Nothing more will come of anything."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            for pending in self._open:
+                pending.finish(self.error)
+            self._open.clear()
+
+    def give_up_if_hopeless(self) -> None:
+        """Fail if a wait is so long that whoever should have noticed cannot."""
+        flight = self.flight
+        if flight is not None and flight[1] > self._hopeless_s:
+            self.fail(RanksDiverged(f"{flight[0].what} did not end within {flight[1]:.0f} s, and no process answers"))
+
+    def close(self) -> bool:
+        """End the thread; whether it has ended (after a failure it may still wait for another process)."""
+        self._queue.put(None)
+        self._thread.join(0.0 if self.error is not None else self._hopeless_s)
+        return not self._thread.is_alive()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            if pending.done:
+                continue
+            self._flight = (pending, monotonic())
+            try:
+                pending.run()
+            except RuntimeError as error:
+                self.failure = (str(error).splitlines() or [type(error).__name__])[0]
+                return  # `_watch` tells the rest
+            self._flight = None
+            with self._lock:
+                self._open.pop(pending, None)
+            pending.finish()

@@ -1,0 +1,57 @@
+"""Which processes share one copy of the model, and which hold the same part of it.
+
+[Note: the mesh]
+``torchrun`` numbers processes node by node. With ``replicate=r`` the ranks are cut into ``r`` equal runs, each of which
+has a whole copy of the model, one shard a process; those at the same place of each run hold the same shard. So gathers
+stay within a run (a node, or a few), and only sums of gradients go between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_core._errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """One process's place."""
+
+    rank: int
+    """Among all processes."""
+    size: int
+    """Of all processes."""
+    copies: int
+    """Of the model."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 1:
+            raise InvalidInput(f"replicate: expected a whole number of at least 1, found {self.copies!r}")
+        if self.size % self.copies:
+            raise InvalidInput(f"replicate={self.copies} does not divide the {self.size} processes")
+
+    @property
+    def shards(self) -> int:
+        """Processes that share a copy."""
+        return self.size // self.copies
+
+    @property
+    def shard(self) -> int:
+        """Which of the shards is this process's."""
+        return self.rank % self.shards
+
+    @property
+    def shard_peers(self) -> tuple[int, ...]:
+        """The ranks that share this process's copy, in the order of their shards."""
+        first = self.rank - self.shard
+        return tuple(range(first, first + self.shards))
+
+    @property
+    def replica_peers(self) -> tuple[int, ...]:
+        """The ranks that hold the same shard, one a copy."""
+        return tuple(range(self.shard, self.size, self.shards))
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(self.size))

@@ -1,0 +1,144 @@
+"""Bytes between processes: gathers and sums made of messages from one process to another.
+
+[Note: why messages]
+Buffers need no packing: every shard is sent from where it lies, and received where it is wanted. Nothing is sent to
+oneself, so the scratch of a sum is a shard smaller than what is summed. Each message carries a tag of our own, see
+[Note: fingerprints]. What is sent is what a collective of the transport would send: every shard once to each process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ps_core._errors import InvalidInput
+
+_PIECE_NUMEL = 1 << 15
+"""Elements summed at a time: in the cache, and too few for torch to start threads, which training needs."""
+_CUT_NUMEL = 64
+"""A sum that does not fit into its scratch is cut at multiples of this."""
+
+
+class Wire:
+    """One process's messages; counts what it receives."""
+
+    def __init__(self, group: Any, me: int) -> None:
+        """``group``: a process group (any: torch's stubs do not name its type) that has all processes."""
+        self._group, self._me = group, me
+        self._work = torch.empty(_PIECE_NUMEL)
+        self.received_bytes: Counter[str] = Counter()
+        """By operation."""
+
+    def swap(
+        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Send and receive these, each to or from a process."""
+        on_way = []
+        for peer, buffer in receives:
+            if buffer.numel():
+                on_way.append(dist.irecv(_as_bytes(buffer), peer, self._group, tag))
+                self.received_bytes[operation] += buffer.nbytes
+        for peer, buffer in sends:
+            if buffer.numel():
+                on_way.append(dist.isend(_as_bytes(buffer), peer, self._group, tag))
+        for work in on_way:
+            assert work is not None, "this process is one of the group"
+            work.wait()
+
+    def gather(self, operation: str, tag: int, peers: Sequence[int], into: Tensor, shard: Tensor) -> None:
+        """Every peer's shard, in the order of ``peers``."""
+        rows = into.view(len(peers), -1)
+        others = [(place, peer) for place, peer in enumerate(peers) if peer != self._me]
+        mine = rows[peers.index(self._me)]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        self.swap(
+            operation, tag, [(peer, shard) for _, peer in others], [(peer, rows[place]) for place, peer in others]
+        )
+
+    def exchange_sum(
+        self, operation: str, tag: int, peers: Sequence[int], into: Tensor, rows: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        """Send each peer its row; sum what comes for us, in single precision and the order of ``peers``."""
+        numel, kind = into.numel(), rows[0].dtype
+        others = [place for place, peer in enumerate(peers) if peer != self._me]
+        came = scratch[: len(others) * numel * kind.itemsize].view(kind).view(len(others), numel)
+        sends = [(peers[place], rows[place]) for place in others]
+        self.swap(operation, tag, sends, [(peers[place], came[index]) for index, place in enumerate(others)])
+        parts = list(came)
+        parts.insert(peers.index(self._me), rows[peers.index(self._me)])
+        self._sum(parts, into)
+
+    def _sum(self, parts: Sequence[Tensor], into: Tensor) -> None:
+        direct = into.dtype is torch.float32
+        for start in range(0, into.numel(), _PIECE_NUMEL):
+            piece = slice(start, min(start + _PIECE_NUMEL, into.numel()))
+            total = into[piece] if direct else self._work[: piece.stop - piece.start]
+            total.copy_(parts[0][piece])
+            for part in parts[1:]:
+                total.add_(part[piece])
+            if not direct:
+                into[piece].copy_(total)
+
+
+def _as_bytes(buffer: Tensor) -> Tensor:
+    """What only moves travels as bytes: no transport need know its type, and none may touch it."""
+    return buffer.view(torch.uint8)
+
+
+class Sum:
+    """Reduce-scatter over a mesh: within a node in the type of what is summed, across nodes in single precision."""
+
+    def __init__(self, wire: Wire, shards: Sequence[int], replicas: Sequence[int], me: int) -> None:
+        """``shards`` share one copy of the model; ``replicas`` hold the same shard as this process."""
+        self._wire, self._shards, self._replicas, self._me = wire, shards, replicas, me
+
+    def scratch_bytes(self, numel: int, kind: torch.dtype) -> int:
+        """What a shard of ``numel`` elements takes in one piece."""
+        copies = len(self._replicas)
+        across = 4 * numel + 4 * (copies - 1) * -(-numel // copies) if copies > 1 else 0
+        return (len(self._shards) - 1) * numel * kind.itemsize + across
+
+    def piece_numel(self, numel: int, kind: torch.dtype, scratch: Tensor) -> int:
+        """How many elements of a shard fit into the scratch at a time."""
+        if self.scratch_bytes(numel, kind) <= scratch.nbytes:
+            return max(numel, 1)
+        per_cut = self.scratch_bytes(_CUT_NUMEL, kind)
+        cuts = scratch.nbytes // per_cut
+        if not cuts:
+            raise InvalidInput(f"reduce_scatter: scratch of {scratch.nbytes} bytes, expected at least {per_cut}")
+        return cuts * _CUT_NUMEL
+
+    def __call__(self, operation: str, tag: int, into: Tensor, source: Tensor, scratch: Tensor) -> None:
+        """Sum every process's part for this shard into ``into``, piece by piece."""
+        rows = source.view(len(self._shards), -1)
+        numel = into.numel()
+        step = self.piece_numel(numel, source.dtype, scratch)
+        for start in range(0, numel, step):
+            piece = slice(start, min(start + step, numel))
+            parts = [row[piece] for row in rows]
+            if len(self._replicas) == 1:
+                self._wire.exchange_sum(operation, tag, self._shards, into[piece], parts, scratch)
+                continue
+            width = piece.stop - piece.start
+            partial = scratch[: 4 * width].view(torch.float32)
+            rest = scratch[4 * width :]
+            self._wire.exchange_sum(operation, tag, self._shards, partial, parts, rest)
+            self._across(tag, into[piece], partial, rest)
+
+    def _across(self, tag: int, into: Tensor, partial: Tensor, scratch: Tensor) -> None:
+        """Each replica sums a part for all, then sends it on: every replica has the same bits."""
+        copies, numel, operation = len(self._replicas), into.numel(), "replicate"
+        cuts = [numel * place // copies for place in range(copies + 1)]
+        parts = [slice(cuts[place], cuts[place + 1]) for place in range(copies)]
+        mine = parts[self._replicas.index(self._me)]
+        self._wire.exchange_sum(operation, tag, self._replicas, into[mine], [partial[part] for part in parts], scratch)
+        others = [(peer, part) for peer, part in zip(self._replicas, parts, strict=True) if peer != self._me]
+        self._wire.swap(
+            operation, tag, [(peer, into[mine]) for peer, _ in others], [(peer, into[part]) for peer, part in others]
+        )

@@ -1,0 +1,96 @@
+"""Processes that stay, joined as torchrun would join them, and do one case after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import ps_dist
+
+_WAIT_S = 60.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Crew:
+    """One process a rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._lines: list[Connection] = []
+        self._processes = []
+        for rank in range(ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, ranks, port, there), daemon=True)
+            process.start()
+            there.close()
+            self._lines.append(here)
+            self._processes.append(process)
+
+    def run(self, case: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+        """What ``case(collectives, *args)`` gives on each rank; settings are `connect`'s."""
+        for line in self._lines:
+            line.send((case, args, settings))
+        found = []
+        for rank, line in enumerate(self._lines):
+            if not line.poll(_WAIT_S):
+                raise AssertionError(f"rank {rank} did not answer")
+            good, value = line.recv()
+            found.append((good, value))
+        failed = "\n".join(f"rank {rank}: {value}" for rank, (good, value) in enumerate(found) if not good)
+        assert not failed, failed
+        return [value for _, value in found]
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+@contextmanager
+def crew(ranks: int) -> Iterator[Crew]:
+    """For as long as the block."""
+    made = Crew(ranks)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _serve(rank: int, ranks: int, port: int, line: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first = ps_dist.connect(timeout_s=30)
+    joined: dict[Any, ps_dist.TorchCollectives] = {(): first}
+    while True:
+        try:
+            case, args, settings = line.recv()
+        except EOFError:
+            break
+        try:
+            key = tuple(sorted(settings.items()))
+            if key not in joined:
+                joined[key] = ps_dist.connect(**({"timeout_s": 30} | settings))
+            line.send((True, case(joined[key], *args)))
+        except BaseException:
+            line.send((False, traceback.format_exc()))
+    for each in reversed(joined.values()):
+        each.close()

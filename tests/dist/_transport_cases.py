@@ -1,0 +1,198 @@
+"""What every rank of a crew does; each function asserts in its own process."""
+
+from __future__ import annotations
+
+import math
+import time
+from threading import get_ident
+from typing import Any
+
+import pytest
+import torch
+
+import ps_dist
+from ps_core._collectives import Collectives
+from ps_core._errors import InvalidInput, RanksDiverged
+
+KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def drawn(rank: int, numel: int, kind: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What a rank holds; every rank can draw every other's."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(kind)
+
+
+def expected_sum(each: ps_dist.TorchCollectives, numel: int, kind: torch.dtype, seed: int) -> torch.Tensor:
+    """In single precision: first over the ranks of each copy, in rank order, then over the copies."""
+    mine = slice(each.rank * numel, (each.rank + 1) * numel)
+    whole = numel * each.ranks
+    totals = []
+    for copy in range(each.mesh.copies):
+        total = torch.zeros(numel)
+        for rank in range(copy * each.ranks, (copy + 1) * each.ranks):
+            total += drawn(rank, whole, kind, seed)[mine].float()
+        totals.append(total)
+    result = totals[0]
+    for total in totals[1:]:
+        result = result + total
+    return result
+
+
+def gathers(each: ps_dist.TorchCollectives, numel: int, kind: str, seed: int) -> int:
+    """All-gather, with the shard elsewhere and with the shard in place; the bytes received."""
+    dtype, peers = KINDS[kind], each.mesh.shard_peers
+    wanted = torch.cat([drawn(rank, numel, dtype, seed) for rank in peers])
+    before = each.statistics().wire_bytes.get("all_gather", 0)
+    whole = torch.full((each.ranks * numel,), math.nan, dtype=dtype)
+    each.all_gather(whole, drawn(each.mesh.rank, numel, dtype, seed))
+    assert torch.equal(whole, wanted)
+    again = torch.full((each.ranks * numel,), math.nan, dtype=dtype)
+    place = again[each.rank * numel : (each.rank + 1) * numel]
+    place.copy_(drawn(each.mesh.rank, numel, dtype, seed))
+    each.all_gather(again, place)
+    assert torch.equal(again, wanted)
+    return each.statistics().wire_bytes["all_gather"] - before
+
+
+def reduces(each: ps_dist.TorchCollectives, numel: int, kind: str, pieces: int, seed: int) -> dict[str, int]:
+    """Reduce-scatter into both types with scratch for so many pieces; the bytes received for one of them."""
+    dtype = KINDS[kind]
+    source = drawn(each.mesh.rank, numel * each.ranks, dtype, seed)
+    kept, wanted = source.clone(), expected_sum(each, numel, dtype, seed)
+    room = max(each.scratch_bytes(numel, dtype) // pieces, each.scratch_bytes(64, dtype))
+    spent: dict[str, int] = {}
+    for into in (torch.full((numel,), math.nan, dtype=dtype), torch.full((numel,), math.nan)):
+        scratch = torch.full((room + 128,), 0xFF, dtype=torch.uint8)
+        before = each.statistics().wire_bytes
+        each.start_reduce_scatter(into, source, scratch[:room]).wait()
+        after = each.statistics().wire_bytes
+        assert torch.equal(into, wanted.to(into.dtype))
+        assert bool((scratch[room:] == 0xFF).all()), "nothing is written beyond the scratch"
+        assert torch.equal(source, kept), "the source stays as it was"
+        spent = {name: after[name] - before.get(name, 0) for name in ("reduce_scatter", "replicate") if name in after}
+    each.reduce_scatter(into, source)
+    assert torch.equal(into, wanted.to(into.dtype))
+    return spent
+
+
+def scalars(each: ps_dist.TorchCollectives) -> None:
+    """Numbers, not-a-numbers and infinities."""
+    rank, size = each.mesh.rank, each.mesh.size
+    values = [0.1 * (other + 1) for other in range(size)]
+    assert each.all_reduce_sum(values[rank]) == sum(values)
+    assert each.all_reduce_max(-values[rank]) == -0.1
+    assert each.maxima([rank, -rank]) == [size - 1, 0]
+    assert each.all_values([rank, 7.0]) == [[float(other), 7.0] for other in range(size)]
+    assert each.all_values([rank], shards_only=True) == [[float(other)] for other in each.mesh.shard_peers]
+    assert each.sums([values[rank]], shards_only=True) == [sum(values[other] for other in each.mesh.shard_peers)]
+    for bad in range(size):
+        assert math.isnan(each.all_reduce_max(math.nan if rank == bad else 1.0))
+        assert each.all_reduce_max(math.inf if rank == bad else 1.0) == math.inf
+
+
+def refusals(each: ps_dist.TorchCollectives) -> None:
+    """Refused alike everywhere, before anything is sent or entered."""
+    ranks, before = each.ranks, each.statistics()
+    with pytest.raises(InvalidInput, match=f"expected {ranks} shards of 3 elements, found 5 elements"):
+        each.all_gather(torch.empty(5), torch.empty(3))
+    with pytest.raises(InvalidInput, match="one-dimensional and contiguous"):
+        each.all_gather(torch.empty(ranks, 3), torch.empty(3))
+    with pytest.raises(InvalidInput, match="one-dimensional and contiguous"):
+        each.reduce_scatter(torch.empty(6)[::2], torch.empty(3 * ranks))
+    with pytest.raises(InvalidInput, match=r"into is torch.float32 but shard is torch.float16"):
+        each.all_gather(torch.empty(3 * ranks), torch.empty(3, dtype=torch.float16))
+    with pytest.raises(InvalidInput, match="a buffer is on meta; expected cpu"):
+        each.reduce_scatter(torch.empty(3), torch.empty(3 * ranks, device="meta"))
+    small = torch.empty(64 * 4 * (ranks - 1) - 1, dtype=torch.uint8)
+    with pytest.raises(InvalidInput, match=f"scratch of {small.numel()} bytes, expected at least {small.numel() + 1}"):
+        each.start_reduce_scatter(torch.empty(128), torch.empty(128 * ranks), small)
+    with pytest.raises(InvalidInput, match=r"scratch is torch.float32, expected contiguous torch.uint8"):
+        each.start_reduce_scatter(torch.empty(3), torch.empty(3 * ranks), torch.empty(900))
+    assert each.statistics() == before
+
+
+def overlaps(each: ps_dist.TorchCollectives) -> list[str]:
+    """Many begun before any is over: done in order, by another thread, while this one computes."""
+    assert isinstance(each, Collectives)
+    numel, size, rank = 1 << 16, each.mesh.size, each.mesh.rank
+    shards = [torch.full((numel,), float(rank + 10 * index)) for index in range(6)]
+    wholes = [torch.zeros(numel * size) for _ in shards]
+    on_way = [
+        each.start_all_gather(whole, shard, f"group {index}")
+        for index, (whole, shard) in enumerate(zip(wholes, shards, strict=True))
+    ]
+    into, source = torch.zeros(numel), torch.full((numel * size,), 2.0, dtype=torch.bfloat16)
+    reduced = each.start_reduce_scatter(into, source, what="group 0")
+    computed = torch.ones(64, 64) @ torch.ones(64, 64)
+    each.note("backward of group 0")
+    reduced.wait()
+    assert all(pending.done for pending in on_way), "what was begun earlier ended earlier"
+    for index, whole in enumerate(wholes):
+        assert torch.equal(whole.view(size, -1)[:, 0], torch.arange(size) + 10.0 * index)
+    assert float(computed[0, 0]) == 64
+    assert torch.equal(into, torch.full((numel,), 2.0 * size))
+    assert get_ident() == main_thread()
+    return each.recent()[-8:]
+
+
+def main_thread() -> int:
+    import threading
+
+    found = threading.main_thread().ident
+    assert found is not None
+    return found
+
+
+def agrees(each: ps_dist.TorchCollectives) -> None:
+    """The same everywhere is fine; a difference is told to all, with who has what."""
+    each.agree("the layout", "abc")
+    value = "12 groups" if each.mesh.rank else "13 groups"
+    with pytest.raises(RanksDiverged) as caught:
+        each.agree("the layout", value)
+    others = ", ".join(str(rank) for rank in range(1, each.mesh.size))
+    assert str(caught.value) == (
+        f"the layout must be the same on all ranks, found: 13 groups (rank 0); 12 groups (rank {others})"
+    )
+    each.agree("the layout", "abc")
+
+
+def parts(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[str, float]:
+    """One rank does something else; what all are told, and after how long."""
+    shard, whole = torch.zeros(4), torch.zeros(4 * each.ranks)
+    each.all_gather(whole, shard, "layer 1")
+    started = time.monotonic()
+    other = each.mesh.rank == at_rank
+    each.note("forward of layer 3" if other else "forward of layer 2")
+    with pytest.raises(RanksDiverged) as caught:
+        each.all_gather(whole, shard, "the head")
+    with pytest.raises(RanksDiverged, match="do different things"):
+        each.barrier()  # nothing goes any more
+    return str(caught.value), time.monotonic() - started
+
+
+def lags(each: ps_dist.TorchCollectives) -> str:
+    """Rank 1 does not come; the others are told who is missed, it is told that they gave up."""
+    if each.mesh.rank == 1:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                pending = (
+                    each.start_all_gather(torch.zeros(each.ranks), torch.zeros(1), "layer 1")
+                    if given_up(each)
+                    else None
+                )
+                if pending is not None:
+                    pending.wait()
+            except RanksDiverged as error:
+                return str(error)
+            time.sleep(0.05)
+        raise AssertionError("nobody gave up")
+    with pytest.raises(RanksDiverged) as caught:
+        each.all_gather(torch.zeros(each.ranks), torch.zeros(1), "layer 1")
+    return str(caught.value)
+
+
+def given_up(each: ps_dist.TorchCollectives) -> bool:
+    """Whether another rank has said that it failed."""
+    store: Any = each._watch._store
+    return bool(store.check(["state/0"]) and b'"error": "rank' in store.get("state/0"))

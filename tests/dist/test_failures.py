@@ -1,0 +1,85 @@
+"""Processes that end, never come, or are not alike: the others say so, and end too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from _crew import free_port
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def launch(program: str, own: Sequence[dict[str, str]]) -> list[tuple[int, str]]:
+    """Start the program once a rank, with what torchrun would set and each rank's own; exit status and output."""
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(own))}
+    common |= {"OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(PROGRAMS / program)],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, settings in enumerate(own)
+    ]
+    try:
+        return [(each.wait(), output) for each in running for output in [each.communicate(timeout=60)[0]]]
+    finally:
+        for each in running:
+            each.kill()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_ends_is_named_by_all_others(lost: int) -> None:
+    for rank, (status, output) in enumerate(launch("lost.py", [{"LOST": str(lost)}] * 3)):
+        if rank == lost:
+            assert status == 7, output
+            continue
+        assert status == 1, output
+        assert f"RanksDiverged: rank {rank} of 3: " in output
+        assert f"rank {lost}" in output.split("RanksDiverged: ")[-1]
+        assert "ended or cannot be reached" in output
+        seconds = next(line for line in output.splitlines() if line.startswith("seconds: "))
+        assert float(seconds.removeprefix("seconds: ")) < 25, "before the timeout"
+
+
+def test_a_group_nobody_else_joins() -> None:
+    ((status, output),) = launch("alone.py", [{"WORLD_SIZE": "2"}])
+    assert status == 0, output
+    assert "rank 0 of 2 could not join the others" in output
+
+
+def test_other_versions_are_found_at_the_start() -> None:
+    for rank, (status, output) in enumerate(launch("unlike.py", [{"TORCH": "2.11"}, {"TORCH": "2.12"}])):
+        assert status == 0, output
+        versions = ("2.11", "2.12") if rank == 0 else ("2.12", "2.11")
+        assert (
+            f"torch must be the same on all ranks: rank {rank} has {versions[0]}, rank {1 - rank} has {versions[1]}; "
+            "install and start the same everywhere" in output
+        )
+
+
+def test_another_number_of_processes_is_found_at_the_start() -> None:
+    found = launch("unlike.py", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "3"}])
+    for rank, (status, output) in enumerate(found):
+        assert status == 0, output
+        assert f"the number of processes must be the same on all ranks: rank {rank} has {2 + rank}" in output
+
+
+def test_torchrun() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAMS / "small.py"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0:3.0", "1:3.0"]

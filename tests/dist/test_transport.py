@@ -1,0 +1,94 @@
+"""Real gloo processes: two and four of them, the four also as two copies of two."""
+
+from __future__ import annotations
+
+import _transport_cases as cases
+import pytest
+from _crew import Crew, crew
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+LONG = 32_768 + 5
+
+
+def across_bytes(numel: int, place: int, kind: str) -> int:
+    """What one of two copies receives of a shard: half in single precision, then the other half rounded."""
+    mine = numel * (place + 1) // 2 - numel * place // 2
+    return 4 * mine + BYTES[kind] * (numel - mine)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("numel", [1, 192, LONG])
+def test_every_shard_comes_to_every_rank(each_crew: Crew, numel: int, kind: str) -> None:
+    for received in each_crew.run(cases.gathers, numel, kind, 1):
+        assert received == 2 * (each_crew.ranks - 1) * numel * BYTES[kind]
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize(("numel", "pieces"), [(1, 1), (192, 1), (192, 3), (LONG, 1), (LONG, 7)])
+def test_sums_are_taken_in_single_precision_and_rank_order(each_crew: Crew, numel: int, pieces: int, kind: str) -> None:
+    for received in each_crew.run(cases.reduces, numel, kind, pieces, 2):
+        assert received["reduce_scatter"] == (each_crew.ranks - 1) * numel * BYTES[kind]
+        assert "replicate" not in received
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize(("numel", "pieces"), [(1, 1), (192, 2), (LONG, 5)])
+def test_two_copies_of_two_shards(four: Crew, numel: int, pieces: int, kind: str) -> None:
+    for received in four.run(cases.gathers, numel, kind, 3, replicate=2):
+        assert received == 2 * numel * BYTES[kind]
+    for rank, received in enumerate(four.run(cases.reduces, numel, kind, pieces, 4, replicate=2)):
+        assert received["reduce_scatter"] == numel * BYTES[kind]
+        if pieces == 1:  # the last of the two sums is into fp32
+            assert received["replicate"] == across_bytes(numel, rank // 2, "fp32")
+    four.run(cases.scalars, replicate=2)
+
+
+@given(
+    numel=st.integers(1, 700),
+    pieces=st.integers(1, 9),
+    kind=st.sampled_from(sorted(BYTES)),
+    copies=st.sampled_from((1, 2, 4)),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_of_sum(four: Crew, numel: int, pieces: int, kind: str, copies: int) -> None:
+    four.run(cases.reduces, numel, kind, pieces, numel, **({} if copies == 1 else {"replicate": copies}))
+
+
+def test_numbers(each_crew: Crew) -> None:
+    each_crew.run(cases.scalars)
+
+
+def test_refusals(each_crew: Crew) -> None:
+    each_crew.run(cases.refusals)
+
+
+def test_what_is_begun_is_done_in_order_beside_the_computation(two: Crew) -> None:
+    first, second = two.run(cases.overlaps)
+    assert first == second
+    gather, reduce = "all_gather of 131072 float32", "reduce_scatter of 131072 bfloat16"
+    assert first == [*(f"{gather} (group {index})" for index in range(6)), f"{reduce} (group 0)", "backward of group 0"]
+
+
+def test_what_must_be_the_same_is(each_crew: Crew) -> None:
+    each_crew.run(cases.agrees)
+
+
+@pytest.mark.parametrize("at_rank", [0, 1])
+def test_ranks_that_part_ways_are_told_where(at_rank: int) -> None:
+    with crew(2) as lost:
+        found = lost.run(cases.parts, at_rank, timeout_s=12)
+    layers = ("3", "2") if at_rank == 0 else ("2", "3")
+    where = "number 2: rank 0 did forward of layer {}, rank 1 did forward of layer {}".format(*layers)
+    for message, seconds in found:
+        assert f"the ranks do different things; the first difference is {where}" in message
+        assert seconds < 12, "long before the timeout"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with crew(2) as lost:
+        told, late = lost.run(cases.lags, timeout_s=2)
+    assert "rank 0 of 2: number 1, all_gather of 2 float32 (layer 1), took over 2 s; " in told
+    assert "rank 1 is at number 0 (between collectives)" in told
+    assert f"rank 0 failed: {told}" in late or "cannot end: rank 0" in late
