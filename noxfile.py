@@ -18,7 +18,9 @@ CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
 ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
-PYTEST = ("pytest", "hypothesis", "pytest-cov")
+PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
+SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
+"""For tests whose tensors are so small that one process leaves most of a machine idle."""
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "hatchling", "packaging")
 DOCS = ("mkdocs-material",)
 NVRTC = tuple(f"{name} ; sys_platform == 'linux'" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))
@@ -51,11 +53,11 @@ def run_imports(session: nox.Session) -> None:
 
 
 def run_kernels(session: nox.Session) -> None:
-    pytest(session, "tests/kernels")
+    pytest(session, "tests/kernels", options=SIDE_BY_SIDE)
 
 
 def run_engine(session: nox.Session) -> None:
-    pytest(session, "tests/engine")
+    pytest(session, "tests/engine", options=SIDE_BY_SIDE)
 
 
 def run_dist(session: nox.Session) -> None:
@@ -63,7 +65,7 @@ def run_dist(session: nox.Session) -> None:
 
 
 def run_models(session: nox.Session) -> None:
-    pytest(session, "tests/models")
+    pytest(session, "tests/models", options=SIDE_BY_SIDE)
 
 
 def run_meta(session: nox.Session) -> None:

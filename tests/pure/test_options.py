@@ -70,6 +70,7 @@ def test_a_match_sees_the_parameter():
         lambda: Options(keep_fp32="norm"),
         lambda: Options(keep_fp32=(1,)),
         lambda: Options(plan_cache=3),
+        lambda: Options(machine=3),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(make):
@@ -96,6 +97,7 @@ def test_defaults():
         cast_inputs=True,
         eager_step=False,
         plan_cache=None,
+        machine=None,
     )
     assert Adam() == Adam(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     assert AdamW().weight_decay == 0.01

@@ -147,7 +147,9 @@ class Options:
     eager_step: bool = False
     """Step during backward: no clipping, one backward a step."""
     plan_cache: str | None = None
-    """Directory where plans are kept from run to run; None: not kept."""
+    """Directory where the choices behind plans are kept from run to run; None: not kept."""
+    machine: str | None = None
+    """What to plan for: a built-in machine's name or a TOML file; None: the one that is most like this."""
 
     def __post_init__(self) -> None:
         _bytes("Options.group_bytes", self.group_bytes, least=1)
@@ -163,6 +165,8 @@ class Options:
             raise InvalidInput(f"Options.keep_fp32 must be a tuple of name patterns, found {self.keep_fp32!r}")
         if self.plan_cache is not None and not isinstance(self.plan_cache, str):
             raise InvalidInput(f"Options.plan_cache must be the path of a directory, found {self.plan_cache!r}")
+        if self.machine is not None and not isinstance(self.machine, str):
+            raise InvalidInput(f"Options.machine must be a machine's name or a TOML file, found {self.machine!r}")
 
 
 def _bytes(what: str, size: int | str | None, least: int = 0) -> None:

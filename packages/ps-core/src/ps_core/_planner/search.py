@@ -97,6 +97,27 @@ def find_plan(
     return _tight([scorer.program for scorer in scorers], tiers, machine, setup)
 
 
+def plan_with(
+    placement: Placement | None,
+    trace: Trace,
+    tiers: tuple[Tier, ...],
+    machine: Machine,
+    *,
+    setup: Setup,
+    layout: Layout,
+) -> Planned:
+    """The plan of a placement that a search found earlier, verified (None: the tight planner's)."""
+    check_tiers(tiers)
+    program = _program(trace, layout, setup)
+    if placement is None:
+        return _tight([program], tiers, machine, setup)
+    try:
+        plan = make_plan(make_frame(program, tiers, placement, setup.policy))
+    except NoRoom:
+        raise InvalidInput("there is no room for this placement") from None
+    return _checked(program, plan, machine, setup, placement)
+
+
 def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup) -> Planned:
     """The same layout and placement under another eviction policy, to compare."""
     if planned.placement is None:

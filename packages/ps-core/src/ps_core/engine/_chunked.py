@@ -123,8 +123,6 @@ def _check_options(options: Options) -> None:
     """Options of the pure core that this engine does not have; better said than passed over."""
     if options.eager_step:
         raise InvalidInput("Options.eager_step: this engine steps in optimizer.step() only; leave it out")
-    if options.plan_cache is not None:
-        raise InvalidInput("Options.plan_cache: this engine plans anew in each process; leave it out")
 
 
 def _device(device: str | Device, *, pin: bool) -> Device:

@@ -11,18 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ps_core._errors import DoesNotFit
+from ps_core._layout import Layout
 from ps_core._options import Options
 from ps_core._plan import Tier
 from ps_core._planner.policy import Policy
-from ps_core._planner.search import Setup, find_plan
+from ps_core._planner.recall import find_plan_again
+from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
 from ps_core.engine._arrange import arrange
 from ps_core.engine._engine import Engine
@@ -95,6 +99,8 @@ class Pilot:
             precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
         )
         self._options, self._cast = options, cast
+        named, like = options.machine, engine.store.device.machine
+        self._machine = (like or THIS_COMPUTER) if named is None else find_machine(named)
         self._plan: EnginePlan | None = None
         self._planned_for = _Batch()
         self._batch: _Batch | None = None
@@ -285,9 +291,8 @@ class Pilot:
         if not engine.store.device.lazy:
             trace = level(trace, self._spare_bytes)
         layout, order = lay_groups(groups, records, trace)
-        machine = engine.store.device.machine or THIS_COMPUTER
         try:
-            planned = find_plan(trace, self._tiers(), machine, setup=self._setup, layout=layout)
+            planned = self._find(trace, layout)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
         plan = EnginePlan(planned, order, recording.beats)
@@ -297,9 +302,15 @@ class Pilot:
         say(
             f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
             f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
-            f"{machine.name}"
+            f"{self._machine.name}"
         )
         return True
+
+    def _find(self, trace: Trace, layout: Layout) -> Planned:
+        tiers, setup, folder = self._tiers(), self._setup, self._options.plan_cache
+        if folder is None:
+            return find_plan(trace, tiers, self._machine, setup=setup, layout=layout)
+        return find_plan_again(trace, tiers, self._machine, setup=setup, layout=layout, folder=Path(folder))
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """The planner's refusal with what a user of the engine can do about it."""
