@@ -58,8 +58,8 @@ THIS_COMPUTER = Machine(
     internode_bandwidth=1e9,
 )
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
-_SPARE_PARTS = 20
-"""Where memory ran out, this part of it is left free besides, at the least."""
+_SPARE_PARTS = (20, 4)
+"""Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 
 
 @dataclass(slots=True)
@@ -158,9 +158,13 @@ class Pilot:
         if missing_bytes:
             self._batch = None  # nothing is to be learned from a pass that broke off
             self._engine.finish_pass()
-            self._spare_bytes += max(missing_bytes, store.tiers[0].capacity_bytes // _SPARE_PARTS)
+            before, (least, most) = self._spare_bytes, (store.tiers[0].capacity_bytes // part for part in _SPARE_PARTS)
+            self._spare_bytes += min(max(missing_bytes, least), most)
             self._found, self._estimated = self._found or self._source, False
-            self.consider()
+            try:
+                self.consider()
+            except DoesNotFit:
+                self._spare_bytes = before  # the plan in force is as good as any
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
