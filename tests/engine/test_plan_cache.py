@@ -18,7 +18,7 @@ from ps_core.engine import statistics
 def train(options: Options) -> tuple[dict[str, torch.Tensor], float]:
     """Parameters after two steps, the second by plan, and how long the plan says a step takes."""
     torch.manual_seed(0)
-    budget = Budget(device="40KiB", host=HOST)
+    budget = Budget(device="64KiB", host=HOST)
     with chunked_model(models.stack(), device=stand_in(), budget=budget, options=options) as (model, optimizer):
         for index in range(2):
             square(model, *rows(index)).backward()
