@@ -141,6 +141,7 @@ class Replay:
         if len(self._done) < self._lines.count:
             raise PlanMismatch(f"{self._segment.value}: {self._lines.count - len(self._done)} instructions never come")
         self._settle_homes()
+        self._events.clear()  # a device uses them again
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Carry out the step segment."""
@@ -182,6 +183,8 @@ class Replay:
                     at += 1
                     self._at[queue] = at
                     moving = True
+                    if queue is Queue.CPU:
+                        break  # the host has worked for a while, and copies may wait for what it did
 
     def _may_issue(self, instr: Instr) -> bool:
         if isinstance(instr.op, Run) or not self._ready(instr):
