@@ -125,6 +125,7 @@ class FakeRuntime:
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
         before, self._current = self._current, stream
+        stream.catch_up(stream.end)  # for PyTorch's operators run at once
         try:
             yield
         finally:
@@ -147,11 +148,11 @@ class FakeRuntime:
         self.hosts += 1
         return PinnedArena(size_bytes, pin=pin, pinner=FakePinner(self))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.is_contiguous()
         assert source.is_contiguous()
         to, of, size = target.data_ptr(), source.data_ptr(), source.nbytes
-        self._current.launch(lambda: ctypes.memmove(to, of, size) and None)
+        stream.launch(lambda: ctypes.memmove(to, of, size) and None)
 
     def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
         if tensor.untyped_storage()._cdata in self.allocator._lives:  # memory of others it leaves alone

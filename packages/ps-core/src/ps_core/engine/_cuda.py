@@ -64,9 +64,9 @@ class CudaDevice:
         self.torch_device = runtime.torch_device
         self.lazy = False
         self._runtime = runtime
-        self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H)}
+        self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
         self._last: dict[Queue, CudaEvent | None] = dict.fromkeys(self._streams)
-        """Behind all that a copy stream was given; None: it was given more since."""
+        """Behind all that one of these was given; None: it was given more since."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
         self._owned = [0]
@@ -125,8 +125,7 @@ class CudaDevice:
         if stream is None:
             target.copy_(source)
             return
-        with self._runtime.using(stream):
-            self._runtime.copy(target, source)
+        self._runtime.copy(stream, target, source)
         self._runtime.used_by(target, stream)
         self._runtime.used_by(source, stream)
         self._last[queue] = None

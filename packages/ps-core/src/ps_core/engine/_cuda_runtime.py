@@ -70,8 +70,8 @@ class Runtime(Protocol):
     def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
         """Host memory."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current stream; the host goes on at once where its memory is pinned."""
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On a stream; the host goes on at once where its memory is pinned."""
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The allocator may not give the tensor's memory to others before the stream has got this far."""
@@ -128,9 +128,10 @@ class TorchRuntime:
         with torch.cuda.device(self.torch_device):
             return PinnedArena(size_bytes, pin=pin)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current stream."""
-        target.copy_(source, non_blocking=True)
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On a stream."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
 
     def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
         """Memory that is not the allocator's it leaves alone."""

@@ -1,0 +1,362 @@
+"""The CUDA device on a runtime that the CPU plays: the real engine, with copies that lag and memory that runs out."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import _models as models
+from _cases import CASES, finish, next_token, rows, square, tokens
+from _fake_cuda import FakeRuntime
+from _reference import Make, Settings, differences, plain
+from _runs import HOST, check_same, chunked_model, managed, tightest
+from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
+from ps_core._plan import Queue
+from ps_core.engine import chunked, statistics
+from ps_core.engine._bystanders import bring_along
+from ps_core.engine._cuda import CudaDevice, cuda_device
+from ps_core.engine._cuda_memory import AllocatorTide
+from ps_core.engine._standin import StandIn
+
+CASE = {each.name: each for each in CASES}
+NAMES = ("tied", "lstm", "frozen", "mixed_dtypes", "two_forwards", "detached_weight", "evaluation_before_step")
+
+
+def check_on_the_fake(loop: Any, settings: Settings, seed: int) -> tuple[FakeRuntime, Any]:
+    """Under the tightest budget, with everything that is freed poisoned."""
+    runtimes: list[FakeRuntime] = []
+
+    def attempt(size: int) -> Any:
+        runtimes.append(FakeRuntime(seed))
+        with runtimes[-1]:
+            return managed(loop, settings, lambda: CudaDevice(runtimes[-1]), Budget(device=size, host=HOST))
+
+    size, got = tightest(attempt, rounds=1)
+    check_same(loop, settings, got)
+    assert got.evictions > 0, f"nothing was ever evicted under {size:,} bytes"
+    return runtimes[-1], got
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_as_in_plain_pytorch(name: str, seed: int) -> None:
+    case = CASE[name]
+    precision = ("bf16", "fp16")[seed - 1]
+    check_on_the_fake(case.run, Settings(precision=precision, max_grad_norm=0.5, options=case.options), seed)
+
+
+def language(make: Make, *, steps: int = 4, micro_batches: int = 1, checkpointing: bool = True) -> list[Tensor]:
+    model, optimizer = make(models.Language(tied=True, checkpointing=checkpointing), SGD(lr=0.2, momentum=0.9))
+    logs = []
+    for index in range(steps):
+        for micro in range(micro_batches):
+            loss = next_token(model, *tokens(100 * index + micro))
+            optimizer.scale(loss).backward()
+            logs.append(loss.detach())
+        finish(optimizer)
+        logs.append(torch.tensor(optimizer.last_norm))
+    return logs
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sums_and_recomputation(precision: str, micro_batches: int) -> None:
+    settings = Settings(precision=precision, accumulation_steps=micro_batches)
+    check_on_the_fake(partial(language, micro_batches=micro_batches), settings, 3)
+
+
+def test_without_waiting_results_are_wrong() -> None:
+    """So the runtime that is played here does show a wait that is left out."""
+    settings = Settings(precision="bf16")
+    wrong = 0
+    for seed in range(3):
+        runtime = FakeRuntime(seed, deaf=True)
+        with runtime:
+            got = managed(language, settings, partial(CudaDevice, runtime), Budget(device="64KiB", host=HOST))
+        wrong += bool(differences(plain(language, settings), got))
+    assert wrong == 3
+
+
+def test_events_and_host_memory_are_used_again() -> None:
+    runtime = FakeRuntime(4)
+    with runtime:
+        model, optimizer = chunked(
+            models.Language(tied=True), AdamW(), device=CudaDevice(runtime), accumulation_steps=2,
+            budget=Budget(device="96KiB", host=HOST), options=Options(group_bytes=2048),
+        )  # fmt: skip
+        counts = []
+        for index in range(8):
+            for _ in range(2):
+                next_token(model, *tokens(index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append((runtime.events, runtime.hosts))
+        assert statistics(model).planned_passes >= 14, "gradients are staged in host memory by plan"
+    assert counts[3] == counts[-1]
+    assert counts[-1][0] < 400
+
+
+def test_a_stream_that_the_user_changes_waits_for_the_one_before() -> None:
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    other = runtime.stream()
+    order: list[str] = []
+    device.work(Queue.COMPUTE, "before", (), ())
+    runtime.compute.todo.append(lambda: order.append("old"))  # something slow
+    with runtime.using(other):
+        device.work(Queue.COMPUTE, "after", (), ())
+        other.launch(lambda: order.append("new"))
+    other.catch_up(other.end)
+    assert order == ["old", "new"]
+    with runtime.using(other):
+        before = other.end
+        device.work(Queue.COMPUTE, "again", (), ())
+    assert other.end == before, "the stream is no other than before"
+
+
+def test_an_event_covers_what_its_stream_waited_for() -> None:
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    source, middle, target = torch.arange(8.0), torch.zeros(8), torch.zeros(8)
+    device.copy(Queue.H2D, middle, source)
+    device.wait(Queue.D2H, device.record(Queue.H2D))
+    first = device.record(Queue.D2H)
+    device.copy(Queue.D2H, target, middle)
+    device.wait(Queue.CPU, first)
+    assert torch.equal(middle, source)
+    device.wait(Queue.CPU, device.record(Queue.D2H))
+    assert torch.equal(target, source)
+    assert device.record(Queue.D2H) is device.record(Queue.D2H), "nothing was launched between"
+    assert device.record(Queue.CPU).raw is None
+    with pytest.raises(InvalidInput, match="expected an event of this device"):
+        device.wait(Queue.CPU, StandIn().record(Queue.H2D))
+
+
+def test_host_memory_is_not_handed_out_before_its_copies_are_done() -> None:
+    runtime = FakeRuntime(0)
+    runtime._eagerness = 0.0
+    device = CudaDevice(runtime)
+    target, first = torch.zeros(64, dtype=torch.uint8), device.host(64)
+    address = first.fill_(7).data_ptr()
+    device.copy(Queue.H2D, target, first)
+    del first
+    assert device.host(32).data_ptr() != address, "another size"
+    second = device.host(64)
+    assert second.data_ptr() == address
+    second.fill_(9)
+    device.synchronize()
+    assert bool((target == 7).all())
+    del second
+    device.close()
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("default")
+def test_pinning_that_fails_is_said_once() -> None:
+    class Real(FakeRuntime):
+        def host(self, size_bytes: int, *, pin: bool) -> Any:
+            from ps_kernels import PinnedArena
+
+            return PinnedArena(size_bytes, pin=pin)
+
+    with pytest.warns(UserWarning, match="host memory is not pinned") as said:
+        device = CudaDevice(Real())
+        held = [device.host(size) for size in (64, 128)]
+    assert len(said) == 1
+    assert [each.numel() for each in held] == [64, 128]
+    CudaDevice(Real(), pin=False).host(64)
+
+
+# Memory that runs out.
+
+
+class Hungry(nn.Module):
+    """Asks for much memory, once, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.stack()
+        self.appetite = {"forward": 0, "backward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.appetite["forward"]:
+            torch.zeros(self.appetite["forward"])
+        return Eat.apply(self.body(x), self).square().mean()
+
+
+class Eat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Hungry) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.module.appetite["backward"]:
+            torch.zeros(ctx.module.appetite["backward"])
+        return gradient, None
+
+
+def train(model: Any, optimizer: Any, steps: range) -> list[Tensor]:
+    losses = []
+    for index in steps:
+        loss = model(*rows(index))
+        loss.backward()
+        finish(optimizer)
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory(where: str, watched: bool) -> None:
+    """The step is lost and nothing else; from then on plans leave more room."""
+    torch.manual_seed(1)
+    with chunked_model(Hungry(), device="emulated", budget=Budget(device="1MiB", host=HOST)) as (model, optimizer):
+        expected = train(model, optimizer, range(6))
+    torch.manual_seed(1)
+    runtime = FakeRuntime(5, watched=watched)
+    with runtime:
+        device = CudaDevice(runtime)
+        size = 96 * 1024
+        made = chunked_model(Hungry(), device=device, budget=Budget(device=size, host=HOST))
+        with made as (model, optimizer):
+            losses = train(model, optimizer, range(3))
+            before = device._owned[0]
+            for where_now in (where,) * 2:
+                model.appetite[where_now] = 1_000_000
+                runtime.allocator.limit_bytes = 1_000_000
+                with pytest.raises(DeviceOutOfMemory if watched else torch.OutOfMemoryError) as error:
+                    train(model, optimizer, range(3, 4))
+                assert isinstance(error.value, torch.OutOfMemoryError)
+                if watched:
+                    assert "CUDA out of memory. Tried to allocate" in str(error.value)
+                    assert "call optimizer.zero_grad() and go on" in str(error.value)
+                error = None  # type: ignore[assignment]  # it holds on to what the pass had
+                optimizer.zero_grad()
+                model.appetite[where_now] = 0
+                runtime.allocator.limit_bytes = 1 << 40
+            losses += train(model, optimizer, range(3, 6))
+            assert runtime.released == 2, "memory kept in reserve is given back"
+            assert device._owned[0] < before, "the arena ends lower"
+            assert statistics(model).planned_passes >= 6
+    assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
+
+
+def test_out_of_memory_of_others_is_theirs() -> None:
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    del device
+    gc.collect()
+    runtime.allocator.limit_bytes = 100
+    with runtime, pytest.raises(torch.OutOfMemoryError) as error:
+        torch.zeros(1000)
+    assert not isinstance(error.value, DeviceOutOfMemory)
+
+
+# Budgets.
+
+
+def test_the_budget_is_kept_by_the_allocators_own_figures() -> None:
+    """Arena, slots of their own, activations and gradients together: once what the model takes is known."""
+    runtime, stack = FakeRuntime(6), models.stack()
+    with runtime:
+        size = 160 * 1024
+        device = CudaDevice(runtime)
+        with chunked_model(stack, device=device, budget=Budget(device=size, host=HOST)) as (model, optimizer):
+            others = runtime.allocated().now - device._owned[0]
+            for index in range(6):
+                batch = rows(index)
+                if index == 2:
+                    runtime.reset_peak()
+                square(model, *batch).backward()
+                if index >= 2:
+                    assert size * 0.9 < runtime.allocated().peak - others <= size
+                finish(optimizer)
+            assert statistics(model).tiers["device"].peak_bytes <= size
+            assert statistics(model).evictions > 0
+
+
+def test_the_tide_is_the_allocators_less_what_is_the_engines() -> None:
+    runtime = FakeRuntime()
+    with runtime:
+        before = torch.zeros(1000, dtype=torch.uint8)  # of others
+        device = CudaDevice(runtime)
+        tide = device.tide()
+        assert isinstance(tide, AllocatorTide)
+        arena = device.arena(5000)
+        tide.start()
+        assert tide.take_peak() == 0
+        one = torch.zeros(300, dtype=torch.uint8)
+        assert tide.current_bytes == 300
+        del one
+        assert (tide.current_bytes, tide.take_peak()) == (0, 300)
+        two = torch.zeros(200, dtype=torch.uint8)
+        with tide.paused(), tide.paused():
+            slot = device.arena(4000)
+            torch.zeros(9999, dtype=torch.uint8)
+        assert tide.take_peak() == 200, "what the engine does does not count"
+        device.synchronize()  # the copy streams are noted as its users
+        del arena, slot
+        assert tide.current_bytes == 200
+        tide.stop()
+        del before
+        tide.start()
+        assert (tide.current_bytes, device._owned[0]) == (200 - 200, 0), "the mark below went down with what went"
+        del two
+
+
+def test_without_a_budget_it_is_what_is_free_less_a_tenth() -> None:
+    runtime = FakeRuntime()
+    runtime.allocator.limit_bytes = 1_000_000
+    with chunked_model(models.stack(), device=CudaDevice(runtime), budget=Budget(host=HOST)) as (model, _):
+        assert statistics(model).tiers["device"].budget_bytes == 900_000 & -128
+    with pytest.raises(InvalidInput, match=r"is 2,000,000 bytes, but cpu has 1,000,000, of which"):
+        chunked(models.stack(), None, device=CudaDevice(runtime), budget=Budget(device=2_000_000))
+
+
+# Names, and what is in no chunk.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(InvalidInput, match="torch finds no CUDA device here"):
+        chunked(models.stack(), None, device="cuda:0")
+    for name in ("cuda:x", "cuda:-1"):
+        with pytest.raises(InvalidInput, match="device must be 'cuda' or like 'cuda:1'"):
+            cuda_device(name, pin=True)
+    with pytest.raises(InvalidInput, match="or one CUDA device like 'cuda:1'"):
+        chunked(models.stack(), None, device="tpu")
+
+
+def test_the_index_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidInput, match="'cuda:2': this computer has 2 CUDA devices, from cuda:0"):
+        cuda_device("cuda:2", pin=True)
+
+
+def test_buffers_and_other_parameters_come_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("again", self.norm.running_mean)
+            self.register_buffer("none", None)
+            self.count = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+
+    model = Model()
+    pointed: dict[int, torch.device] = {}
+    monkeypatch.setattr(
+        "ps_core.engine._bystanders.point_at", lambda parameter, data: pointed.update({id(parameter): data.device})
+    )
+    where = torch.device("meta")  # a parameter cannot go there, so that is only noted
+    bring_along(model, where)
+    assert {each.device for each in model.buffers()} == {where}
+    assert model.again is model.norm.running_mean, "one buffer of two names stays one"
+    assert pointed == {id(each): where for each in model.parameters()}
