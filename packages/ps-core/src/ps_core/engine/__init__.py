@@ -1,10 +1,12 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
+from ps_core.engine._checkpoint import load_checkpoint, save_checkpoint
 from ps_core.engine._chunked import chunked
 from ps_core.engine._fake import CannotTrace, trace
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._surgery import materialized, release
+from ps_core.engine._weights import load_weights
 
 __all__ = [
     "CannotTrace",
@@ -12,8 +14,11 @@ __all__ = [
     "Statistics",
     "TierStatistics",
     "chunked",
+    "load_checkpoint",
+    "load_weights",
     "materialized",
     "release",
+    "save_checkpoint",
     "statistics",
     "trace",
 ]

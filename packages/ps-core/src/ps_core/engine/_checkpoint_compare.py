@@ -1,0 +1,98 @@
+"""Whether a sound checkpoint is one of this very model and optimizer; what differs, if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ps_core._errors import CheckpointMismatch
+from ps_core.engine._checkpoint_contents import BUFFERS, Sections, entries, extra_states
+from ps_core.engine._checkpoint_manifest import Saved
+from ps_core.engine._engine import Engine
+from ps_core.engine._optimizer import ChunkedOptimizer
+from ps_core.engine._safetensors import type_name
+
+SHOWN = 8
+"""So many differences are told; the rest is counted."""
+
+
+def parameters_of(engine: Engine) -> dict[str, Any]:
+    """What a manifest says of the parameters."""
+    return {
+        record.name: {
+            "shape": list(record.shape),
+            "dtype": type_name(record.name, record.dtype),
+            "trainable": record.trainable,
+        }
+        for record in engine.records
+    }
+
+
+def check(saved: Saved, model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, held: Sections) -> None:
+    """`CheckpointMismatch` unless training can go on from there (without an optimizer: weights can be taken over)."""
+    training, theirs = optimizer is not None, saved.manifest["optimizer"]
+    found = [] if optimizer is None else list(_of_optimizer(theirs, optimizer))
+    found += [*_of_parameters(saved, engine, training=training and theirs is not None)]
+    found += [*_of_the_rest(saved, model, held)]
+    if not found:
+        return
+    shown = [f"  {line}" for line in found[:SHOWN]]
+    if len(found) > SHOWN:
+        shown.append(f"  and {len(found) - SHOWN} differences more")
+    raise CheckpointMismatch(
+        "\n".join(
+            [
+                f"{saved.path} is of something else:",
+                *shown,
+                "  try: build the model, and call chunked(...), as when it was saved; or take over the weights only:",
+                f"  load_weights(model, {str(saved.path)!r})",
+            ]
+        )
+    )
+
+
+def _of_parameters(saved: Saved, engine: Engine, *, training: bool) -> Iterator[str]:
+    own, theirs = parameters_of(engine), saved.manifest["parameters"]
+    yield from _names("parameter", theirs, own)
+    for name, row in own.items():
+        for key in ("shape", "dtype", "trainable") if training else ("shape",):
+            if name in theirs and theirs[name][key] != row[key]:
+                yield f"{name!r}: {key} {theirs[name][key]} in the checkpoint, {row[key]} in the model"
+
+
+def _of_the_rest(saved: Saved, model: nn.Module, held: Sections) -> Iterator[str]:
+    buffers = {entry.name: entry for file in saved.files if file.section == BUFFERS for entry in file.entries}
+    mine = {entry.name: entry for entry in entries(held[BUFFERS])}
+    yield from _names("buffer", buffers, mine)
+    for name, other in mine.items():
+        one = buffers.get(name, other)
+        if one != other:
+            yield f"{name!r}: {one.dtype} {one.shape} in the checkpoint, {other.dtype} {other.shape} in the model"
+    yield from _names("state of module", saved.manifest["modules"], extra_states(model))
+
+
+def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer) -> Iterator[str]:
+    if theirs is None:
+        yield "the optimizer: none in the checkpoint, so there are no masters and moments to go on from"
+        return
+    if theirs["name"] != optimizer._name:
+        yield f"the optimizer: {theirs['name']} in the checkpoint, {optimizer._name} here"
+    members = [[group["param_names"] for group in groups] for groups in (theirs["groups"], optimizer.param_groups)]
+    if len(members[0]) != len(members[1]):
+        yield f"the optimizer's groups: {len(members[0])} in the checkpoint, {len(members[1])} here"
+        return
+    saved, now = ({name: i for i, names in enumerate(each) for name in names} for each in members)
+    for name, place in saved.items():
+        if now.get(name, place) != place:
+            yield f"{name!r}: in param_groups[{place}] in the checkpoint, in param_groups[{now[name]}] here"
+
+
+def _names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    for name in saved:
+        if name not in own:
+            yield f"{what} {name!r}: in the checkpoint, not in the model"
+    for name in own:
+        if name not in saved:
+            yield f"{what} {name!r}: in the model, not in the checkpoint"

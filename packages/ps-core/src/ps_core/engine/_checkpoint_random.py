@@ -1,0 +1,46 @@
+"""The states of the random number generators that a training loop draws from."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from typing import Any
+
+import torch
+
+from ps_core.engine._safetensors import bytes_of
+
+
+def random_state() -> dict[str, Any]:
+    """torch's, Python's, CUDA's where it is in use, NumPy's where it is imported."""
+    found: dict[str, Any] = {"torch": _bytes(torch.get_rng_state()), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = [_bytes(each) for each in torch.cuda.get_rng_state_all()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":  # what there is unless somebody has put another in its place
+            found["numpy"] = {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
+    return found
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Let the generators go on from there; those that are not here are passed over."""
+    torch.set_rng_state(_tensor(state["torch"]))
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        for index, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_tensor(each), index)
+    if "numpy" in state and importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        inner = {**state["numpy"]["state"], "key": numpy.array(state["numpy"]["state"]["key"], dtype=numpy.uint32)}
+        numpy.random.set_state({**state["numpy"], "state": inner})
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(bytes_of(state))
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,0 +1,170 @@
+"""The safetensors format: eight bytes of length, a JSON table, the tensors' bytes without gaps.
+
+Written and read here, so that checkpoints need no other package; every program that knows the format reads them. The
+table of what is written follows from names, types and shapes alone, so that a reader who knows those can tell a damaged
+table from another model's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ps_core._errors import CheckpointDamaged, InvalidInput
+
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names of the format."""
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+LENGTH_BYTES, LARGEST_TABLE, _ALIGNED = 8, 100_000_000, 8
+"""The format's own: how the table's length is written, the longest a reader takes, and what tables are filled up to."""
+METADATA = {"format": "pt"}
+"""What readers of model files look for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+def type_name(what: str, dtype: torch.dtype) -> str:
+    """The format's name of a type; ``what`` has it."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise InvalidInput(f"{what} is {dtype}, which the safetensors format does not have: convert it")
+    return name
+
+
+def table_of(entries: Iterable[Entry]) -> bytes:
+    """The first bytes of a file with these tensors, one after another."""
+    table: dict[str, Any] = {"__metadata__": METADATA}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.nbytes
+        kind = type_name(repr(entry.name), entry.dtype)
+        table[entry.name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Large elements first, so that every tensor is aligned to its own."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+def read_table(path: Path) -> tuple[int, list[Entry]]:
+    """Where a file's tensors begin, and what they are, in the order they lie in; `CheckpointDamaged`."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 2 <= length <= min(LARGEST_TABLE, size - LENGTH_BYTES):
+                raise damaged(path, f"its table would have {length:,} bytes, the file has {size:,}: it is cut short")
+            text = file.read(length)
+    except OSError as error:
+        raise damaged(path, str(error.strerror)) from error
+    try:
+        table = json.loads(text)
+        rows = [_row(name, row) for name, row in table.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"its table cannot be read ({error})") from None
+    rows.sort(key=lambda row: row[:2])
+    ends = [0, *(end for _, end, _ in rows)]
+    for (start, end, entry), before in zip(rows, ends, strict=False):
+        if start != before or end - start != entry.nbytes:
+            raise damaged(path, f"{entry.name!r} would lie from byte {start} to {end}, expected {entry.nbytes} bytes")
+    if LENGTH_BYTES + length + ends[-1] != size:
+        raise damaged(path, f"it has {size:,} bytes, expected {LENGTH_BYTES + length + ends[-1]:,}")
+    return LENGTH_BYTES + length, [entry for _, _, entry in rows]
+
+
+def _row(name: str, row: dict[str, Any]) -> tuple[int, int, Entry]:
+    shape, (start, end) = tuple(row["shape"]), row["data_offsets"]
+    if not all(isinstance(each, int) and each >= 0 for each in (*shape, start, end)):
+        raise ValueError(f"{name!r} has shape {shape}")
+    if row["dtype"] not in TYPES:
+        raise ValueError(f"{name!r} has type {row['dtype']!r}, expected one of {', '.join(TYPES)}")
+    return start, end, Entry(name, TYPES[row["dtype"]], shape)
+
+
+def damaged(path: Path, what: str) -> CheckpointDamaged:
+    """The error for a file."""
+    return CheckpointDamaged(f"{path}: {what}; take another checkpoint, or copy this file anew from where it is whole")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; the tensor has to outlive it."""
+    assert is_plain(tensor), "its bytes are here, in a row"
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)
+    return memoryview(array).cast("B")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `bytes_of` takes it."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def by_rows(tensor: torch.Tensor, piece_bytes: int) -> Iterable[torch.Tensor]:
+    """A tensor in pieces of whole rows, of about a size."""
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return (tensor,)
+    count = max(1, piece_bytes * tensor.shape[0] // max(1, tensor.nbytes))
+    stops = [*range(0, tensor.shape[0], count), tensor.shape[0]]
+    return (tensor[start:stop] for start, stop in pairwise(stops))
+
+
+def write_all(file: int, data: memoryview) -> None:
+    """All of it, whatever a single call takes."""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def read_all(file: int, target: memoryview, position: int) -> int:
+    """Fill the memory from a place in a file; how much of it was filled before the file ended."""
+    filled = 0
+    while filled < len(target):
+        count = os.preadv(file, [target[filled:]], position + filled)
+        if not count:
+            break
+        filled += count
+    return filled
