@@ -18,9 +18,12 @@ from ps_core.engine._blocks import refuse_compiled
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._cuda import cuda_device
 from ps_core.engine._device import Device
+from ps_core.engine._disk import DiskFile
+from ps_core.engine._eager import Eager
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import Management
 from ps_core.engine._materialise import initial_values
+from ps_core.engine._messages import say
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._packing import DTYPES, pack
 from ps_core.engine._parameter import ManagedParameter
@@ -30,6 +33,8 @@ from ps_core.engine._scaler import LossScale
 from ps_core.engine._standin import StandIn
 from ps_core.engine._store import Store
 
+_WEIGHTS_OF_GROUP = 7
+"""A group's bytes over those of its weights, in 16 bits."""
 _KEPT_FREE = 10
 """One part in so many of a tier is left alone where no budget is given."""
 
@@ -54,15 +59,17 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     options, budget = options or Options(), budget or Budget()
     mode = _precision(precision)
     _check(model, accumulation_steps)
-    _check_options(options)
+    if options.eager_step:
+        _check_eager(mode, accumulation_steps, max_grad_norm)
     where = _device(device, pin=options.pin)
     tiers = _tiers(where, budget)
-    device_bytes = tiers[0].capacity_bytes if len(tiers) > 1 else None
+    device_bytes = _passing_bytes(tiers) if len(tiers) > 1 else None
     training = optimizer is not None
     packing = pack(model, options, mode, training=training, device_bytes=device_bytes)
-    store = Store(where, tiers, poison=options.poison)
+    store = Store(where, tiers, poison=options.poison, file=_disk_file(budget))
     overwrites = mode is not Precision.FP32 and accumulation_steps == 1
-    place(store, packing.groups, accumulates=training and not overwrites and len(tiers) > 1)
+    sums = training and not overwrites and not options.eager_step and len(tiers) > 1
+    place(store, packing.groups, accumulates=sums)
     loss_scale = LossScale() if mode is Precision.FP16 and training else None
     engine = Engine(
         store,
@@ -85,6 +92,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     if optimizer is not None:
         order = sorted(packing.records.values(), key=lambda record: record.index)
         front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
+        if options.eager_step:
+            engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
     fill(packing.records, initial_values(model), engine)
     bring_along(model, where.torch_device)
     Management(model, engine, pilot, cast=cast).install()
@@ -119,10 +128,14 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
         raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
 
 
-def _check_options(options: Options) -> None:
-    """Options of the pure core that this engine does not have; better said than passed over."""
-    if options.eager_step:
-        raise InvalidInput("Options.eager_step: this engine steps in optimizer.step() only; leave it out")
+def _check_eager(mode: Precision, accumulation_steps: int, max_grad_norm: float | None) -> None:
+    """Stepping during backward leaves out what only the end of backward can tell."""
+    if mode is Precision.FP16:
+        raise InvalidInput("Options.eager_step with precision='fp16': no step could be skipped; use 'bf16' or 'fp32'")
+    if accumulation_steps != 1:
+        raise InvalidInput("Options.eager_step is one backward a step: leave accumulation_steps at 1")
+    if max_grad_norm is not None:
+        raise InvalidInput("Options.eager_step steps before the norm is known: leave max_grad_norm out")
 
 
 def _device(device: str | Device, *, pin: bool) -> Device:
@@ -140,13 +153,12 @@ def _tiers(device: Device, budget: Budget) -> tuple[Tier, ...]:
     if host is None:
         free = available_bytes()
         host = free - free // _KEPT_FREE
-    if budget.disk is not None:
-        raise InvalidInput("Budget.disk: this engine has no disk tier; leave disk and disk_dir out")
+    disk = () if budget.disk_bytes is None else (Tier("disk", budget.disk_bytes & -128),)
     if device.name == "cpu":
         if budget.device is not None:
             raise InvalidInput("Budget.device must be None for device='cpu': its memory is Budget.host")
-        return (Tier("host", host),)
-    return (Tier("device", _device_bytes(device, budget) & -128), Tier("host", host))
+        return (Tier("host", host & -128 if disk else host), *disk)
+    return (Tier("device", _device_bytes(device, budget) & -128), Tier("host", host), *disk)
 
 
 def _device_bytes(device: Device, budget: Budget) -> int:
@@ -164,6 +176,23 @@ def _device_bytes(device: Device, budget: Budget) -> int:
             f"{free:,} are free; None takes what is free, less a tenth"
         )
     return budget.device_bytes
+
+
+def _passing_bytes(tiers: tuple[Tier, ...]) -> int:
+    """The memory that weights pass through; above a disk whole groups do, which are seven times as large."""
+    sizes = [tiers[0].capacity_bytes] * (tiers[0].name == "device")
+    if tiers[-1].name == "disk":
+        sizes.append(tiers[-2].capacity_bytes // _WEIGHTS_OF_GROUP)
+    return min(sizes)
+
+
+def _disk_file(budget: Budget) -> DiskFile | None:
+    if budget.disk_dir is None:
+        return None
+    file = DiskFile(budget.disk_dir)
+    how = "past the page cache" if file.direct else "through the page cache, for the file system has no O_DIRECT"
+    say(f"disk tier: {file.name}, {how}; it has no name in its folder, and goes with the process")
+    return file
 
 
 def available_bytes() -> int:

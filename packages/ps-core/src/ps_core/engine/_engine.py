@@ -16,6 +16,7 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._counters import Counters
+from ps_core.engine._eager import Eager
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
@@ -27,7 +28,7 @@ from ps_core.engine._residency import Residency
 from ps_core.engine._saved import SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
-from ps_core.engine._stepping import SettingsOf, decide
+from ps_core.engine._stepping import Decision, SettingsOf, decide
 from ps_core.engine._store import Store
 from ps_core.engine._update import Updater
 
@@ -58,6 +59,8 @@ class Engine:
         self.updater = Updater(self.residency, self.gradients, groups)
         self.passes = Passes(self.residency, self.gradients, self.records, self.counters, constant_bytes)
         self.saved = SavedTensors(self)
+        self.eager: Eager | None = None
+        """Steps during backward, where that was asked for."""
         self.management: Any = None
         """The owner of the hooks (any: it knows this class)."""
         self.released = False
@@ -95,6 +98,11 @@ class Engine:
 
     def get_gradient(self, record: TensorRecord) -> torch.Tensor | None:
         """What ``parameter.grad`` is."""
+        if self.eager is not None and self.has_gradient(record):
+            raise InvalidInput(
+                f"the gradient of {record.name!r} is stepped during backward (eager_step=True) and cannot be looked at "
+                "or clipped: leave eager_step out, and clip by chunked(..., max_grad_norm=...)"
+            )
         if record.gradient is Gradient.NONE:
             return None
         if record.face is None:
@@ -150,7 +158,7 @@ class Engine:
 
     def fetch(self, record: TensorRecord) -> Bound:
         """The record's residency, brought in if need be."""
-        self.touch([record])
+        self.touch([record, *(each for each in record.unit if each.payload is Payload.VALID)])
         assert record.bound is not None, "touching binds"
         return record.bound
 
@@ -203,7 +211,9 @@ class Engine:
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
         self.check_usable()
-        passes, group = self.passes, record.group
+        passes, group, eager = self.passes, record.group, self.eager
+        if eager is not None:
+            eager.check(record)
         passes.join()
         if not (self.still or group.pinned or passes.moment in (group.reading, group.gaining)):
             passes.next([], [group])
@@ -213,6 +223,8 @@ class Engine:
                 self.gradients.arrive(record, gradient)
         if passes.beat is not None and not record.waiting:
             passes.beat.grads[record.index] = None
+        if eager is not None:
+            eager.arrived(group)
 
     def check_usable(self, *, loading: bool = False) -> None:
         """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
@@ -249,7 +261,7 @@ class Engine:
 
     def has_gradient(self, record: TensorRecord) -> bool:
         """Whether a gradient waits for the step."""
-        return record.gradient is not Gradient.NONE
+        return record.gradient is not Gradient.NONE or (self.eager is not None and self.eager.stepped(record))
 
     def gradient_norm(self, record: TensorRecord) -> float:
         """Of the stored gradient times its factor."""
@@ -268,6 +280,8 @@ class Engine:
         chosen = list(records) if records is not None else self.records
         for record in chosen:
             clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
+        if self.eager is not None:
+            self.eager.forget()
         beat = self.passes.beat
         if beat is None or beat.backward or self.still or any(r.gradient is not Gradient.NONE for r in chosen):
             self.finish_pass()  # else a forward pass is on, whose gradients are still to come
@@ -285,17 +299,23 @@ class Engine:
         self.passes.guide.consider()
         self.check_unchanged(self.records)
         self.residency.await_all(Queue.CPU)
+        decision = self._decide_and_step(settings, max_norm, loss_scale)
+        self.updater.free_sums()
+        self.counters.clock.stepped()
+        self.counters.steps += 1
+        self.counters.skipped += decision.skip
+        return Outcome(norm=decision.norm, skipped=decision.skip)
+
+    def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Decision:
+        if self.eager is not None:
+            return self.eager.finish(settings, self.records)
         pending = [record for record in self.records if record.gradient is not Gradient.NONE]
         decision = decide(pending, [self.gradients.measure(record) for record in pending], max_norm, loss_scale)
         if decision.skip:
             self.gradients.discard(pending)
         elif not self.passes.guide.step(settings, decision.factor):
             self.updater.step(settings, decision.factor)
-        self.updater.free_sums()
-        self.counters.clock.stepped()
-        self.counters.steps += 1
-        self.counters.skipped += decision.skip
-        return Outcome(norm=decision.norm, skipped=decision.skip)
+        return decision
 
     def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape."""

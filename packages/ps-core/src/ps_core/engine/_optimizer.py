@@ -12,7 +12,7 @@ loads the other's. Two keys come on top where they apply, and torch's optimizers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -80,7 +80,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 "step(closure) cannot be: a closure runs the model between updates of single parameters; run forward "
                 "and backward first, then call step()"
             )
-        settings = dict(self._settings())
+        settings_of = self.settings()
         if not any(self._gradients.has_gradient(record) for record in self._records()):
             return
         scaler = self._loss_scale
@@ -89,9 +89,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 "precision fp16, but the loss was not scaled, so its gradients may have been lost to rounding: call "
                 "optimizer.scale(loss).backward() in place of loss.backward()"
             )
-        self._outcome = self._gradients.step(
-            lambda record: settings[record.name], self.max_grad_norm, 1.0 if scaler is None else scaler.value
-        )
+        self._outcome = self._gradients.step(settings_of, self.max_grad_norm, 1.0 if scaler is None else scaler.value)
         if scaler is not None:
             scaler.update(skipped=self._outcome.skipped)
 
@@ -128,6 +126,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _records(self) -> Iterator[TensorRecord]:
         return (record for members in self._members for record in members)
+
+    def settings(self) -> Callable[[TensorRecord], Settings]:
+        """Each parameter's numbers, as the groups have them now."""
+        found = dict(self._settings())
+        return lambda record: found[record.name]
 
     def _settings(self) -> Iterator[tuple[str, Settings]]:
         """Every parameter's numbers as the groups have them now."""

@@ -147,7 +147,7 @@ class Pilot:
         self._batch = _Batch(shapes, tokens)
         if not self._setup.training:
             self.consider()
-        elif not self._tried and not self._engine.still and torch.is_grad_enabled():
+        elif not (self._tried or self._engine.still or self._options.eager_step) and torch.is_grad_enabled():
             self._tried = True
             if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
                 self._foresee(module, args, kwargs)
@@ -189,7 +189,7 @@ class Pilot:
             return Still(tracked=not (self._measured and self._planned_for.covers(self._batch)))
         demand = engine.passes.demand
         demand.highest_tide_bytes = None
-        if plan is None:
+        if plan is None or self._options.eager_step:
             return demand
         if not self._planned_for.covers(self._batch):
             engine.counters.diverged("a batch larger than the plan's")
@@ -224,7 +224,7 @@ class Pilot:
         batch, self._batch = self._batch, None
         if recording.training:
             self._micro += 1
-        if batch is None:
+        if batch is None or (self._options.eager_step and not self._engine.still):
             return
         if self._engine.still:
             if self._engine.passes.driver.tracked and recording.training is self._setup.training:
