@@ -15,6 +15,7 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core.engine._around import Around, Call
 from ps_core.engine._blocks import Blocks
+from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
@@ -192,7 +193,7 @@ class Management:
     # The end.
 
     def release(self) -> None:
-        """Give plain parameters back, as they are computed with; their memory is no longer anybody's budget."""
+        """Give plain parameters back on the CPU, as they are computed with: elsewhere there may be no room for them."""
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
@@ -208,8 +209,11 @@ class Management:
                 parameter = record.parameter
                 del parameter._record, parameter._keeper
                 make_plain(parameter)
-                point_at(parameter, value.to(engine.store.device.torch_device))
+                point_at(parameter, value)
             self._give_back(group)
+        model = self._model()
+        if model is not None:
+            bring_along(model, torch.device("cpu"))
         engine.store.device.close()
 
     def _give_back(self, group: GroupRecord) -> None:
