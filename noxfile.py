@@ -16,7 +16,7 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).parent
 CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
-ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate")
+ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate", "peft")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
