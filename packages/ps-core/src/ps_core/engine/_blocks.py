@@ -4,7 +4,8 @@
 Compiled code reads memory without asking for it, and ``torch.compile`` takes no parameter of another class. So before a
 compiled block runs, all its parameters are brought in as one moment's, and have an ordinary class until it has run;
 nothing can move meanwhile, for nothing inside touches anything. What it saves for backward goes through the engine's
-saved-tensor hooks, as from any code, and its backward takes all of that out at once, and holds it while it runs.
+saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it, so the first
+brings all others in (but those over which a gradient lies already: that part of the block is done).
 
 Compiled code also makes tensors that no tide sees. Those that leave the block, as results or for backward, are counted.
 """
@@ -32,15 +33,17 @@ class Block:
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self._engine = engine
         self._parameters = [each for each in module.parameters() if isinstance(each, ManagedParameter)]
+        self._records = [parameter._record for parameter in self._parameters]
         self._running = False
+        for record in self._records:
+            record.unit = self._records
         self.around = Around(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if self._running:
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
-        records = [parameter._record for parameter in self._parameters]
-        engine.touch(records)
+        engine.touch(self._records)
         self._running, engine.saved.seen = True, engine.passes.count
         try:
             if torch.is_grad_enabled():
@@ -53,11 +56,17 @@ class Block:
             for parameter in self._parameters:
                 parameter.__class__ = ManagedParameter
             engine.saved.pop_to(depth)
-        engine.check_unchanged(records)
+        engine.check_unchanged(self._records)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 engine.passes.count(tensor)
         return result
+
+    def remove(self) -> None:
+        """Let it be a block like any other."""
+        self.around.remove()
+        for record in self._records:
+            record.unit = []
 
 
 class Blocks:
@@ -72,6 +81,9 @@ class Blocks:
 
     def refresh(self, model: nn.Module) -> None:
         """Stand around those that were compiled since the last look."""
+        for block in self._blocks:
+            if not block.around.in_place:
+                block.remove()
         self._blocks = [block for block in self._blocks if block.around.in_place]
         for module in _outermost_compiled(model):
             if not isinstance(vars(module).get("_compiled_call_impl"), Around):
@@ -80,7 +92,7 @@ class Blocks:
     def remove(self) -> None:
         """Stand around none."""
         for block in self._blocks:
-            block.around.remove()
+            block.remove()
         self._blocks.clear()
 
 

@@ -95,6 +95,8 @@ class TensorRecord:
     steps: int = 0
     handles: int = 0
     """Saved tensors that will want this parameter."""
+    unit: list[TensorRecord] = field(default_factory=list)
+    """The parameters of its compiled block, which backward wants together; empty: it is in none."""
     epoch: int = 0
     """Changes with every step that changes the parameter."""
     version: int = 0

@@ -1,0 +1,203 @@
+"""Blocks that ``torch.compile`` made one piece, before or after ``chunked``; and a whole model, which is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import _models as models
+from _cases import ADAMW, finish, next_token, rows, square, tokens
+from _reference import Make, Settings
+from _runs import check_under_the_tightest_budget, chunked_model
+from ps_core import Budget, UnsupportedParameter
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._parameter import ManagedParameter
+
+pytestmark = [  # of PyTorch's own making
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """One of PyTorch's, and how often it was asked to compile."""
+
+    def __init__(self, name: str) -> None:
+        self._backend, self.calls = torch._dynamo.lookup_backend(name), 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.calls += 1
+        return self._backend(graph, inputs)
+
+
+def compiled(model: models.Language, how: str, backend: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        if how == "in place":
+            block.compile(backend=backend, fullgraph=True)
+        else:
+            model.blocks[index] = torch.compile(block, backend=backend, fullgraph=True)
+
+
+def loop(how: str, name: str, *, late: bool = False, checkpointing: bool = False) -> Any:
+    """Train; ``late``: compiled once three steps were taken without."""
+
+    def train(make: Make) -> list[Tensor]:
+        torch._dynamo.reset()
+        backend, model, logs = Backend(name), models.Language(checkpointing=checkpointing), []
+        if not late:
+            compiled(model, how, backend)
+        _, optimizer = make(model, ADAMW)
+        for index in range(6):
+            if late and index == 3:
+                compiled(model, how, backend)
+            loss = next_token(model, *tokens(index))
+            optimizer.scale(loss).backward()
+            finish(optimizer)
+            logs.append(loss.detach())
+        assert backend.calls == 1, "the blocks are alike, so they are compiled once, for good"
+        return logs
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "precision"),
+    [("eager", "in place", "fp32"), ("aot_eager", "wrapped", "bf16"), ("aot_eager", "in place", "fp32")],
+)
+def test_compiled_blocks_train_to_the_same_bits(backend: str, how: str, precision: str) -> None:
+    check_under_the_tightest_budget(loop(how, backend), Settings(precision=precision))
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    check_under_the_tightest_budget(loop("in place", "inductor"), Settings(precision="fp32"))
+
+
+def test_compiled_after_chunked() -> None:
+    check_under_the_tightest_budget(loop("wrapped", "aot_eager", late=True), Settings(precision="bf16"))
+
+
+def test_compiled_and_checkpointed() -> None:
+    check_under_the_tightest_budget(loop("in place", "aot_eager", checkpointing=True), Settings(precision="bf16"))
+
+
+class Watched(nn.Module):
+    """Notes which of its parameters are managed while it runs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        self.look()
+        return self.block(x)
+
+    @torch._dynamo.disable
+    def look(self) -> None:
+        self.seen += [type(parameter) is ManagedParameter for parameter in self.parameters()]
+        self.seen += [bool(parameter.isnan().any()) for parameter in self.parameters()]
+
+
+def test_nothing_inside_is_managed_while_it_runs() -> None:
+    model = models.stack()
+    watched = model[1] = Watched(model[1])
+    model[1].compile(backend="eager")
+    with chunked_model(model) as (model, optimizer):
+        for index in range(2):
+            square(model, *rows(index)).backward()
+            finish(optimizer)
+        assert watched.seen
+        assert not any(watched.seen)
+        assert all(type(parameter) is ManagedParameter for parameter in model.parameters())
+
+
+class Boom(Exception):
+    pass
+
+
+def test_a_compiled_block_that_raises_leaves_nothing_open() -> None:
+    def boom(*_: Any) -> None:
+        raise Boom
+
+    model = models.stack()
+    model[1].compile(backend="eager")
+    with chunked_model(model) as (model, optimizer):
+        hook = model[1].register_forward_hook(boom)
+        with pytest.raises(Boom):
+            square(model, *rows(0))
+        hook.remove()
+        assert all(type(parameter) is ManagedParameter for parameter in model.parameters())
+        square(model, *rows(0)).backward()
+        finish(optimizer)
+
+
+def test_release_leaves_the_block_compiled() -> None:
+    model = models.stack()
+    model[1].compile(backend="eager")
+    own = model[1]._compiled_call_impl
+    chunked(model, ADAMW, device="cpu", budget=Budget(host="64MiB"))
+    assert model[1]._compiled_call_impl is not own
+    release(model)
+    assert model[1]._compiled_call_impl is own
+    assert model._compiled_call_impl is None
+    square(model.float(), *rows(0)).backward()
+
+
+def test_a_compiled_block_is_never_traced_with_fake_tensors(caplog: Any) -> None:
+    model = models.stack()
+    model[1].compile(backend="eager")
+    with caplog.at_level("INFO", "ps_core"), chunked_model(model) as (model, optimizer):
+        for index in range(3):
+            square(model, *rows(index)).backward()
+            finish(optimizer)
+        assert not [each for each in caplog.messages if "fake" in each]
+        found = statistics(model)
+    assert (found.planned_passes, found.divergences) == (2, 0)
+
+
+REMEDY = r"compile (its|the model's) blocks instead[\s\S]*block\.compile\(\)"
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_compiled_model_is_refused_with_the_remedy(how: str) -> None:
+    model = models.stack()
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(UnsupportedParameter, match=f"this Sequential is compiled as a whole[\\s\\S]*{REMEDY}"):
+        chunked(model, ADAMW, device="cpu", budget=Budget(host="64MiB"))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped", "function"])
+def test_a_model_compiled_later_is_refused_with_the_remedy(how: str) -> None:
+    """By whatever error PyTorch's compiler wraps ours in; without it, training goes on."""
+    with chunked_model(models.stack()) as (model, optimizer):
+        call: Any = model
+        if how == "in place":
+            model.compile(backend="eager")
+        elif how == "wrapped":
+            call = torch.compile(model, backend="eager")
+        else:
+            call = torch.compile(lambda x: model(x) * 1, backend="eager")
+        with pytest.raises(Exception, match=f"under management[\\s\\S]*{REMEDY}"):
+            call(*rows(0))
+        if how != "in place":
+            square(model, *rows(0)).backward()
+            finish(optimizer)
