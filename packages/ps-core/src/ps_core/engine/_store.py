@@ -186,6 +186,11 @@ class Store:
             return self._arena[offset : offset + size]
         return self.device.arena(size)
 
+    def close(self) -> None:
+        """Let go of all memory: every slot was given back, and none is reserved any more."""
+        self._arena = None
+        self.device.close()
+
     def note_peak(self) -> None:
         """Remember the most that was ever used, non-model bytes included."""
         for tier, used in enumerate(self.used_bytes):
