@@ -325,6 +325,38 @@ def bert(layers: int, hidden: int, heads: int, *, name: str) -> TransformerShape
     )
 
 
+def llama(  # noqa: PLR0913 - the numbers of a shape
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    ffn: int,
+    vocabulary: int,
+    positions: int,
+    tied_head: bool,
+    name: str,
+) -> TransformerShape:
+    """A Llama shape, without biases."""
+    return TransformerShape(
+        name=name,
+        family=Family.LLAMA,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        vocabulary=vocabulary,
+        positions=positions,
+        tied_head=tied_head,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
+
+
+_LLAMA3 = {"vocabulary": 128256, "positions": 8192}
 _NAMED = {
     shape.name: shape
     for shape in (
@@ -336,6 +368,10 @@ _NAMED = {
         gpt(48, 1600, heads=25, name="gpt2-xl"),
         bert(12, 768, 12, name="bert-base"),
         bert(24, 1024, 16, name="bert-large"),
+        llama(10, 256, 4, 2, ffn=704, vocabulary=8192, positions=512, tied_head=True, name="llama-10m"),
+        llama(8, 640, 10, 5, ffn=1728, vocabulary=16384, positions=1024, tied_head=True, name="llama-50m"),
+        llama(16, 2048, 32, 8, ffn=8192, **_LLAMA3, tied_head=True, name="llama-1b"),
+        llama(32, 4096, 32, 8, ffn=14336, **_LLAMA3, tied_head=False, name="llama-8b"),
         *(gpt(*size, name=f"gpt-{label}") for label, size in _PUBLISHED.items()),
         gpt(128, 25600, heads=160, name="gpt-1t"),
     )

@@ -1,0 +1,123 @@
+"""The loss in chunks against the plain one: numbers, gradients, and the bytes it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ps_core.engine._tide import Tide
+from ps_models._loss import IGNORED, head_loss, next_labels
+
+TOKENS, HIDDEN, VOCABULARY = 50, 16, 211
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    table = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    bias = torch.randn(VOCABULARY, generator=generator)
+    labels = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    labels[7:11] = IGNORED
+    return *(each.to(dtype).requires_grad_() for each in (x, table, bias)), labels
+
+
+def gradients(rows: int | None, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+    x, table, bias, labels = inputs(dtype)
+    loss, _ = head_loss(x, table, labels, bias_v=bias, rows=rows)
+    (loss * scale).backward()
+    return [loss.detach(), x.grad, table.grad, bias.grad]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 25, 50, 1000])
+def test_it_is_the_plain_one(rows: int) -> None:
+    x, table, bias, labels = (each.detach().double() if each.is_floating_point() else each for each in inputs())
+    exact = [each.requires_grad_() for each in (x, table, bias)]
+    loss = functional.cross_entropy(functional.linear(*exact), labels, ignore_index=IGNORED)
+    (3 * loss).backward()
+    for found, right in zip(gradients(rows, torch.float32, 3.0), [loss, *(e.grad for e in exact)], strict=True):
+        assert found.dtype is torch.float32
+        assert torch.allclose(found, right.float(), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_more_chunks_are_not_less_exact(dtype: torch.dtype) -> None:
+    """Sums over chunks are not rounded on the way: twenty-five are as near as one, and as near as the plain loss."""
+    x, table, bias, labels = inputs(dtype)
+    exact = [each.detach().double().requires_grad_() for each in (x, table, bias)]
+    functional.cross_entropy(functional.linear(*exact), labels, ignore_index=IGNORED).backward()
+    right = exact[1].grad
+    apart = {rows: (gradients(rows, dtype)[2].double() - right).norm() / right.norm() for rows in (2, 50, None)}
+    assert apart[2] < 1.05 * apart[50]
+    assert apart[2] < 1.2 * apart[None]
+    assert gradients(2, dtype)[2].dtype is dtype
+
+
+def test_fp16_gradients_of_single_tokens_do_not_vanish() -> None:
+    """With a mean over many tokens taken at once, each probability would be below what fp16 holds."""
+    x = torch.zeros(4096, 8, dtype=torch.float16, requires_grad=True)
+    table = torch.full((512, 8), 0.1, dtype=torch.float16).requires_grad_()
+    loss, _ = head_loss(x, table, torch.arange(4096) % 512, rows=1024)
+    (loss * 2**16).backward()
+    assert x.grad is not None
+    one = torch.full((512,), 1 / 512)
+    one[0] -= 1
+    expected = 2**16 / 4096 * (one @ table.detach().float())
+    assert torch.allclose(x.grad[0].float(), expected, rtol=0.02, atol=2e-4)
+
+
+def test_labels_that_do_not_count_give_nothing_and_none_at_all_no_number() -> None:
+    _, x_grad, _, _ = gradients(7, torch.float32)
+    assert not x_grad[7:11].any()
+    assert x_grad[:7].any(1).all()
+    x, table, _, labels = inputs()
+    loss, _ = head_loss(x, table, torch.full_like(labels, IGNORED), rows=7)
+    assert loss.isnan()
+
+
+def test_only_what_is_wanted_is_computed() -> None:
+    x, table, bias, labels = inputs()
+    table.requires_grad_(False)
+    head_loss(x, table, labels, bias_v=bias, rows=7)[0].backward()
+    assert table.grad is None
+    assert torch.allclose(x.grad, gradients(None, torch.float32)[1], atol=1e-6)
+    with torch.no_grad():
+        assert not head_loss(x, table, labels, rows=7)[0].requires_grad
+
+
+def test_backward_twice_through_one_loss() -> None:
+    x, table, _, labels = inputs()
+    loss, _ = head_loss(x, table, labels, rows=7)
+    loss.backward(retain_graph=True)
+    first = table.grad.clone()
+    loss.backward()
+    assert torch.equal(table.grad, 2 * first)
+
+
+def test_each_token_stands_beside_the_label_of_the_next() -> None:
+    assert next_labels(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[2, 3, IGNORED], [5, 6, IGNORED]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_bytes(dtype: torch.dtype) -> None:
+    """Logits of one chunk and the head's gradient, whatever the number of tokens."""
+    hidden, vocabulary, rows, size = 32, 4096, 64, dtype.itemsize
+    table = torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True)
+    table_bytes, chunk = vocabulary * hidden * size, rows * vocabulary
+    for tokens in (128, 1024):
+        x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+        labels = torch.randint(vocabulary, (tokens,))
+        tide = Tide()
+        tide.start()
+        loss, _ = head_loss(x, table, labels, rows=rows)
+        forward = tide.take_peak()
+        loss.backward()
+        tide.stop()
+        backward, states = tide.take_peak(), tokens * hidden * size
+        table.grad = None
+        # The logits and their 16-bit form; the sum in fp32, and the newest part of it; gradients of hidden states.
+        sums = table_bytes if size == 4 else vocabulary * hidden * (4 + size)
+        assert chunk * 4 < forward <= chunk * (4 if size == 4 else 4 + size) + sums + 2 * states + 20_000
+        assert backward <= 2 * table_bytes + 2 * states + 20_000
+        assert forward < tokens * vocabulary * 4 or tokens == 128
