@@ -56,3 +56,34 @@ def test_activations_beyond_the_device() -> None:
         "  try: activation checkpointing: only a block's activations at a time\n"
         "  try: half the batch or sequence: about 0.2 MiB less non-model data"
     )
+
+
+class WithLoss(nn.Module):
+    """Layers that return their loss, so that fake tensors can follow a whole pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
+def test_what_a_whole_pass_needs_is_said_at_once() -> None:
+    """The first moment that does not fit needs less than later ones, which fake tensors have seen."""
+
+    def attempt(size: int) -> None:
+        torch.manual_seed(0)
+        model = WithLoss()
+        told = {"device": "emulated", "options": Options(group_bytes=2**17)}
+        chunked(model, AdamW(), budget=Budget(device=size, host=2**23), **told)
+        try:
+            model(torch.randn(512, 256)).backward()
+        finally:
+            release(model)
+
+    with pytest.raises(DoesNotFit) as caught:
+        attempt(2**18)
+    needed = caught.value.needed_bytes
+    assert needed > 3 * 2**18
+    attempt(needed)

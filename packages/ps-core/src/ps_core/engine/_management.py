@@ -96,7 +96,7 @@ class Management:
                     record.fresh()
                     self.engine.residency.unbind(record)
                 self._give_back(group)
-            self.engine.store.device.close()
+            self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedParameter(
@@ -117,17 +117,14 @@ class Management:
             )
         self._check_parameters(model)
         self._blocks.refresh(model)
-        if not self._running:
-            self.pilot.prepare(model, args, kwargs)
-        if self._cast is not None:
-            args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
         if self._running:
-            return call(*args, **kwargs)
+            return self._call(call, args, kwargs)
+        self.pilot.prepare(model, args, kwargs)
         self._running = True
         depth = self.engine.saved.depth
         try:
             self.engine.enter()
-            result = call(*args, **kwargs)
+            result = self._call(call, args, kwargs)
         except BaseException:
             self._running = False
             self.engine.saved.pop_to(depth)
@@ -137,6 +134,12 @@ class Management:
         self.engine.saved.pop_to(depth)
         self.engine.leave()
         return result
+
+    def _call(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """With inputs in the precision; within the pass, so that their bytes are counted."""
+        if self._cast is not None:
+            args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
+        return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> None:
         """Find parameters that were added, removed or exchanged since the last forward."""
@@ -214,7 +217,7 @@ class Management:
         model = self._model()
         if model is not None:
             bring_along(model, torch.device("cpu"))
-        engine.store.device.close()
+        engine.store.close()
 
     def _give_back(self, group: GroupRecord) -> None:
         """A group's memory is not needed any more."""

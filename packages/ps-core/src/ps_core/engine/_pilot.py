@@ -179,7 +179,9 @@ class Pilot:
         try:
             assert self._batch is not None, "the pass is the root module's"
             self._estimated = self._adopt(recording, self._batch)
-        except DoesNotFit:
+        except DoesNotFit as error:
+            if error.tier == engine.store.tiers[0].name:
+                engine.store.foreseen_bytes = error.needed_bytes
             say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
     def choose(self, training: bool) -> Driver:
@@ -302,6 +304,7 @@ class Pilot:
         plan = EnginePlan(planned, order, recording.beats)
         if not arrange(engine, plan):
             return False
+        engine.store.foreseen_bytes = 0
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         say(
             f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "

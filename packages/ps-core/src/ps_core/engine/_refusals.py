@@ -19,7 +19,7 @@ def compute_tier_too_small(
     store: Store, groups: list[GroupRecord], moment: str, needed_bytes: int, nonmodel_bytes: int, *, proven: bool
 ) -> DoesNotFit:
     """The compute tier cannot hold what a moment needs at once."""
-    capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(needed_bytes)
+    capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(max(needed_bytes, store.foreseen_bytes))
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     weight = group.chunk_numel * group.dtype.itemsize
     largest = max(record.numel for record in group.tensors) * group.dtype.itemsize
