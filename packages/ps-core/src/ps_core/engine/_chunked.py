@@ -32,6 +32,7 @@ from ps_core.engine._placing import fill, place
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._standin import StandIn
 from ps_core.engine._store import Store
+from ps_core.engine._surgery import undo
 
 _WEIGHTS_OF_GROUP = 7
 """A group's bytes over those of its weights, in 16 bits."""
@@ -94,9 +95,13 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
         if options.eager_step:
             engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
-    fill(packing.records, initial_values(model), engine)
-    bring_along(model, where.torch_device)
-    Management(model, engine, pilot, cast=cast).install()
+    try:
+        fill(packing.records, initial_values(model), engine)
+        bring_along(model, where.torch_device)
+        Management(model, engine, pilot, cast=cast).install()
+    except BaseException:
+        undo(engine)
+        raise
     return model, front
 
 

@@ -48,8 +48,6 @@ class Management:
         """Hang everything on."""
         model = self._model()
         assert model is not None, "it is being put under management"
-        last = weakref.finalize(model, self.engine.passes.tide.stop)  # the last backward pass may have left its mode on
-        last.atexit = False
         self._around = Around(model, self._run)
         self._blocks.refresh(model)
         untyped: Any = model  # half of torch's registering methods have no types
@@ -96,6 +94,7 @@ class Management:
                     record.fresh()
                     self.engine.residency.unbind(record)
                 self._give_back(group)
+            self.engine.passes.tide.stop()  # the last backward pass may have left its mode on
             self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -210,8 +209,8 @@ class Management:
                 value = engine.read(record)
                 engine.residency.unbind(record)
                 parameter = record.parameter
-                del parameter._record, parameter._keeper
                 make_plain(parameter)
+                del parameter._record, parameter._keeper
                 point_at(parameter, value)
             self._give_back(group)
         model = self._model()

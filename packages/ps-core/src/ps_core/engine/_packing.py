@@ -106,6 +106,7 @@ def _record(index: int, name: str, parameter: nn.Parameter, sort: tuple[bool, to
         dtype=sort[1],
         numel=parameter.numel(),
         trainable=sort[0],
+        given=(type(parameter), parameter.dtype),
     )
 
 

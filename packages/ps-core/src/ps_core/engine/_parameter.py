@@ -252,5 +252,7 @@ def changes(parameter: nn.Parameter) -> int:
 
 
 def make_plain(parameter: nn.Parameter) -> None:
-    """Give a parameter its ordinary class back."""
-    parameter.__class__ = nn.Parameter
+    """Give a managed parameter the class back that it came with."""
+    assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"
+    given: type[Any] = parameter._record.given[0]
+    parameter.__class__ = given

@@ -18,6 +18,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ps_core._program import Extent, Kind
 from ps_core._units import align_up
@@ -76,6 +77,8 @@ class TensorRecord:
     """What it is computed in."""
     numel: int
     trainable: bool
+    given: tuple[type[nn.Parameter], torch.dtype]
+    """The class and the type it came with."""
     offset: int = 0
     """First element in its group."""
     group: GroupRecord = field(init=False)

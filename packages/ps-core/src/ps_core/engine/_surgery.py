@@ -11,6 +11,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._engine import Engine
+from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._management import management_of
 from ps_core.engine._parameter import ManagedParameter, make_plain, point_at
 from ps_core.engine._records import TensorRecord
@@ -48,6 +49,25 @@ def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write:
             after = found[record]
             if before is not None and not (after.shape == before.shape and bool((after == before).all())):
                 _write(engine, record, after)
+
+
+@undisturbed
+def undo(engine: Engine) -> None:
+    """`chunked` was broken off: what was packed so far becomes plain parameters again, of the types they came with.
+
+    Their values are those they came with, too, but frozen ones were rounded to what is computed with.
+    """
+    engine.released = True
+    if engine.management is not None:
+        engine.management.remove()
+    for record in engine.records:
+        parameter: nn.Parameter = record.parameter
+        if isinstance(parameter, ManagedParameter):
+            value = engine.read_state(record, Kind.P32).to(record.given[1])
+            make_plain(parameter)
+            del parameter._record, parameter._keeper
+            point_at(parameter, value)
+    engine.store.close()
 
 
 def _write(engine: Engine, record: TensorRecord, value: torch.Tensor) -> None:
