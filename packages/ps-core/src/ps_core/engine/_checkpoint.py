@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,16 @@ from torch import nn
 
 from ps_core.engine._checkpoint_access import changing, check_outside, load_files, managed_pair, settle, targets_of
 from ps_core.engine._checkpoint_compare import check, parameters_of
-from ps_core.engine._checkpoint_contents import EXTRA, Chunks, Held, contents, entries, extra_states
+from ps_core.engine._checkpoint_contents import (
+    EXTRA,
+    Chunks,
+    Held,
+    contents,
+    entries,
+    extra_states,
+    largest_chunk_bytes,
+)
+from ps_core.engine._checkpoint_direct import Buffers, buffers
 from ps_core.engine._checkpoint_files import Sink
 from ps_core.engine._checkpoint_folder import Folder
 from ps_core.engine._checkpoint_manifest import File, cut, read_manifest, write_manifest
@@ -47,8 +55,8 @@ def save_checkpoint(
     manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))
     files = [file for name, section in held.items() for file in cut(name, entries(section), FILE_BYTES) if section]
     with Folder(path).replaced(overwrite=overwrite) as folder:
-        with ThreadPoolExecutor(1) as helper, Chunks(engine, write=False) as chunks:
-            sums = {file.name: _write(folder, file, held[file.section], chunks, helper) for file in files}
+        with buffers(largest_chunk_bytes(engine)) as pair, Chunks(engine, write=False) as chunks:
+            sums = {file.name: _write(folder, file, held[file.section], chunks, pair) for file in files}
         write_manifest(folder, manifest, files, sums)
 
 
@@ -82,8 +90,8 @@ def _manifest(
     return manifest, kept
 
 
-def _write(folder: Path, file: File, section: Mapping[str, Held], chunks: Chunks, helper: ThreadPoolExecutor) -> str:
-    with closing(Sink(folder / file.name, file.entries, helper)) as sink:
+def _write(folder: Path, file: File, section: Mapping[str, Held], chunks: Chunks, pair: Buffers) -> str:
+    with closing(Sink(folder / file.name, file.entries, pair)) as sink:
         for entry in file.entries:
             sink.put(chunks.tensor(section[entry.name]))
         return sink.finish()

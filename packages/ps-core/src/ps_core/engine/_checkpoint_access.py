@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._checkpoint_contents import EXTRA, Chunks, Held, Sections
-from ps_core.engine._checkpoint_files import Digest, Source
+from ps_core.engine._checkpoint_contents import EXTRA, Chunks, Held, Sections, largest_chunk_bytes
+from ps_core.engine._checkpoint_direct import buffers
+from ps_core.engine._checkpoint_files import Source
 from ps_core.engine._checkpoint_manifest import Saved
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import management_of
@@ -67,13 +67,13 @@ def changing(engine: Engine, what: str) -> Iterator[None]:
 
 def load_files(saved: Saved, targets: Sections, engine: Engine) -> None:
     """Read the sections that are wanted, each file once from its beginning to its end, and check every byte of it."""
-    with ThreadPoolExecutor(1) as helper, Chunks(engine, write=True) as chunks:
+    with buffers(largest_chunk_bytes(engine)) as pair, Chunks(engine, write=True) as chunks:
         for file in saved.files:
             wanted, path = targets.get(file.section), saved.path / file.name
             if wanted is None:
                 continue
             try:
-                with closing(Source(path, len(file.table), Digest(helper))) as source:
+                with closing(Source(path, len(file.table), pair)) as source:
                     for entry in file.entries:
                         source.take(entry, chunks.tensor(wanted[entry.name]))
                     source.check(saved.sums[file.name])

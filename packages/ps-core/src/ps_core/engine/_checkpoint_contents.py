@@ -79,10 +79,13 @@ def _entry(name: str, held: Held) -> Entry:
     return Entry(name, record.group.dtype_of(kind), tuple(record.shape))
 
 
-class Chunks(AbstractContextManager["Chunks"]):
-    """Chunks held open, at most two at a time (neighbours in a file may be of two sorts of groups)."""
+def largest_chunk_bytes(engine: Engine) -> int:
+    """Of all chunks of all groups."""
+    return max(home.bytes for group in engine.groups for home in group.homes.values())
 
-    _MOST = 2
+
+class Chunks(AbstractContextManager["Chunks"]):
+    """Chunks held open: one at a time, for it may have to come from a disk; and those that are in memory for good."""
 
     def __init__(self, engine: Engine, *, write: bool) -> None:
         self._engine = engine
@@ -90,14 +93,14 @@ class Chunks(AbstractContextManager["Chunks"]):
         self._open: dict[tuple[GroupRecord, Kind], tuple[ExitStack, torch.Tensor, list[TensorRecord]]] = {}
 
     def tensor(self, held: Held) -> torch.Tensor:
-        """The values, to be read or written before the next call but one."""
+        """The values, to be read or written before the next call."""
         if isinstance(held, torch.Tensor):
             return held
         record, kind = held
         key = (record.group, kind)
         if key not in self._open:
-            while len(self._open) >= self._MOST:
-                self._close(next(iter(self._open)))
+            for other in [each for each in self._open if not each[0].pinned]:
+                self._close(other)
             stack = ExitStack()
             flat = stack.enter_context(self._engine.updater.opened(record.group, kind, write=self._write))
             self._open[key] = (stack, flat, [])

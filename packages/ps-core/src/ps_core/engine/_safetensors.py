@@ -157,14 +157,3 @@ def write_all(file: int, data: memoryview) -> None:
     """All of it, whatever a single call takes."""
     while data:
         data = data[os.write(file, data) :]
-
-
-def read_all(file: int, target: memoryview, position: int) -> int:
-    """Fill the memory from a place in a file; how much of it was filled before the file ended."""
-    filled = 0
-    while filled < len(target):
-        count = os.preadv(file, [target[filled:]], position + filled)
-        if not count:
-            break
-        filled += count
-    return filled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch import nn
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._checkpoint_access import changing, settle
-from ps_core.engine._checkpoint_contents import BUFFERS, MASTERS, WEIGHTS, Chunks, Held
-from ps_core.engine._checkpoint_files import Digest, Source
+from ps_core.engine._checkpoint_contents import BUFFERS, MASTERS, WEIGHTS, Chunks, Held, largest_chunk_bytes
+from ps_core.engine._checkpoint_direct import Buffers, buffers
+from ps_core.engine._checkpoint_files import Source
 from ps_core.engine._checkpoint_folder import Folder
 from ps_core.engine._checkpoint_manifest import is_checkpoint, read_manifest
 from ps_core.engine._management import management_of
@@ -63,18 +63,18 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     _check(path, [entry for file in files for entry in file.entries], targets, *names)
     with (
         changing(engine, f"load_weights(model, {str(path)!r})"),
-        ThreadPoolExecutor(1) as helper,
+        buffers(largest_chunk_bytes(engine)) as pair,
         Chunks(engine, write=True) as chunks,
         torch.no_grad(),
     ):
         for file in files:
-            _load(file, targets, chunks, helper)
+            _load(file, targets, chunks, pair)
     return missing, unexpected
 
 
-def _load(file: _Weights, targets: Mapping[str, Held | None], chunks: Chunks, helper: ThreadPoolExecutor) -> None:
+def _load(file: _Weights, targets: Mapping[str, Held | None], chunks: Chunks, pair: Buffers) -> None:
     try:
-        with closing(Source(file.path, file.start, None if file.checksum is None else Digest(helper))) as source:
+        with closing(Source(file.path, file.start, pair)) as source:
             for entry in file.entries:
                 held = targets[entry.name]
                 if held is None:

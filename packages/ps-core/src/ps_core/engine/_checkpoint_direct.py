@@ -1,0 +1,186 @@
+"""Bytes to a file and back in order, past the page cache: one buffer is filled while the other is on its way.
+
+[Note: past the page cache]
+A checkpoint is larger than what it should push out of memory, and is wanted on the disk, not near it; besides, direct
+transfers were several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
+
+[Note: the checksum]
+SHA-256, which `sha256sum -c` checks anywhere and for which processors of the last years have instructions. It is taken
+of each buffer by one thread while another has it written, or the next one read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ps_core.engine._safetensors import damaged
+
+BUFFER_BYTES = 8 * 2**20
+"""Of each of the two, where chunks are not smaller."""
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Buffers:
+    """Two buffers for one file at a time, and two threads, one for the disk and one for the checksum."""
+
+    def __init__(self, size: int, helpers: ThreadPoolExecutor) -> None:
+        self.pair = [memoryview(mmap.mmap(-1, size)) for _ in range(2)]
+        self.helpers = helpers
+
+    def start(self, *calls: Callable[[], object]) -> list[Future[object]]:
+        """Have these done meanwhile."""
+        return [self.helpers.submit(call) for call in calls]
+
+
+@contextmanager
+def buffers(largest_chunk_bytes: int) -> Iterator[Buffers]:
+    """Together not more than half a chunk (or two pages)."""
+    size = min(BUFFER_BYTES, max(PAGE_BYTES, largest_chunk_bytes // 4 // PAGE_BYTES * PAGE_BYTES))
+    with ThreadPoolExecutor(2) as helpers:
+        yield Buffers(size, helpers)
+
+
+def wait(going: list[Future[Any]]) -> list[Any]:
+    """Until all are done, though one fails; then the first failure, or what they gave."""
+    for each in going:
+        each.exception()
+    return [each.result() for each in going]
+
+
+def set_direct(file: int, on: bool) -> bool:
+    """Have a file's transfers go past the page cache, or not; whether that could be done."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+class Outlet:
+    """A new file, written from its beginning to its end."""
+
+    def __init__(self, path: Path, pair: Buffers) -> None:
+        self._buffers = pair
+        self._hash = hashlib.sha256()
+        self._filled = 0
+        self._going: list[Future[object]] = []
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        set_direct(self._file, True)
+
+    def write(self, data: memoryview) -> None:
+        """More bytes; they are copied."""
+        while data:
+            buffer = self._buffers.pair[0]
+            count = min(len(data), len(buffer) - self._filled)
+            buffer[self._filled : self._filled + count] = data[:count]
+            self._filled += count
+            data = data[count:]
+            if self._filled == len(buffer):
+                self._flush()
+
+    def _flush(self) -> None:
+        wait(self._going)
+        pair = self._buffers.pair
+        full, self._filled = pair[0][: self._filled], 0
+        self._going = self._buffers.start(lambda: self._put(full), lambda: self._hash.update(full))
+        pair.reverse()
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[os.write(self._file, data) :]
+            except OSError as error:  # of a file system that takes the flag but not the transfer; or the file's end
+                if error.errno != errno.EINVAL or not fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT:
+                    raise
+                set_direct(self._file, False)
+
+    def finish(self) -> str:
+        """Have everything on the disk; the checksum."""
+        self._flush()
+        wait(self._going)
+        os.fsync(self._file)
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        wait_quietly(self._going)
+        os.close(self._file)
+
+
+def wait_quietly(going: list[Future[Any]]) -> None:
+    """Until all are done, whatever became of them."""
+    for each in going:
+        each.exception()
+
+
+class Inlet:
+    """A file, read from its beginning to its end."""
+
+    def __init__(self, path: Path, pair: Buffers) -> None:
+        self._path, self._buffers = path, pair
+        self._hash = hashlib.sha256()
+        self._file = os.open(path, os.O_RDONLY)
+        set_direct(self._file, True)
+        self._current = memoryview(b"")
+        self._position = 0
+        self._hashing: list[Future[object]] = []
+        self._reading = self._buffers.start(self._get)
+
+    def _get(self) -> memoryview:
+        """The next buffer's worth."""
+        buffer, filled = self._buffers.pair[1], 0
+        while filled < len(buffer):
+            try:
+                count = os.readv(self._file, [buffer[filled:]])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not set_direct(self._file, False):
+                    raise
+                continue
+            if not count:
+                break
+            filled += count
+        return buffer[:filled]
+
+    def read(self, target: memoryview) -> None:
+        """The next bytes; `CheckpointDamaged` if there are none left."""
+        while target:
+            if not self._current:
+                self._advance()
+            if not self._current:
+                raise damaged(self._path, f"it ends after {self._position:,} bytes, in the midst of a tensor")
+            count = min(len(target), len(self._current))
+            target[:count] = self._current[:count]
+            target, self._current = target[count:], self._current[count:]
+            self._position += count
+
+    def _advance(self) -> None:
+        wait(self._hashing)
+        (found,) = wait(self._reading)
+        self._current = found
+        self._buffers.pair.reverse()
+        self._hashing = self._buffers.start(lambda: self._hash.update(found))
+        self._reading = self._buffers.start(self._get)
+
+    def checksum(self) -> str:
+        """Of the whole file."""
+        while True:
+            self._advance()
+            if not self._current:
+                wait(self._hashing)
+                return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        wait_quietly(self._hashing)
+        wait_quietly(self._reading)
+        os.close(self._file)
