@@ -1,0 +1,10 @@
+"""``python -m ps_models.train``: the command ``pstar-train``."""
+
+from __future__ import annotations
+
+import sys
+
+from ps_models.train._main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

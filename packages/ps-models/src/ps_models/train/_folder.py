@@ -1,0 +1,210 @@
+"""A run's folder: what it holds, and how it survives being cut short at any moment.
+
+    OUT/
+      options.toml            the options of the last call, for --config
+      run.json                what the run is: options that cannot change, the data's digest
+      metrics.jsonl           a row a step
+      checkpoints/
+        step-00000100/        complete, or not there under this name; damaged-step-... is one that broke later
+        latest                the newest one's name; for people and other programs
+        best                  with --keep-best: the best one's name and its validation loss
+
+A checkpoint appears under its name by a rename and leaves by one, so every ``step-*`` is complete, and a run resumes
+from the newest. ``metrics.jsonl`` is on the disk before the checkpoint is; rows beyond it are cut off on resuming.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ps_core._errors import CheckpointDamaged, InvalidInput
+from ps_models.train._files import clear, remove_whole, write_whole
+from ps_models.train._options import TrainOptions, flag_of
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class RunFolder:
+    """One run's folder, held by this process alone while it is open."""
+
+    def __init__(self, options: TrainOptions, digest: str) -> None:
+        """Make or find it; `InvalidInput` if it holds another run, or belongs to another process now."""
+        self.path = Path(options.out)
+        self.checkpoints = self.path / "checkpoints"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(
+                f"--out: cannot make {str(self.path)!r}: {error.strerror}; allowed is a folder that can be written to"
+            ) from error
+        self._lock = _lock(self.path)
+        try:
+            self._claim(options, digest)
+            clear(self.path)
+            clear(self.checkpoints)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _claim(self, options: TrainOptions, digest: str) -> None:
+        """Say what this run is, or find that it is the same."""
+        written, own = self.path / "run.json", {"options": options.identity, "data": digest}
+        try:
+            found = json.loads(written.read_text("utf-8"))
+            differences = list(_differences(found, own))
+        except FileNotFoundError:
+            if any(self.steps()) or (self.path / "metrics.jsonl").exists():
+                raise InvalidInput(
+                    f"--out: {str(self.path)!r} holds a run without run.json; allowed is a new folder, or a whole run"
+                ) from None
+            write_whole(written, json.dumps(own, indent=1) + "\n")
+            differences = []
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidInput(f"--out: cannot read {str(written)!r}: {' '.join(str(error).split())}") from error
+        if differences:
+            raise InvalidInput(
+                f"--out: {str(self.path)!r} holds another run: {', '.join(differences)}; allowed are the same model "
+                "and data options, or another --out"
+            )
+        write_whole(self.path / "options.toml", options.to_toml())
+
+    # ---- checkpoints ----
+
+    def steps(self) -> list[int]:
+        """The steps there is a checkpoint of, newest first."""
+        found = (_STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after that step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def load_newest(
+        self, load: Callable[[Path], Mapping[str, Any]], say: Callable[[str], None]
+    ) -> Mapping[str, Any] | None:
+        """What ``load`` makes of the newest sound checkpoint; None if there is none at all.
+
+        One that is damaged gets another name and is passed over, for an older one is better than nothing. The oldest
+        one's error is raised: starting anew is not for this to decide.
+        """
+        steps = self.steps()
+        for step in steps:
+            try:
+                found = load(self.checkpoint(step))
+            except CheckpointDamaged as error:
+                if step == steps[-1]:
+                    raise
+                aside = self.checkpoints / f"damaged-{self.checkpoint(step).name}"
+                say(f"step {step} is passed over, and kept as {aside}: {' '.join(str(error).split())}")
+                shutil.rmtree(aside, ignore_errors=True)
+                self.checkpoint(step).rename(aside)
+                continue
+            self._point(step)
+            return found
+        return None
+
+    def saved(self, step: int, keep: int) -> None:
+        """A checkpoint is complete: point to it, and remove those that nobody wants any more."""
+        self._point(step)
+        wanted = {*self.steps()[:keep], step, self.best()[0]}
+        for each in self.steps():
+            if each not in wanted:
+                remove_whole(self.checkpoint(each))
+
+    def _point(self, step: int) -> None:
+        write_whole(self.checkpoints / "latest", self.checkpoint(step).name + "\n")
+
+    def best(self) -> tuple[int, float]:
+        """The step of the best checkpoint and its validation loss; (0, infinity) before there is one."""
+        try:
+            name, loss = (self.checkpoints / "best").read_text("utf-8").split()
+            return int(name.removeprefix("step-")), float(loss)
+        except (OSError, ValueError):
+            return 0, float("inf")
+
+    def set_best(self, step: int, loss: float) -> None:
+        """That checkpoint is the best there is."""
+        write_whole(self.checkpoints / "best", f"{self.checkpoint(step).name} {loss!r}\n")
+
+
+def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in own["options"].items():
+        before = found["options"].get(name)
+        if before != value:
+            yield f"{flag_of(name)} {before} there, {value} now"
+    if found["data"] != own["data"]:
+        yield "--data other there than now"
+
+
+def _lock(path: Path) -> int | None:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows, where two runs in one folder are the user's to avoid
+        return None
+    number = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        # Not flock, which the copies that the engine makes of this process would hold on to.
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        raise InvalidInput(
+            f"--out: {str(path)!r} is in use by another process; allowed is a folder nobody else trains in"
+        ) from None
+    return number
+
+
+class Metrics:
+    """``metrics.jsonl``."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Cut off the rows beyond ``step``, and what a cut-short write left; go on after them."""
+        self._file = path.open("ab+")
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n") or _step_of(line) > step:
+                break
+            end += len(line)
+        self._file.truncate(end)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One row, whole."""
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """What was written is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """No more rows."""
+        self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    """Infinity for what is no row."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,78 @@
+"""The command line of ``pstar-train``, made from `TrainOptions`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from ps_core._errors import InvalidInput
+from ps_models._version import __version__
+from ps_models.train._options import (
+    COMMAND,
+    TrainOptions,
+    flag_of,
+    from_toml,
+    merged,
+    nearest,
+    read,
+    rule_of,
+)
+
+STATUS = (
+    "Exit status: 0 trained, or stopped by a signal and saved; 3 the model does not fit; 2 input that cannot be used; "
+    "1 anything else; 130 interrupted twice."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            raise InvalidInput(f"{unknown[1]} is not an option; {nearest(unknown[1])}")
+        raise InvalidInput(f"{message.removeprefix('argument ')} ({COMMAND} --help lists the options)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Collects words only: `TrainOptions` judges them, so that a file's values and these are judged alike."""
+    parser = _Parser(
+        prog=COMMAND,
+        description="Train a transformer, larger than the accelerator's memory if need be. " + STATUS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{COMMAND} {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here come before it")
+    groups = {}
+    for row in fields(TrainOptions):
+        section = row.metadata["section"]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section.lower())
+        rule, what = rule_of(row), row.metadata["what"].replace("`", "").replace("%", "%%")
+        if isinstance(row.default, bool):
+            said = f"{what} (default: {'yes' if row.default else 'no'})"
+            flag = argparse.BooleanOptionalAction
+            groups[section].add_argument(flag_of(row), action=flag, default=argparse.SUPPRESS, help=said)
+            continue
+        said = what if row.default in (None, ()) else f"{what} (default: {row.default})"
+        groups[section].add_argument(
+            flag_of(row),
+            metavar=rule.metavar,
+            nargs="+" if rule.several else None,
+            default=argparse.SUPPRESS,
+            help=said,
+        )
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> TrainOptions:
+    """The options that a command line gives, its ``--config`` file included."""
+    words = vars(make_parser().parse_args(argv))
+    config = words.pop("config")
+    rows = {row.name: row for row in fields(TrainOptions)}
+    line = {name: value if isinstance(value, bool) else read(rows[name], value) for name, value in words.items()}
+    return merged({} if config is None else from_toml(Path(config)), line)

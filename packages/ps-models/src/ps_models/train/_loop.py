@@ -1,0 +1,177 @@
+"""The training loop: plain PyTorch around `ps_core.engine`, resumable after any step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ps_core import DeviceOutOfMemory, DoesNotFit
+from ps_core.engine import ChunkedOptimizer, load_checkpoint, save_checkpoint, statistics
+from ps_models.train._data import Corpus, Packed
+from ps_models.train._folder import Metrics, RunFolder
+from ps_models.train._options import TrainOptions
+from ps_models.train._row import Pace, Rates, Row, memory_of
+from ps_models.train._schedule import learning_rate
+from ps_models.train._watchers import Watcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Managed:
+    """A model under management, and what its inputs must be."""
+
+    model: nn.Module
+    optimizer: ChunkedOptimizer
+    inputs: torch.device
+    vocabulary: int
+
+
+class Loop:
+    """One run."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        data: Corpus,
+        managed: Managed,
+        folder: RunFolder,
+        rates: Rates,
+        watchers: Sequence[Watcher],
+    ) -> None:
+        self.options, self.folder, self.rates = options, folder, rates
+        self.model, self.optimizer, self._inputs = managed.model, managed.optimizer, managed.inputs
+        self._train = Packed(data.train, options.seq, seed=options.seed, vocabulary=managed.vocabulary)
+        held = Packed(data.validation, options.seq, vocabulary=managed.vocabulary)
+        self._validation = torch.split(held.spread(options.batch * options.eval_batches), options.batch)
+        self._watchers, self._pace = watchers, Pace()
+        self.step = 0
+        """Steps done, those of earlier calls included."""
+        self.sequences = 0
+        """Sequences taken, which is the position in the data."""
+        self.val_loss: float | None = None
+        """The last validation's."""
+        self._saved = 0
+
+    def say(self, text: str) -> None:
+        """Tell everybody."""
+        for each in self._watchers:
+            each.say(text)
+
+    def resume(self) -> bool:
+        """Go back to the newest checkpoint, if there is one."""
+        found = self.folder.load_newest(self._load, self.say)
+        if found is None:
+            return False
+        self.step = self._saved = int(found["step"])
+        self.sequences, self.val_loss = int(found["sequences"]), found["val_loss"]
+        return True
+
+    def _load(self, path: Path) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = load_checkpoint(path, self.model, self.optimizer)
+        return found
+
+    def run(self, asked: Callable[[], bool]) -> None:
+        """Train up to the last step, or until ``asked``; what was trained is saved then."""
+        options = self.options
+        metrics = Metrics(self.folder.path / "metrics.jsonl", self.step)
+        try:
+            self.model.train()
+            while self.step < options.steps and not asked():
+                row = self._row()
+                metrics.write(row.as_dict())
+                for each in self._watchers:
+                    each.step(row, self._pace.left_s(options.steps - self.step))
+                if row.skipped and options.precision != "fp16":
+                    self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
+                best = options.keep_best and row.val_loss is not None and row.val_loss < self.folder.best()[1]
+                every = options.checkpoint_every
+                if best or self.step == options.steps or (every and self.step % every == 0):
+                    metrics.sync()
+                    self._save()
+                    if best and row.val_loss is not None:
+                        self.folder.set_best(self.step, row.val_loss)
+            if self.step > self._saved:
+                metrics.sync()
+                self._save()
+        finally:
+            metrics.close()
+
+    def _row(self) -> Row:
+        """One step, with its validation where there is one."""
+        options, before = self.options, statistics(self.model).moved_bytes
+        started = time.perf_counter()
+        rate = learning_rate(options, self.step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self._gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        self._pace.add(seconds)
+        self.step += 1
+        self.sequences += options.batch * options.accumulate
+        counted = statistics(self.model)
+        validates = self.step == options.steps or (options.eval_every and self.step % options.eval_every == 0)
+        if validates:
+            self.val_loss = self.validate()
+        norm = self.optimizer.last_norm
+        return Row(
+            step=self.step,
+            loss=loss,
+            lr=rate,
+            grad_norm=math.nan if norm is None else norm,
+            memory=memory_of(counted),
+            moved_bytes={link: count - before.get(link, 0) for link, count in counted.moved_bytes.items()},
+            skipped=self.optimizer.last_skipped,
+            val_loss=self.val_loss if validates else None,
+            tokens_per_s=self.rates.tokens_per_s(seconds),
+            tflops=self.rates.tflops(seconds),
+            mfu=self.rates.mfu(seconds),
+        )
+
+    def _gradients(self) -> float:
+        """All micro-batches of a step; should memory run out, all of them once more. Their mean loss."""
+        try:
+            return self._passes()
+        except (DeviceOutOfMemory, DoesNotFit) as error:
+            reason = str(error).splitlines()[0]
+        # Outside the handler: its traceback would keep the failed pass's tensors alive.
+        self.say(f"step {self.step + 1} ran out of memory ({reason}); once more, with the smaller plan")
+        self.optimizer.zero_grad()
+        return self._passes()
+
+    def _passes(self) -> float:
+        options, total = self.options, 0.0
+        for micro in range(options.accumulate):
+            batch = self._train.take(self.sequences + micro * options.batch, options.batch)
+            loss = self._loss(batch) / options.accumulate
+            self.optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        return total
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        batch = batch.to(self._inputs)
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """The mean loss over the same sequences each time, none of which is trained on."""
+        self.model.eval()
+        try:
+            sums = [self._loss(batch).item() * len(batch) for batch in self._validation]
+        finally:
+            self.model.train()
+        return sum(sums) / sum(map(len, self._validation))
+
+    def _save(self) -> None:
+        extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}
+        save_checkpoint(self.folder.checkpoint(self.step), self.model, self.optimizer, extra=extra)
+        self._saved = self.step
+        self.folder.saved(self.step, self.options.keep)

@@ -1,0 +1,83 @@
+"""``pstar-train`` from the first word to the last."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from ps_core import DoesNotFit, InvalidInput, PatrickStarError
+from ps_core.engine import statistics
+from ps_models.train._data import corpus
+from ps_models.train._folder import RunFolder
+from ps_models.train._line import parse
+from ps_models.train._loop import Loop
+from ps_models.train._options import COMMAND, TrainOptions
+from ps_models.train._row import Rates
+from ps_models.train._sample import sample
+from ps_models.train._setup import check_alone, device_of, manage, shape_of, told
+from ps_models.train._signals import Stop
+from ps_models.train._summary import summary
+from ps_models.train._watchers import check_installed, watchers
+
+DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        train(parse(argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except InvalidInput as error:
+        return _fail(BAD_INPUT, error)
+    except DoesNotFit as error:
+        return _fail(DOES_NOT_FIT, error)
+    except (PatrickStarError, OSError) as error:
+        return _fail(FAILED, error)
+    return DONE
+
+
+def _fail(status: int, error: Exception) -> int:
+    print(f"{COMMAND}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def train(options: TrainOptions) -> None:
+    """Train as the options say, from the newest checkpoint if there is one."""
+    check_alone()
+    check_installed(options)
+    shape_of(options)
+    with ExitStack() as stack:
+        stop = stack.enter_context(Stop())
+        data = corpus(options)
+        found = shape_of(options, data)
+        folder = stack.enter_context(RunFolder(options, data.digest))
+        audience = watchers(options)
+        for each in audience:
+            stack.callback(each.close)
+        rates = Rates(found, options, device_of(options))
+        managed = manage(options, found)
+        loop = Loop(options, data, managed, folder, rates, audience)
+        loop.say(told(found, options))
+        loop.say(data.told)
+        if loop.resume():
+            rest = "nothing is left to train" if loop.step >= options.steps else "going on from there"
+            loop.say(f"{options.out}: step {loop.step} of {options.steps} is done; {rest}")
+        before, started = loop.step, time.perf_counter()
+        loop.run(lambda: stop.asked is not None)
+        seconds = time.perf_counter() - started
+        if loop.step > before:
+            loop.say(summary(options, statistics(managed.model), rates, steps=loop.step - before, seconds=seconds))
+        if stop.asked is not None:
+            loop.say(f"{stop.asked}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
+            return
+        if loop.val_loss is not None:
+            per = "byte" if options.tokenizer == "bytes" and data.tokenizer is not None else "token"
+            loop.say(f"validation loss {loop.val_loss:.4f} nats a {per}")
+        if options.sample:
+            loop.say(sample(options, data, managed))

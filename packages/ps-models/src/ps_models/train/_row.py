@@ -1,0 +1,138 @@
+"""What is known about each step, and the rates that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Any
+
+import torch
+
+from ps_core._trace import Phase
+from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.shapes import TransformerShape
+from ps_core.engine import Statistics
+from ps_models.train._options import TrainOptions
+
+_PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.2, "V100": 125.0}
+"""Dense 16-bit TFLOPS of some cards, as their makers state them."""
+_RECENT = 20
+"""Steps that the remaining time is foretold from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One step, as ``metrics.jsonl`` has it."""
+
+    step: int
+    loss: float
+    """Before the update, the mean of all micro-batches."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens_per_s: float
+    memory: Mapping[str, Mapping[str, int]]
+    """By tier: ``current_bytes``, ``peak_bytes`` since the process began, ``budget_bytes``."""
+    moved_bytes: Mapping[str, int]
+    """By link, in this step."""
+    tflops: float
+    """8 operations per parameter and token (6 without checkpointing)."""
+    mfu: float | None = None
+    """Model FLOPs of the device's peak, where that is known."""
+    skipped: bool = False
+    """Whether a gradient was not finite, so that nothing was changed."""
+    val_loss: float | None = None
+    """After the update, in the steps that have a validation."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: what is not finite is null, what is not known is left out."""
+        found = {row.name: getattr(self, row.name) for row in fields(self)}
+        unknown = {name for name in ("mfu", "val_loss") if found[name] is None}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in found.items()
+            if name not in unknown
+        }
+
+    def flat(self) -> dict[str, float]:
+        """For loggers: numbers under names with dots."""
+        numbers: dict[str, float] = {}
+        for name, value in self.as_dict().items():
+            if isinstance(value, Mapping):
+                for inner, held in value.items():
+                    parts = held.items() if isinstance(held, Mapping) else [("", held)]
+                    numbers.update({".".join(filter(None, (name, inner, last))): float(one) for last, one in parts})
+            elif value is not None and name != "step":
+                numbers[name] = float(value)
+        return numbers
+
+
+class Rates:
+    """Operations of a step, and the peak they are measured against."""
+
+    def __init__(self, shape: TransformerShape, options: TrainOptions, device: str) -> None:
+        self._tokens = options.tokens_per_step
+        trace = analytic_trace(
+            shape,
+            Workload(
+                batch=options.batch,
+                seq=options.seq,
+                precision_bytes=4 if options.precision == "fp32" else 2,
+                checkpointing=options.checkpointing,
+                chunked_loss=True,
+            ),
+        )
+        self._counted = (8 if options.checkpointing else 6) * trace.parameters * self._tokens
+        forward = sum(moment.flops for moment in trace.moments if moment.phase is Phase.FORWARD)
+        self._model = 3 * forward * options.accumulate
+        self.peak_tflops = options.peak_tflops or (_card_peak() if device == "cuda" else None)
+        self.activation_bytes = max(moment.nonmodel_bytes for moment in trace.moments)
+        """What a pass holds besides weights, states and gradients, at most, computed from the shape."""
+        self.parameters = trace.parameters
+
+    def tokens_per_s(self, seconds: float) -> float:
+        """Of a step that took so long."""
+        return self._tokens / seconds
+
+    def tflops(self, seconds: float) -> float:
+        """Likewise; see `Row`."""
+        return self._counted / seconds / 1e12
+
+    def mfu(self, seconds: float) -> float | None:
+        """Likewise; None where the device's peak is not known."""
+        return None if self.peak_tflops is None else self._model / seconds / 1e12 / self.peak_tflops
+
+
+def _card_peak() -> float | None:
+    name = torch.cuda.get_device_name()
+    return next((peak for card, peak in _PEAKS.items() if card in name), None)
+
+
+def memory_of(counted: Statistics) -> dict[str, dict[str, int]]:
+    """Every tier's bytes."""
+    return {
+        name: {
+            "current_bytes": tier.current_bytes,
+            "peak_bytes": tier.peak_bytes,
+            "budget_bytes": tier.budget_bytes,
+        }
+        for name, tier in counted.tiers.items()
+    }
+
+
+class Pace:
+    """How long the rest will take."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, seconds: float) -> None:
+        """A step took that long."""
+        self._recent.append(seconds)
+
+    def left_s(self, steps: int) -> float:
+        """So many steps more."""
+        return median(self._recent) * steps if self._recent else 0.0

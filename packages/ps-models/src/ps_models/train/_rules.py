@@ -1,0 +1,97 @@
+"""What a value of an option may be: how it is read from the command line, what is allowed, in words and in code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ps_core._errors import InvalidInput
+from ps_core._units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One kind of value."""
+
+    allowed: str
+    """In words, for messages."""
+    metavar: str
+    read: Callable[[str], object]
+    """From the command line's text; ``ValueError`` if it is nothing of this kind."""
+    good: Callable[[object], bool]
+    several: bool = False
+    """Whether the command line takes several words."""
+
+
+def whole(least: int) -> Rule:
+    """A whole number."""
+
+    def good(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+    return Rule(allowed=f"a whole number of at least {least}", metavar="N", read=int, good=good)
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Rule:
+    """A finite number from ``low`` to ``high``; ``above`` and ``below`` leave the ends out."""
+
+    def good(value: object) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            return False
+        return (low < value if above else low <= value) and (value < high if below else value <= high)
+
+    said = f"above {low:g}" if above else f"of at least {low:g}"
+    if high != math.inf:
+        said += f" and below {high:g}" if below else f" and at most {high:g}"
+    return Rule(allowed=f"a number {said}", metavar="X", read=float, good=good)
+
+
+def one_of(*words: str) -> Rule:
+    """One of these words."""
+    return Rule(
+        allowed=f"one of {', '.join(words)}",
+        metavar="{" + ", ".join(words) + "}",
+        read=str,
+        good=lambda value: value in words,
+    )
+
+
+def text(metavar: str, *, empty: bool = False) -> Rule:
+    """Any text."""
+    return Rule(
+        allowed="a text" if empty else "a text that is not empty",
+        metavar=metavar,
+        read=str,
+        good=lambda value: isinstance(value, str) and (empty or bool(value)) and "\0" not in value,
+    )
+
+
+def texts(metavar: str) -> Rule:
+    """One text or more; none at all is what the default says."""
+
+    def good(value: object) -> bool:
+        return isinstance(value, tuple) and all(isinstance(each, str) and each and "\0" not in each for each in value)
+
+    return Rule(allowed="one or more texts", metavar=metavar, read=str, good=good, several=True)
+
+
+def size() -> Rule:
+    """Bytes, or a text like 20GiB."""
+
+    def good(value: object) -> bool:
+        try:
+            return isinstance(value, int | str) and parse_bytes(value) > 0
+        except InvalidInput:
+            return False
+
+    return Rule(allowed="a size above 0 like 20GiB, 20GB or 4096", metavar="SIZE", read=str, good=good)
+
+
+def flag() -> Rule:
+    """Yes or no; the command line has an option for each."""
+    return Rule(allowed="true or false", metavar="", read=_not_read, good=lambda value: isinstance(value, bool))
+
+
+def _not_read(word: str) -> object:
+    raise ValueError(word)

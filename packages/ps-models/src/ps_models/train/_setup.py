@@ -1,0 +1,109 @@
+"""From options to a model under management."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ps_kernels
+from ps_core import AdamW, Budget, Group, InvalidInput
+from ps_core._units import format_count
+from ps_core._workloads.shapes import Family, TransformerShape, shape
+from ps_core.engine import chunked
+from ps_models._build import build
+from ps_models.train._data import Corpus
+from ps_models.train._loop import Managed
+from ps_models.train._options import TrainOptions
+
+
+def check_alone() -> None:
+    """`InvalidInput` under torchrun with several processes, which would each train the same."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InvalidInput("WORLD_SIZE: found several processes; allowed is one, for this trainer has no collectives")
+
+
+def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerShape:
+    """The named shape, with the data's vocabulary, and positions for a whole sequence."""
+    try:
+        found = shape(options.model)
+    except InvalidInput as error:
+        raise InvalidInput(f"--model: found {options.model!r}; {error}") from None
+    if found.family is Family.BERT:
+        raise InvalidInput(f"--model: found {options.model!r}, which does not predict the next token; allowed are GPTs")
+    if data is None:
+        return found
+    words = options.vocab or (found.vocabulary if data.tokenizer is None else data.tokenizer.vocabulary)
+    if data.tokenizer is not None and words < data.tokenizer.vocabulary:
+        raise InvalidInput(
+            f"--vocab: found {words}, allowed is at least {data.tokenizer.vocabulary}, which the tokenizer has"
+        )
+    return replace(found, vocabulary=words, positions=max(found.positions, options.seq))
+
+
+def device_of(options: TrainOptions) -> str:
+    """What ``auto`` is here."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("--device: found 'cuda', but PyTorch finds none; allowed here are cpu and emulated")
+    if options.device != "auto":
+        return options.device
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if options.device_memory is None else "emulated"
+
+
+def manage(options: TrainOptions, found: TransformerShape) -> Managed:
+    """Build the model without memory, and put it under management."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+        ps_kernels.set_threads(options.threads)
+    device = device_of(options)
+    torch.manual_seed(options.seed)
+    overrides = {"vocabulary": found.vocabulary, "positions": found.positions}
+    model = build(options.model, "meta", checkpoint_blocks=options.checkpointing, **overrides)
+    groups = (Group(match=_is_vector, weight_decay=0.0),) if options.decay == "matrices" else ()
+    _, optimizer = chunked(
+        model,
+        AdamW(
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            groups=groups,
+        ),
+        device=device,
+        budget=_budget(options),
+        precision=options.precision,
+        max_grad_norm=options.clip or None,
+        accumulation_steps=options.accumulate,
+    )
+    assert optimizer is not None, "an optimizer was asked for"
+    inputs = torch.device("cuda" if device == "cuda" else "cpu")
+    return Managed(model=model, optimizer=optimizer, inputs=inputs, vocabulary=found.vocabulary)
+
+
+def _is_vector(name: str, parameter: Any) -> bool:
+    """Norms and biases; ``Any`` as in `Group`."""
+    found: bool = parameter.dim() < 2
+    return found
+
+
+def _budget(options: TrainOptions) -> Budget:
+    folder = options.disk_dir
+    if options.disk is not None and folder is None:
+        folder = str(Path(options.out) / "disk")
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Budget(device=options.device_memory, host=options.host_memory, disk=options.disk, disk_dir=folder)
+
+
+def told(found: TransformerShape, options: TrainOptions) -> str:
+    """The model in a line."""
+    return (
+        f"{found.name}: {format_count(found.parameters)} parameters, {found.layers} layers of {found.hidden}, "
+        f"{found.vocabulary} tokens; {options.precision} on {device_of(options)}, "
+        f"{options.tokens_per_step:,} tokens a step"
+    )

@@ -1,0 +1,97 @@
+"""Texts to token numbers and back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ps_core._errors import InvalidInput
+
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""What tokenizers call the end of a document, the likeliest first."""
+
+
+class Tokenizer(Protocol):
+    """What data and samples need."""
+
+    vocabulary: int
+    """How many tokens there are, the end of a document included."""
+    end: int
+    """The token after each document."""
+    digest: str
+    """Equal for equal tokenizers."""
+
+    def encode(self, document: bytes) -> Tensor:
+        """A document's tokens, in a type of integers that is just large enough; without the end."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens; ends are left out."""
+
+
+class Bytes:
+    """Each byte is a token; one more ends a document."""
+
+    end = 256
+    vocabulary = 264
+    """257, rounded up to a multiple of 8, which is what matrix units like."""
+    digest = "bytes"
+
+    def encode(self, document: bytes) -> Tensor:
+        """As in `Tokenizer`."""
+        if not document:
+            return torch.empty(0, dtype=torch.int16)
+        return torch.frombuffer(bytearray(document), dtype=torch.uint8).to(torch.int16)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """As in `Tokenizer`; bytes that are not UTF-8 are shown as such."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "backslashreplace")
+
+
+class HuggingFace:
+    """A ``tokenizer.json``, by the package ``tokenizers``."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError:
+            raise InvalidInput(
+                f"--tokenizer: {str(path)!r} needs the package tokenizers (pip install tokenizers); allowed without it "
+                "is bytes"
+            ) from None
+        try:
+            written = path.read_bytes()
+            # The package's own exceptions are plain `Exception`s.
+            self._tokenizer: Any = Loaded.from_str(written.decode("utf-8"))
+        except Exception as error:
+            raise InvalidInput(
+                f"--tokenizer: cannot read {str(path)!r}: {' '.join(str(error).split())}; allowed is bytes, or a "
+                "Hugging Face tokenizer.json"
+            ) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.digest = hashlib.sha256(written).hexdigest()
+        known = self._tokenizer.get_vocab_size()
+        found = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        self.end = next((token for token in found if token is not None), known)
+        self.vocabulary = max(known, self.end + 1)
+        self._type = torch.int16 if self.vocabulary <= 2**15 else torch.int32
+
+    def encode(self, document: bytes) -> Tensor:
+        """As in `Tokenizer`."""
+        text = document.decode("utf-8", "replace")
+        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._type)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """As in `Tokenizer`."""
+        text: str = self._tokenizer.decode([token for token in tokens if token != self.end])
+        return text
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """``bytes``, or the file of that name."""
+    return Bytes() if name == "bytes" else HuggingFace(Path(name))

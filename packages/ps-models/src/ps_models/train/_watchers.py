@@ -1,0 +1,183 @@
+"""Those who are told what happens: a terminal, plain lines, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from ps_core._errors import InvalidInput
+from ps_core._units import format_bytes
+from ps_models.train._options import TrainOptions
+from ps_models.train._row import Row
+
+_NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+class Watcher(Protocol):
+    """Told everything, in order."""
+
+    def say(self, text: str) -> None:
+        """Something for people."""
+
+    def step(self, row: Row, left_s: float) -> None:
+        """A step is done; so many seconds are left."""
+
+    def close(self) -> None:
+        """There will be nothing more."""
+
+
+class Plain:
+    """Lines of text."""
+
+    def __init__(self, options: TrainOptions, stream: TextIO) -> None:
+        self._every, self._steps, self._stream = options.log_every, options.steps, stream
+        self._headed = False
+
+    def say(self, text: str) -> None:
+        """As in `Watcher`."""
+        print(text, file=self._stream, flush=True)
+
+    def step(self, row: Row, left_s: float) -> None:
+        """A line for the first step, the last one, every so many, and those with a validation."""
+        if row.step % self._every and self._headed and row.step != self._steps and row.val_loss is None:
+            return
+        columns = cells(row, self._steps, left_s)
+        if not self._headed:
+            self.say("  ".join(name.rjust(max(len(name), len(cell))) for name, cell in columns.items()))
+            self._headed = True
+        self.say("  ".join(cell.rjust(len(name)) for name, cell in columns.items()))
+        if row.val_loss is not None:
+            self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
+
+    def close(self) -> None:
+        """As in `Watcher`."""
+
+
+def cells(row: Row, steps: int, left_s: float) -> dict[str, str]:
+    """A row as people read it, with headings as wide as what is below them."""
+    width = len(str(steps))
+    found = {
+        "step".rjust(2 * width + 1): f"{row.step:>{width}}/{steps}",
+        "   loss": f"{row.loss:.4f}",
+        "    norm": f"{row.grad_norm:.3g}",
+        "       lr": f"{row.lr:.2e}",
+        "tokens/s": f"{row.tokens_per_s:,.0f}",
+        "TFLOPS": f"{row.tflops:.2f}",
+    }
+    if row.mfu is not None:
+        found["  MFU"] = f"{row.mfu:.1%}"
+    for tier, held in row.memory.items():
+        part = held["peak_bytes"] / max(1, held["budget_bytes"])
+        found[f"{tier} of {format_bytes(held['budget_bytes'])}"] = f"{format_bytes(held['peak_bytes'])}, {part:.0%}"
+    found["moved a step"] = format_bytes(sum(row.moved_bytes.values()))
+    found["    left"] = clock(left_s)
+    return found
+
+
+def clock(seconds: float) -> str:
+    """A time as people say it."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+class Live:
+    """A display in place, by the package ``rich``."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        # Not everybody has it, hence late; and without its types, `Any`.
+        console: Any = importlib.import_module("rich.console")
+        progress: Any = importlib.import_module("rich.progress")
+        self._console = console.Console()
+        self._progress = progress.Progress(
+            progress.TextColumn("step {task.completed}/{task.total}"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            console=self._console,
+            transient=False,
+        )
+        self._task = self._progress.add_task("", total=options.steps)
+        self._steps = options.steps
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """As in `Watcher`; above the display."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def step(self, row: Row, left_s: float) -> None:
+        """As in `Watcher`."""
+        found = cells(row, self._steps, left_s)
+        told = [f"{name.strip()} {cell.strip()}" for name, cell in list(found.items())[1:]]
+        self._progress.update(self._task, completed=row.step, description="\n".join(told))
+        if row.val_loss is not None:
+            self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
+
+    def close(self) -> None:
+        """As in `Watcher`."""
+        self._progress.stop()
+
+
+class TensorBoard:
+    """Event files in the run's folder."""
+
+    def __init__(self, out: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(out / "tensorboard"))
+
+    def say(self, text: str) -> None:
+        """It keeps numbers only."""
+
+    def step(self, row: Row, left_s: float) -> None:
+        """As in `Watcher`."""
+        for name, value in row.flat().items():
+            self._writer.add_scalar(name.replace(".", "/"), value, row.step)
+
+    def close(self) -> None:
+        """As in `Watcher`."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of ``wandb``, with these options."""
+
+    def __init__(self, out: Path, options: Mapping[str, Any]) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(project="pstar-train", name=out.name, dir=str(out), config=dict(options), resume="allow")
+
+    def say(self, text: str) -> None:
+        """It keeps numbers only."""
+
+    def step(self, row: Row, left_s: float) -> None:
+        """As in `Watcher`."""
+        self._run.log(row.flat(), step=row.step)
+
+    def close(self) -> None:
+        """As in `Watcher`."""
+        self._run.finish()
+
+
+def check_installed(options: TrainOptions) -> None:
+    """`InvalidInput` if ``--log`` names what is not there, before anything else is done."""
+    if options.log is not None and importlib.util.find_spec(_NEEDS[options.log]) is None:
+        raise InvalidInput(
+            f"--log: found {options.log!r}, which is not installed (pip install {_NEEDS[options.log]}); allowed "
+            "without it is to leave --log out"
+        )
+
+
+def watchers(options: TrainOptions, stream: TextIO | None = None) -> list[Watcher]:
+    """All that the options and this terminal ask for."""
+    stream = stream or sys.stdout
+    lively = stream.isatty() and importlib.util.find_spec("rich") is not None
+    found: list[Watcher] = [Live(options) if lively else Plain(options, stream)]
+    if options.log == "tensorboard":
+        found.append(TensorBoard(Path(options.out)))
+    elif options.log == "wandb":
+        found.append(WeightsAndBiases(Path(options.out), vars(options)))
+    return found

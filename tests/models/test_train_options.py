@@ -1,0 +1,176 @@
+"""Options: one dataclass, and what is made from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core import InvalidInput
+from ps_models.train import TrainOptions, main
+from ps_models.train._line import make_parser, parse
+from ps_models.train._options import flag_of, from_text, merged, rule_of, table, usage
+from ps_models.train._schedule import learning_rate
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+TABLES = re.compile(r"(?<=<!-- options -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
+Capture = pytest.CaptureFixture[str]
+
+WRONG = {
+    "--batch 0": "--batch: found 0, allowed is a whole number of at least 1",
+    "--batch two": "--batch: found 'two', allowed is a whole number of at least 1",
+    "--seq 1": "--seq: found 1, allowed is a whole number of at least 2",
+    "--seed -1": "--seed: found -1, allowed is a whole number of at least 0",
+    "--steps 1.5": "--steps: found '1.5', allowed is a whole number of at least 1",
+    "--lr nan": "--lr: found nan, allowed is a number of at least 0",
+    "--lr -1": "--lr: found -1.0, allowed is a number of at least 0",
+    "--beta1 1": "--beta1: found 1.0, allowed is a number of at least 0 and below 1",
+    "--eps 0": "--eps: found 0.0, allowed is a number above 0",
+    "--final-lr 2": "--final-lr: found 2.0, allowed is a number of at least 0 and at most 1",
+    "--validation 0.9": "--validation: found 0.9, allowed is a number above 0 and at most 0.5",
+    "--precision fp8": "--precision: found 'fp8', allowed is one of bf16, fp16, fp32",
+    "--schedule step": "--schedule: found 'step', allowed is one of cosine, constant, linear",
+    "--device tpu": "--device: found 'tpu', allowed is one of auto, cpu, emulated, cuda",
+    "--device-memory 3ells": "--device-memory: found '3ells', allowed is a size above 0 like 20GiB, 20GB or 4096",
+    "--host-memory 0": "--host-memory: found '0', allowed is a size above 0 like 20GiB, 20GB or 4096",
+    "--log tensorbored": "--log: found 'tensorbored', allowed is one of tensorboard, wandb",
+    "--model gpt-9z": "--model: found 'gpt-9z'; no model is called 'gpt-9z'; did you mean gpt-8b or gpt-6b or gpt-4b?",
+    "--data nowhere": "--data: found 'nowhere', which does not exist; allowed are files and folders",
+    "--data": "--data: expected at least one argument (pstar-train --help lists the options)",
+    "--config nowhere.toml": "--config: cannot read 'nowhere.toml': [Errno 2] No such file or directory: "
+    "'nowhere.toml'; allowed is a TOML file",
+    "--tokenizer nowhere.json": "--tokenizer: cannot read 'nowhere.json': [Errno 2] No such file or directory: "
+    "'nowhere.json'; allowed is bytes, or a Hugging Face tokenizer.json",
+    "--vocab 100": "--vocab: found 100, allowed is at least 264, which the tokenizer has",
+    "--btach 3": "--btach is not an option; did you mean batch?",
+    "--xyzzy": "--xyzzy is not an option; known: model, vocab,",
+    "gpt2": "unrecognized arguments: gpt2 (pstar-train --help lists the options)",
+    "--device emulated": "--device: found 'emulated' without --device-memory, which says how large the accelerator is",
+    "--device cpu --device-memory 1GB": "--device-memory: found '1GB' with --device cpu, which has --host-memory only;",
+    "--disk-dir here": "--disk-dir: found 'here' without --disk, which says how much of it",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_value_is_one_line_and_status_2(
+    words: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"pstar-train: {WRONG[words]}")
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+WRONG_FILES = {
+    "batch = 0": "--batch: found 0, allowed is a whole number of at least 1",
+    "batch = true": "--batch: found True, allowed is a whole number of at least 1",
+    "batch = 2.0": "--batch: found 2.0, allowed is a whole number of at least 1",
+    "lr = 'fast'": "--lr: found 'fast', allowed is a number of at least 0",
+    "keep_best = 1": "--keep-best: found 1, allowed is true or false",
+    "data = 'a.txt'": "--data: found 'a.txt', allowed is one or more texts",
+    "data = [3]": "--data: found [3], allowed is one or more texts",
+    "model = ''": "--model: found '', allowed is a text that is not empty",
+    "precison = 'bf16'": "--config: 'run.toml' sets 'precison', which is not an option; did you mean precision?",
+    "config = 'b.toml'": "--config: 'run.toml' sets 'config', which is not an option; known: model,",
+    "log-every = 1\nlog_every = 2": "--config: 'run.toml' sets 'log_every' twice; allowed is once",
+    "batch =": "--config: cannot read 'run.toml': Invalid value",
+    "[train]\nbatch = 1": "--config: 'run.toml' sets 'train', which is not an option;",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_FILES)
+def test_a_wrong_file_likewise(text: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(text, "utf-8")
+    assert main(["--config", "run.toml"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"pstar-train: {WRONG_FILES[text]}")
+    assert told.count("\n") == 1
+
+
+def test_the_command_line_comes_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("batch = 3\nlog-every = 7\nlr = 1\ndata = ['a', 'b']\n", "utf-8")
+    options = parse(["--config", str(tmp_path / "run.toml"), "--batch", "5", "--no-checkpointing"])
+    expected = TrainOptions(batch=5, log_every=7, lr=1, data=("a", "b"), checkpointing=False)
+    assert options == expected
+
+
+def test_every_option_is_on_the_command_line_with_its_default() -> None:
+    actions = {action.dest: action for action in make_parser()._actions}
+    names = {row.name for row in fields(TrainOptions)}
+    assert set(actions) == names | {"help", "version", "config"}
+    assert parse([]) == TrainOptions()
+    for row in fields(TrainOptions):
+        assert flag_of(row) in actions[row.name].option_strings
+        told = re.search(r"\(default: ([^)]*)\)", actions[row.name].help or "")
+        if row.default not in (None, ()):
+            shown = ("yes" if row.default else "no") if isinstance(row.default, bool) else str(row.default)
+            assert told is not None
+            assert told[1] == shown
+
+
+def texts() -> st.SearchStrategy[str]:
+    return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
+
+
+@given(
+    text=texts(),
+    paths=st.lists(texts(), max_size=3),
+    lr=st.floats(0, 1e300),
+    seed=st.integers(0, 2**63 - 1),
+    best=st.booleans(),
+    clip=st.floats(0, 1),
+)
+def test_to_a_file_and_back(text: str, paths: list[str], lr: float, seed: int, best: bool, clip: float) -> None:
+    options = TrainOptions(prompt=text, data=tuple(paths), lr=lr, seed=seed, keep_best=best, clip=clip, out=text)
+    assert merged(from_text(options.to_toml(), "it.toml"), {}) == options
+
+
+def test_every_rule_refuses_what_it_does_not_allow() -> None:
+    for row in fields(TrainOptions):
+        for value in (object(), b"x", math.inf, float("nan"), -1, "a\0b", ("a\0b",)):
+            assert not rule_of(row).good(value), (row.name, value)
+            with pytest.raises(InvalidInput, match=re.escape(flag_of(row))):
+                replace(TrainOptions(), **{row.name: value})
+        assert rule_of(row).good(row.default) or row.default is None
+
+
+def test_the_page_holds_the_tables_of_the_code() -> None:
+    page = PAGE.read_text("utf-8")
+    found = TABLES.search(page)
+    assert found is not None
+    assert found[0] == table(), "python tests/models/test_train_options.py writes them anew"
+    for row in fields(TrainOptions):
+        assert f"| `{usage(row)}` |" in page
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "linear"])
+def test_the_learning_rate(schedule: str) -> None:
+    options = TrainOptions(steps=110, warmup=10, lr=2.0, schedule=schedule, final_lr=0.25)
+    rates = [learning_rate(options, step) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    last, middle = {"constant": (2.0, 2.0), "cosine": (0.5, 1.25), "linear": (0.5, 1.25)}[schedule]
+    assert rates[-1] == pytest.approx(last)
+    assert rates[59] == pytest.approx(middle)
+    assert all(a >= b for a, b in pairwise(rates[9:]))
+    quarter = {"constant": 2.0, "cosine": 0.5 + 1.5 * (1 + math.cos(math.pi / 4)) / 2, "linear": 1.625}[schedule]
+    assert rates[34] == pytest.approx(quarter)
+
+
+@pytest.mark.parametrize(("steps", "warm"), [(5, 0), (200, 20), (5000, 100)])
+def test_the_warm_up_that_nobody_chose(steps: int, warm: int) -> None:
+    assert TrainOptions(steps=steps).warmup_steps == warm
+    assert TrainOptions(steps=steps, warmup=3).warmup_steps == 3
+
+
+if __name__ == "__main__":
+    PAGE.write_text(TABLES.sub(lambda _: table(), PAGE.read_text("utf-8")), "utf-8")
