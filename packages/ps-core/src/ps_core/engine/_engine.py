@@ -71,6 +71,8 @@ class Engine:
         """What failed amid replacing values; nothing may be trained until it has been done."""
         self.collecting = 0
         """State dicts being made, one within another: parameters answer with copies."""
+        self.copies: dict[TensorRecord, torch.Tensor] = {}
+        """For the state dict that is being made; tied parameters share theirs, as plain ones would."""
         self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
         """A state dict is being loaded: parameters are written through this."""
 
@@ -131,7 +133,11 @@ class Engine:
 
     def detached(self, record: TensorRecord) -> torch.Tensor | None:
         """A copy for a state dict that is being collected."""
-        return self.read(record) if self.collecting > 0 else None
+        if self.collecting <= 0:
+            return None
+        if record not in self.copies:
+            self.copies[record] = self.read(record)
+        return self.copies[record]
 
     @undisturbed
     def abort(self) -> None:

@@ -172,10 +172,13 @@ class Management:
             )
         if not self.engine.collecting:
             self.engine.finish_pass()
+            self.engine.copies.clear()
         self.engine.collecting += 1
 
     def _collected(self, *_: Any) -> None:
         self.engine.collecting = max(0, self.engine.collecting - 1)
+        if not self.engine.collecting:
+            self.engine.copies.clear()
 
     def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
