@@ -20,7 +20,7 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
         for record in group.tensors:
             residency.unbind(record)
         group.reading = -1
-    for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
+    for queue in (*store.queues, Queue.CPU):
         residency.await_all(queue)
     if not store.device.lazy:
         for record in engine.records:
@@ -57,6 +57,6 @@ def _move(engine: Engine, home: Home, held: Held) -> None:
 def _put_aside(engine: Engine, home: Home) -> None:
     """Break a circle: one extent waits outside every tier."""
     old = home.slot
-    memory = old.in_host_memory()
-    home.slot = Slot(old.tier, -1, 0, memory, home.extent, old.stamp)
+    memory = old.in_host_memory() if old.place is None else engine.residency.contents(home)
+    home.slot = Slot(engine.store.work_tier(old.tier), -1, 0, memory, home.extent, old.stamp)
     engine.residency.give_back(old)

@@ -44,6 +44,11 @@ class Place:
     """Of the slot's contents; the last block may have more room."""
 
 
+def blocks(size: int) -> int:
+    """The bytes that a slot of so many takes of the file."""
+    return align_up(size, BLOCK_BYTES)
+
+
 class Piece(NamedTuple):
     """One call of the system: so many bytes at a place of the file, from or to an address."""
 
@@ -75,17 +80,17 @@ class DiskFile:
         """Allocate so much more at once."""
         if size < 1:
             return
-        start, self.bytes = self.bytes, self.bytes + align_up(size, BLOCK_BYTES)
+        start, self.bytes = self.bytes, self.bytes + blocks(size)
         try:
             os.posix_fallocate(self._file, start, self.bytes - start)
         except OSError as error:
             self.bytes = start
             raise self._described(f"cannot allocate {size:,} bytes more than the {start:,} it has", error) from None
-        self._give((start, align_up(size, BLOCK_BYTES)))
+        self._give((start, blocks(size)))
 
     def reserve(self, size: int) -> Place:
         """Room for a slot: in one piece if possible."""
-        missing = align_up(size, BLOCK_BYTES)
+        missing = blocks(size)
         self.prepare(missing - sum(free for _, free in self._free))
         whole = next((each for each in self._free if each[1] >= missing), None)
         ranges = []

@@ -24,11 +24,12 @@ from ps_core.engine._disk import DiskFile, Piece, Place, pieces
 DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
 _WORKERS = 4
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOWHERE = Place((), 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One read or write."""
+    """One read or write; of nothing, where only its waits matter."""
 
     queue: Queue
     place: Place
@@ -105,16 +106,20 @@ class DiskStreams:
                 self._file.read(place, start, memory)
                 return
             raise self._file.failure
-        job = _Job(queue, place, start, memory, self._waits[queue], lost)
-        self._waits[queue] = []
-        self._last[queue] = job
+        self._put(_Job(queue, place, start, memory, self._waits[queue], lost))
+
+    def _put(self, job: _Job) -> None:
+        self._waits[job.queue] = []
+        self._last[job.queue] = job
         while self._pending and self._pending[0].worked:
             self._pending.popleft()
         self._pending.append(job)
-        self._jobs[queue].put(job)
+        self._jobs[job.queue].put(job)
 
     def record(self, queue: Queue) -> DiskEvent:
-        """An event behind everything launched on a queue so far."""
+        """An event behind everything launched on a queue so far, and all that this has waited for."""
+        if self._waits[queue]:
+            self._put(_Job(queue, _NOWHERE, 0, _NOTHING, self._waits[queue]))
         return DiskEvent(queue, self._last[queue], self._raise)
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:

@@ -56,7 +56,7 @@ class GradientKeeper:
         if not self.put_over(record):
             record.waiting = True
             self._waiting[record] = None
-        elif self._one_tier:
+        elif self._one_tier or self._store.file is not None:
             self.measure(record)  # while it is in the processor's caches
 
     def _resident(self, record: TensorRecord) -> bool:
@@ -113,10 +113,13 @@ class GradientKeeper:
         elif record.gradient is Gradient.SUMMED:
             home = record.group.homes[Kind.ACC]
             slot = home.source()
-            target = slot.flat(torch.float32, record.group.chunk_numel)[record.span]
+            target = self._residency.part_of(slot, record, torch.float32)
             self._store.device.work(Queue.CPU, f"factor of {record.name}", (target,), (target,))
             target.mul_(factor)
-            home.changed(slot)
+            if slot.place is None:
+                home.changed(slot)
+            else:
+                self._residency.replace(record, Kind.ACC, target)
         record.part = None
 
     def _add_aside(self, record: TensorRecord, gradient: torch.Tensor) -> None:
@@ -136,20 +139,38 @@ class GradientKeeper:
     def _add_summed(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         home = self.accumulator(record.group)
         flat = flatten(record, gradient)
-        if home.slot.tier:
-            stage = self._store.reserve(home.slot.tier, flat.nbytes)
+        tier = self._store.work_tier(home.slot.tier)
+        if tier:
+            stage = self._store.reserve(tier, flat.nbytes)
             staged = stage.memory.view(flat.dtype)
             self._residency.await_all(Queue.D2H)
             self._store.device.copy(Queue.D2H, staged, flat)
-            self._residency.watcher.moved(0, home.slot.tier, flat.nbytes)
-            self.add_flat(record, staged, home.slot, Queue.CPU)
+            self._residency.watcher.moved(0, tier, flat.nbytes)
+            self._add_home(record, staged, home)
             self._residency.give_back(stage)
         else:
-            self.add_flat(record, flat, home.slot, Queue.COMPUTE)
+            self._add_home(record, flat, home)
 
-    def sum_staged(self, record: TensorRecord, flat: torch.Tensor) -> None:
+    def _add_home(self, record: TensorRecord, flat: torch.Tensor, home: Home) -> None:
+        """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
+        if home.slot.place is None:
+            self.add_flat(record, flat, home.slot, Queue.CPU if home.slot.tier else Queue.COMPUTE)
+            return
+        fresh = record.gradient is not Gradient.SUMMED
+        total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
+        self._residency.await_all(Queue.CPU)
+        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, total), (total,))
+        if fresh:
+            total.copy_(flat)
+        else:
+            ps_kernels.accumulate(total, flat)
+        self._residency.replace(record, Kind.ACC, total)
+        record.gradient, record.part = Gradient.SUMMED, None
+
+    def sum_staged(self, record: TensorRecord, slot: Slot) -> None:
         """Add a gradient that lies in a slot of its own."""
-        self._add_summed(record, flat.as_strided(record.shape, record.stride))
+        flat = self._residency.part_of(slot, record, record.dtype)
+        self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     def add_flat(self, record: TensorRecord, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
         """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""
@@ -204,8 +225,7 @@ class GradientKeeper:
             if self._resident(record):
                 record.aside, record.gradient = flat.float().as_strided(record.shape, record.stride), Gradient.ASIDE
             else:
-                home = self.accumulator(group)
-                self.add_flat(record, flat, home.slot, Queue.CPU if home.slot.tier else Queue.COMPUTE)
+                self._add_home(record, flat, self.accumulator(group))
         self._residency.rebuild(group, over + lost)
         for record in over + lost:
             record.payload = Payload.VALID
@@ -232,16 +252,15 @@ class GradientKeeper:
 
     def _over(self, record: TensorRecord) -> torch.Tensor:
         group = record.group
-        slot = group.home.source() if group.home.dirty else group.home.slot
-        return slot.flat(group.dtype, group.chunk_numel)[record.span]
+        here = not group.home.dirty and group.home.slot.place is None
+        return self._residency.part_of(group.home.slot if here else group.home.source(), record, group.dtype)
 
     def located(self, record: TensorRecord) -> torch.Tensor:
         """The gradient as a vector, where it is."""
         if record.gradient is Gradient.OVER:
             return self._over(record)
         if record.gradient is Gradient.SUMMED:
-            home = record.group.homes[Kind.ACC]
-            return home.source().flat(torch.float32, record.group.chunk_numel)[record.span]
+            return self._residency.part_of(record.group.homes[Kind.ACC].source(), record, torch.float32)
         assert record.aside is not None, "there is a gradient"
         return flatten(record, record.aside)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ps_core._program import Kind
+from ps_core.engine._disk import blocks
+from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._parameter import ManagedParameter, changes, clear_grad, point_at
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._store import Home, Store
+
+_Extent: TypeAlias = tuple[GroupRecord, Kind]
 
 
 def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
@@ -32,7 +36,7 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
     """Reserve homes: below the compute tier as far as that reaches, the first groups above it if need be."""
     last = len(store.tiers) - 1
     if last:
-        _check_compute_tier(store, groups)
+        _check_compute_tier(store, groups, accumulates=accumulates)
     top = store.tiers[0].capacity_bytes
     for group in groups:
         if group.pinned and last:
@@ -41,7 +45,7 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
                 _reserve(store, group, kind, 0, top)
     rest = [group for group in groups if not (group.pinned and last)]
     sizes = {group: sum(bytes_of(group, kind) for kind in kinds_of(group, accumulates=accumulates)) for group in rest}
-    below = store.tiers[last].capacity_bytes
+    below = sum(tier.capacity_bytes for tier in store.tiers[1:]) if last else top
     if sum(sizes.values()) > below + (top if last else 0):
         raise everything_too_large(store, groups, sum(sizes.values()) + store.tiers[0].capacity_bytes - top)
     resident: set[GroupRecord] = set()
@@ -50,32 +54,64 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
             resident.add(group)
     if last and sum(sizes[group] for group in resident) > top:
         raise everything_too_large(store, groups, sum(sizes.values()) + store.tiers[0].capacity_bytes - top)
+    lower = [
+        (group, kind) for group in rest if group not in resident for kind in kinds_of(group, accumulates=accumulates)
+    ]
+    tiers = _spread(store, lower, max(sizes.values(), default=0)) if last else dict.fromkeys(lower, 0)
+    if tiers is None:
+        raise everything_too_large(store, groups, sum(sizes.values()))
+    if store.file is not None:
+        store.file.prepare(sum(blocks(bytes_of(*row)) for row, tier in tiers.items() if store.is_disk(tier)))
     for group in rest:
         for kind in kinds_of(group, accumulates=accumulates):
-            _reserve(store, group, kind, 0 if group in resident else last)
+            _reserve(store, group, kind, tiers.get((group, kind), 0))
     for tier, row in enumerate(store.tiers):
         if store.used_bytes[tier] > row.capacity_bytes:
             raise everything_too_large(store, groups, sum(sizes.values()))
 
 
-def _check_compute_tier(store: Store, groups: list[GroupRecord]) -> None:
-    """Whatever a moment needs besides, it needs one group, and the pinned ones."""
+def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
+    """The tier of each of these below the compute tier: weights first as high as they go; None: there is no room.
+
+    Where the disk is needed, the tier above it keeps room for one group to pass through.
+    """
+    last = len(store.tiers) - 1
+    room = [tier.capacity_bytes for tier in store.tiers]
+    if last > 1 and sum(bytes_of(*row) for row in extents) > room[1]:
+        room[1] -= min(room[1], largest)
+    found: dict[_Extent, int] = {}
+    for group, kind in sorted(extents, key=lambda row: row[1] is not row[0].weight):
+        size = bytes_of(group, kind)
+        tier = next((tier for tier in range(1, last + 1) if size <= room[tier]), None)
+        if tier is None:
+            return None
+        room[tier] -= size
+        found[group, kind] = tier
+    return found
+
+
+def _check_compute_tier(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
+    """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs all of one."""
     pinned = sum(
         bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False)
     )
     movable = [group for group in groups if not group.pinned]
-    largest = max(movable, key=lambda group: bytes_of(group, group.weight), default=None)
-    needed = pinned + (bytes_of(largest, largest.weight) if largest is not None else 0)
-    if needed > store.tiers[0].capacity_bytes:
-        where = f"forward of {(largest or groups[0]).name}"
-        raise compute_tier_too_small(store, groups, where, needed, 0, proven=True)
+    largest = max(movable, key=lambda group: group.chunk_numel, default=None)
+    needs = {f"forward of {(largest or groups[0]).name}": bytes_of(largest, largest.weight) if largest else 0}
+    if store.is_disk(1) and largest is not None:
+        needs[f"step of {largest.name}"] = sum(
+            bytes_of(largest, kind) for kind in kinds_of(largest, accumulates=accumulates)
+        )
+    where, needed = max(needs.items(), key=lambda row: row[1])
+    if pinned + needed > store.tiers[0].capacity_bytes:
+        raise compute_tier_too_small(store, groups, where, pinned + needed, 0, proven=True)
 
 
 def _reserve(store: Store, group: GroupRecord, kind: Kind, tier: int, offset: int = -1) -> None:
     size = bytes_of(group, kind)
     slot = store.reserve(tier, size, offset)
     if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
-        slot.memory.zero_()  # memory fresh from the system is zero already
+        store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
     home = Home(group.extent(kind), size, slot, planned=True)
     home.changed(slot)
     group.homes[kind] = home
@@ -91,13 +127,19 @@ def fill(
             continue
         group = record.group
         for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
-            flat = group.homes[kind].slot.flat(group.dtype_of(kind), group.chunk_numel)
-            record.shaped(flat).copy_(value)
+            home, dtype = group.homes[kind], group.dtype_of(kind)
+            if home.slot.place is None:
+                record.shaped(home.slot.flat(dtype, group.chunk_numel)).copy_(value)
+            else:
+                flat = torch.empty(record.numel, dtype=dtype)
+                flat.as_strided(record.shape, record.stride).copy_(value)
+                keeper.residency.replace(record, kind, flat)
         del value
         record.live_on(keeper.store.device.torch_device)
         adopt(record, parameter, keeper)
 
 
+@undisturbed
 def adopt(record: TensorRecord, parameter: nn.Parameter, keeper: Any) -> None:
     """Let a plain parameter be a managed one."""
     clear_grad(parameter)

@@ -37,6 +37,7 @@ from ps_core._plan import (
 from ps_core._program import Kind, SegmentName
 from ps_core.engine._counters import Counters
 from ps_core.engine._device import Event
+from ps_core.engine._disk_streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._plans import EnginePlan
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
@@ -72,6 +73,8 @@ class Replay:
         self._slots: dict[int, Slot] = {
             number: plan.home(held.extent).slot for number, held in enumerate(plan.plan.home)
         }
+        self._places: dict[int, tuple[int, int]] = {}
+        """Tier and address of the slots that the plan reserved, as it knows them."""
         self._at = dict.fromkeys(Queue, 0)
         self._done: set[int] = set()
         self._events: dict[int, Event] = {}
@@ -82,8 +85,10 @@ class Replay:
         """Gradients in a slot of their own, on their way to the accumulators."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
-        for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
+        for queue in (*self._store.queues, Queue.CPU):
             residency.await_all(queue)  # segments join here; whatever came before is done with all addresses
+        if self._lines.runs:
+            self._store.trim(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
         self._carry: dict[type, Callable[[Instr, Any], None]] = {
             Reserve: self._reserve,
             Release: self._release,
@@ -110,9 +115,8 @@ class Replay:
             raise Diverged(f"{name}, whose parameters a gradient lies over")
         self._end_run()
         self._visit = visit
-        self._pump()
-        line, at = self._lines.by_queue[Queue.COMPUTE], self._at[Queue.COMPUTE]
-        instr = line[at]
+        self._pump(self._run_is_ready)
+        instr = self._lines.by_queue[Queue.COMPUTE][self._at[Queue.COMPUTE]]
         if not isinstance(instr.op, Run) or not self._ready(instr):
             raise PlanMismatch(f"{self._segment.value}: moment {visit} waits for something that does not come")
         self._start_run(instr, instr.op)
@@ -137,7 +141,7 @@ class Replay:
         if self._next_run < len(self._lines.runs):
             raise Diverged(f"the pass ends before {self._plan.beats[self._lines.runs[self._next_run]].name}")
         self._end_run()
-        self._pump()
+        self._pump(lambda: False)
         if len(self._done) < self._lines.count:
             raise PlanMismatch(f"{self._segment.value}: {self._lines.count - len(self._done)} instructions never come")
         self._settle_homes()
@@ -153,7 +157,7 @@ class Replay:
         self._device.synchronize()
         for slot, records in self._staged.values():
             for record in records:
-                self._gradients.sum_staged(record, slot.flat(record.dtype, record.group.chunk_numel)[record.span])
+                self._gradients.sum_staged(record, slot)
         self._staged.clear()
         self._settle_homes()
         kept = {id(slot) for group in self._plan.order for slot in group.home.copies.values() if slot.tier == 0}
@@ -161,6 +165,11 @@ class Replay:
         for slot in {id(slot): slot for slot in self._slots.values()}.values():
             if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
                 continue
+            home = self._home_of(slot)
+            if home is not None and home.source() is slot:
+                self._residency.write_home(home)
+                if home.dirty:
+                    continue  # the disk failed: what is here is all there is
             self._forget(slot)
             self._residency.give_back(slot)
 
@@ -169,29 +178,45 @@ class Replay:
     def _ready(self, instr: Instr) -> bool:
         return all(wait in self._done for wait in instr.after)
 
-    def _pump(self) -> None:
-        moving = True
-        while moving:
-            moving = False
-            for queue, line in self._lines.by_queue.items():
-                at = self._at[queue]
-                while at < len(line) and self._may_issue(line[at]):
-                    instr = line[at]
-                    self._await(instr)
-                    self._carry[type(instr.op)](instr, instr.op)
-                    self._complete(instr)
-                    at += 1
-                    self._at[queue] = at
-                    moving = True
-                    if queue is Queue.CPU:
-                        break  # the host has worked for a while, and copies may wait for what it did
+    def _pump(self, enough: Callable[[], bool]) -> None:
+        """Issue all that can be; what the host thread would have to wait for the disk for only until that is enough."""
+        while self._sweep(patient=False) or (not enough() and self._sweep(patient=True)):
+            pass
 
-    def _may_issue(self, instr: Instr) -> bool:
+    def _sweep(self, *, patient: bool) -> bool:
+        """Once through all queues; whether anything was issued. A patient one waits for the disk, and issues only one."""
+        moved = False
+        for queue, line in self._lines.by_queue.items():
+            while (at := self._at[queue]) < len(line) and self._may_issue(line[at], patient=patient):
+                instr = line[at]
+                self._await(instr)
+                self._carry[type(instr.op)](instr, instr.op)
+                self._complete(instr)
+                self._at[queue] = at + 1
+                moved = True
+                if patient:
+                    return True
+                if queue is Queue.CPU or (queue is Queue.COMPUTE and isinstance(instr.op, Step)):
+                    break  # the host has worked for a while, and copies may wait for what it did
+        return moved
+
+    def _run_is_ready(self) -> bool:
+        line, at = self._lines.by_queue[Queue.COMPUTE], self._at[Queue.COMPUTE]
+        return at < len(line) and isinstance(line[at].op, Run) and self._ready(line[at])
+
+    def _may_issue(self, instr: Instr, *, patient: bool) -> bool:
         if isinstance(instr.op, Run) or not self._ready(instr):
             return False
-        if self._prefetch is None or instr.queue is not Queue.H2D or not self._lines.runs:
+        if not patient and instr.queue not in DISK_QUEUES and self._awaits_disk(instr):
+            return False
+        if self._prefetch is None or instr.queue not in (Queue.H2D, Queue.DISK_R) or not self._lines.runs:
             return True
         return instr.visit <= self._visit + self._prefetch
+
+    def _awaits_disk(self, instr: Instr) -> bool:
+        """Whether the instruction comes after something that the disk has not done yet."""
+        events = [self._events.get(wait) for wait in instr.after]
+        return any(isinstance(event, DiskEvent) and not event.done for event in events)
 
     def _await(self, instr: Instr) -> None:
         for wait in instr.after:
@@ -256,6 +281,7 @@ class Replay:
         if op.tier == 0 and self._store.overlapping(op.offset, op.bytes):
             raise Diverged("the plan's place is taken")
         self._slots[op.slot] = self._store.reserve(op.tier, op.bytes, op.offset)
+        self._places[op.slot] = op.tier, op.offset
 
     def _release(self, instr: Instr, op: Release) -> None:
         slot = self._slots[op.slot]
@@ -302,14 +328,15 @@ class Replay:
             if target is not home.slot:
                 home.copies[target.tier] = target
             target.extent, target.stamp = home.extent, home.stamp
-        self._device.copy(instr.queue, target.memory[:size], source.memory[:size])
+        self._store.copy(instr.queue, target, source, size)
         self._residency.watcher.moved(source.tier, target.tier, size)
-        if instr.queue is Queue.H2D and self._lines.runs:
+        if target.tier == 0 and self._lines.runs:
             self._counters.fetches += 1
             self._counters.prefetch_hits += instr.visit > self._visit
 
     def _shift(self, instr: Instr, op: Shift) -> None:
         slot = self._slots[op.slot]
+        self._places[op.slot] = slot.tier, op.offset
         if slot.offset < 0:
             return  # on other tiers slots are memory of their own
         if slot.extent is not None:
@@ -372,8 +399,14 @@ class Replay:
 
     def _settle_homes(self) -> None:
         """Homes that a tight plan lent out are the copies that came back to their places."""
+        at = {place: self._slots[number] for number, place in self._places.items() if number in self._slots}
         for held in self._plan.plan.home:
             home = self._plan.home(held.extent)
-            if home.slot.memory.numel() == 0 and home.bytes:
+            if home.slot.memory.numel() or not home.bytes:
+                continue
+            if home.alive:
                 back = home.copies.pop(held.tier, None)
                 home.slot = back or self._residency.copy_to(home, self._store.reserve(held.tier, home.bytes))
+            else:  # sums that a step has used up
+                home.slot = at.get((held.tier, held.offset)) or self._store.reserve(held.tier, home.bytes)
+                home.changed(home.slot)

@@ -17,6 +17,8 @@ from ps_core.engine._parameter import changes, point_at
 from ps_core.engine._records import Bound, GroupRecord, TensorRecord
 from ps_core.engine._store import Home, Slot, Store
 
+_BESIDE_BYTES = 2**16
+
 
 class Watcher(Protocol):
     """Told of every move, for statistics."""
@@ -85,40 +87,64 @@ class Residency:
         slot = home.newest(0)
         if slot is not None:
             return slot
+        if self.store.file is not None and self.store.file.failure is not None:
+            raise self.store.file.failure
         if 0 not in home.copies:  # else one is there that is behind, for whoever holds on to its memory
             home.copies[0] = self.store.reserve(0, home.bytes)
         return self.copy_to(home, home.copies[0])
 
     def copy_to(self, home: Home, slot: Slot) -> Slot:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
-        device, source = self.store.device, home.source()
-        if source.tier == slot.tier:
-            queue = Queue.CPU if slot.tier else Queue.COMPUTE
-            self.await_all(queue)
-            device.work(queue, "a copy within a tier", (source.memory,), (slot.memory,))
-            slot.memory[: home.bytes].copy_(source.memory[: home.bytes])
+        source, queue = home.source(), None
+        apart = abs(source.tier - slot.tier)
+        if apart > 1 or (source.place is not None and slot.place is not None):
+            self._by_way_of_memory(source, slot, home.bytes)
+        elif apart:
+            queue = self._launch(source, slot, home.bytes)
         else:
-            queue = Queue.H2D if slot.tier < source.tier else Queue.D2H
-            self.await_all(queue)
-            device.copy(queue, slot.memory[: home.bytes], source.memory[: home.bytes])
-            event = device.record(queue)
-            for other in (Queue.COMPUTE, Queue.CPU):
-                device.wait(other, event)
-            self.watcher.moved(source.tier, slot.tier, home.bytes)
+            self._within(source, slot, home.bytes)
         slot.extent, slot.stamp = home.extent, home.stamp
+        if queue is not None:
+            self._arrived(queue)  # a disk that fails takes the stamp away again
         return slot
+
+    def _within(self, source: Slot, target: Slot, size: int) -> None:
+        queue = Queue.CPU if target.tier else Queue.COMPUTE
+        self.await_all(queue)
+        self.store.device.work(queue, "a copy within a tier", (source.memory,), (target.memory,))
+        target.memory[:size].copy_(source.memory[:size])
+
+    def _launch(self, source: Slot, target: Slot, size: int, *, begin: int = 0, to: int = 0) -> Queue:
+        """A copy to a neighbouring tier, on this queue."""
+        queue = self.store.link(source, target)
+        self.await_all(queue)
+        self.store.copy(queue, target, source, size, begin=begin, to=to)
+        self.watcher.moved(source.tier, target.tier, size)
+        return queue
+
+    def _arrived(self, queue: Queue) -> None:
+        """Let what comes next find a move done."""
+        device = self.store.device
+        event = device.record(queue)
+        for other in (Queue.COMPUTE, Queue.CPU):
+            device.wait(other, event)
 
     def await_all(self, queue: Queue) -> None:
         """Let whatever comes next on a queue find every other queue's work done."""
         device = self.store.device
-        for other in (Queue.COMPUTE, Queue.H2D, Queue.D2H):
+        for other in self.store.queues:
             if other is not queue:
                 device.wait(queue, device.record(other))
 
     def write_home(self, home: Home) -> None:
-        """Have the newest bytes at home."""
-        if home.dirty:
+        """Have the newest bytes at home; but not on a disk that failed."""
+        if home.dirty and not (home.slot.place is not None and self.broken):
             self.copy_to(home, home.slot)
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing can be written to the disk tier any more."""
+        return self.store.file is not None and self.store.file.failure is not None
 
     def drop(self, group: GroupRecord) -> bool:
         """Take a group's copy off the compute tier, saved at home if it is the newest; False if it is held on to."""
@@ -133,6 +159,8 @@ class Residency:
             self.unbind(record)
         if slot.stamp == home.stamp:
             self.write_home(home)
+            if home.dirty:
+                return False  # the disk failed: what is here is all there is
         del home.copies[0]
         self.give_back(slot)
         self.watcher.evicted()
@@ -142,11 +170,17 @@ class Residency:
         """Release a slot once everything that was launched is done with it."""
         self.await_all(Queue.COMPUTE)
         self.store.release(slot, Queue.COMPUTE)
+        if slot.offset >= 0:
+            self.store.trim(slot.offset)
 
     def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
         """Make these payloads the parameters again, from the masters."""
         home, master = group.home, group.homes[Kind.P32]
         if group.weight is Kind.P32 or not records:
+            return
+        if home.slot.place is not None or master.slot.place is not None:
+            for record in records:
+                self.replace(record, group.weight, self.vector(record, Kind.P32))
             return
         source, target = self.at_home(master), self.at_home(home)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
@@ -162,3 +196,94 @@ class Residency:
         self.write_home(home)
         self.await_all(Queue.CPU)
         return home.slot
+
+    # For the host thread. What is on the disk is read and written there, without a slot.
+
+    def contents(self, home: Home) -> torch.Tensor:
+        """An extent's newest bytes, for the host thread: where they lie, or from the disk."""
+        if home.slot.place is None:
+            return self.at_home(home).memory[: home.bytes]
+        source = self._near(home)
+        if source.place is None:
+            self.await_all(Queue.CPU)
+            return source.memory[: home.bytes]
+        return self._read(source, 0, home.bytes)
+
+    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+        """What `contents` gave was changed."""
+        if home.slot.place is not None:
+            self._write(home.slot, 0, memory)
+        home.changed(home.slot)
+
+    def _near(self, home: Home) -> Slot:
+        """The newest bytes of an extent with a home on the disk, there or in host memory."""
+        source = home.source()
+        if source.place is None and source.tier == 0 and self.store.tiers[0].name != "host":
+            self.write_home(home)
+            return home.slot if not home.dirty else source
+        return source
+
+    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """A parameter's newest elements of a kind, to be read by the host thread: where they lie, or from the disk."""
+        group = record.group
+        home = group.homes[kind]
+        if home.slot.place is None:
+            return self.at_home(home).flat(group.dtype_of(kind), group.chunk_numel)[record.span]
+        self.await_all(Queue.CPU)
+        return self.part_of(self._near(home), record, group.dtype_of(kind))
+
+    def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's elements in some slot: a view, or where that is on the disk a copy in host memory."""
+        if slot.place is None:
+            return slot.flat(dtype, record.group.chunk_numel)[record.span]
+        return self._read(slot, record.offset * dtype.itemsize, record.numel * dtype.itemsize).view(dtype)
+
+    def _read(self, slot: Slot, start: int, size: int) -> torch.Tensor:
+        assert slot.place is not None, "slots on the disk have a place there"
+        memory = self.store.device.host(max(1, size))[:size]
+        self.await_all(Queue.DISK_R)
+        self.store.device.read(memory, slot.place, start, _nothing)
+        self._arrived(Queue.DISK_R)
+        self.watcher.moved(slot.tier, slot.tier - 1, size)
+        return memory
+
+    def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Change a parameter's elements of a kind at home, for good."""
+        group = record.group
+        home, dtype = group.homes[kind], group.dtype_of(kind)
+        self.write_home(home)
+        self.await_all(Queue.CPU)
+        if home.slot.place is None:
+            target = home.slot.flat(dtype, group.chunk_numel)[record.span]
+            self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
+            target.copy_(value)
+        else:
+            source = value.to(dtype).contiguous().view(torch.uint8)
+            self._write(home.slot, record.offset * dtype.itemsize, source)
+        home.changed(home.slot)
+
+    def _write(self, slot: Slot, start: int, source: torch.Tensor) -> None:
+        assert slot.place is not None, "slots on the disk have a place there"
+        self.await_all(Queue.DISK_W)
+        self.store.device.write(slot.place, start, source)
+        self._arrived(Queue.DISK_W)
+        self.watcher.moved(slot.tier - 1, slot.tier, source.numel())
+
+    def _by_way_of_memory(self, source: Slot, target: Slot, size: int) -> None:
+        """Through the tier above the disk, in pieces as large as it has room for."""
+        tier = len(self.store.tiers) - 2
+        piece = min(size, self.store.free_bytes(tier) & -128)
+        if piece > 0:
+            via = self.store.reserve(tier, piece)
+        else:  # a little beside the budget, as the disk's own buffers are
+            via = Slot(tier, -1, min(size, _BESIDE_BYTES), self.store.device.host(min(size, _BESIDE_BYTES)))
+        for start in range(0, size, via.bytes):
+            count = min(via.bytes, size - start)
+            self._arrived(self._launch(source, via, count, begin=start))
+            self._arrived(self._launch(via, target, count, to=start))
+        if piece > 0:
+            self.give_back(via)
+
+
+def _nothing() -> None:
+    """Whoever reads waits at once, and hears of a failure there."""

@@ -9,13 +9,16 @@ one raises. Nothing is read from a slot that is behind.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ps_core._errors import DoesNotFit, PlanMismatch
-from ps_core._plan import Queue, Tier
+from ps_core._plan import Queue, Tier, link
 from ps_core._program import Extent
 from ps_core.engine._device import Device
+from ps_core.engine._disk import DiskFile, Place
+from ps_core.engine._disk_streams import DISK_QUEUES
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
@@ -33,9 +36,11 @@ class Slot:
     """Its address in the compute tier's arena; -1 on other tiers, where every slot is memory of its own."""
     bytes: int
     memory: torch.Tensor
-    """``bytes`` of uint8."""
+    """``bytes`` of uint8; on the disk they are on ``meta``, so that nobody takes them for contents."""
     extent: Extent | None = None
     stamp: int = -1
+    place: Place | None = None
+    """On the disk: where in the file."""
 
     def flat(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first elements, as a vector."""
@@ -79,6 +84,11 @@ class Home:
         slot.extent = self.extent
 
     @property
+    def alive(self) -> bool:
+        """Whether the newest bytes are anywhere."""
+        return any(slot.stamp == self.stamp for slot in (self.slot, *self.copies.values()))
+
+    @property
     def dirty(self) -> bool:
         """Whether home is behind."""
         return self.slot.stamp != self.stamp
@@ -87,14 +97,22 @@ class Home:
 class Store:
     """All tiers of one engine; keeps count of bytes."""
 
-    def __init__(self, device: Device, tiers: tuple[Tier, ...], *, poison: bool) -> None:
+    def __init__(self, device: Device, tiers: tuple[Tier, ...], *, poison: bool, file: DiskFile | None = None) -> None:
         self.device = device
+        self.file = file
+        """The disk tier's, if there is one: it is the last tier."""
+        self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *(DISK_QUEUES if file is not None else ()))
+        """Where work may be under way."""
+        if file is not None:
+            device.attach(file)
         self.tiers = tiers
         self.poison = poison
         self.used_bytes = [0] * len(tiers)
         self.peak_bytes = [0] * len(tiers)
         self.tide_bytes = 0
         """Non-model bytes on the compute tier, as last heard."""
+        self.foreseen_bytes = 0
+        """Of the compute tier, for a whole pass, where fake tensors told that it does not fit."""
         self._arena: torch.Tensor | None = None
         if len(tiers) > 1:
             self._arena = self._new_arena(tiers[0].capacity_bytes if device.lazy else 0)
@@ -106,23 +124,11 @@ class Store:
     def reserve(self, tier: int, size: int, offset: int = -1) -> Slot:
         """A slot; on the compute tier at an address, or at the lowest that has room."""
         if tier or self._arena is None:
-            capacity = self.tiers[tier].capacity_bytes
-            if self.used_bytes[tier] + size > capacity:
-                raise DoesNotFit(
-                    tier=self.tiers[tier].name,
-                    moment="making room for gradients or copies",
-                    needed_bytes=self.used_bytes[tier] + size,
-                    available_bytes=capacity,
-                    proven=False,
-                    remedies=(
-                        f"Budget(host=...) of {self.used_bytes[tier] + size:,} bytes",
-                        "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
-                        "a smaller Options.group_bytes: less is copied at a time",
-                    ),
-                )
-            slot = Slot(tier, -1, size, self.device.host(size))
+            if self.free_bytes(tier) < size:
+                raise self._too_small(tier, size)
+            slot = self._on_disk(tier, size) if self.is_disk(tier) else Slot(tier, -1, size, self.device.host(size))
             if self.poison:
-                slot.memory.fill_(POISON)
+                self.fill(slot, POISON)
         else:
             if offset < 0:
                 offset = self._hole(size)
@@ -132,6 +138,38 @@ class Store:
         self.note_peak()
         return slot
 
+    def is_disk(self, tier: int) -> bool:
+        """Whether a tier is the disk."""
+        return self.file is not None and tier == len(self.tiers) - 1
+
+    def work_tier(self, tier: int) -> int:
+        """The nearest tier at or above this one on which a processor can work."""
+        return tier - self.is_disk(tier)
+
+    def free_bytes(self, tier: int) -> int:
+        """What is left of a tier's budget, non-model bytes aside."""
+        return self.tiers[tier].capacity_bytes - self.used_bytes[tier]
+
+    def _on_disk(self, tier: int, size: int) -> Slot:
+        assert self.file is not None, "a disk tier has a file"
+        return Slot(tier, -1, size, torch.empty(size, dtype=torch.uint8, device="meta"), place=self.file.reserve(size))
+
+    def _too_small(self, tier: int, size: int) -> DoesNotFit:
+        name, capacity = self.tiers[tier].name, self.tiers[tier].capacity_bytes
+        needed = max(self.used_bytes[tier] + size, capacity + 1)
+        return DoesNotFit(
+            tier=name,
+            moment="making room for gradients or copies",
+            needed_bytes=needed,
+            available_bytes=capacity,
+            proven=False,
+            remedies=(
+                f"Budget({name}=...) of {needed:,} bytes",
+                "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
+                "a smaller Options.group_bytes: less is copied at a time",
+            ),
+        )
+
     def release(self, slot: Slot, queue: Queue) -> None:
         """Give a slot's bytes back, in the order of a queue."""
         if slot.offset >= 0:
@@ -140,9 +178,42 @@ class Store:
                 with self.device.on(queue):
                     slot.memory.fill_(POISON)
             self._taken.remove(slot)
+        if slot.place is not None:
+            self._leave(slot, slot.place, queue)
         slot.extent, slot.stamp = None, -1
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory.new_empty(0)
+
+    def _leave(self, slot: Slot, place: Place, queue: Queue) -> None:
+        """Give a place on the disk back: whoever gets it next writes first, and that comes after all that was here."""
+        assert self.file is not None, "a disk tier has a file"
+        if self.file.failure is None:
+            if queue is not Queue.DISK_W:
+                self.device.wait(Queue.DISK_W, self.device.record(queue))
+            if self.poison:
+                self.fill(slot, POISON)
+        self.file.free(place)
+        slot.place = None
+
+    def fill(self, slot: Slot, value: int) -> None:
+        """Let every byte be this one; nothing else is under way there."""
+        if slot.place is None:
+            slot.memory.fill_(value)
+        else:
+            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8))
+
+    def link(self, source: Slot, target: Slot) -> Queue:
+        """The queue that copies from one slot to another, on a neighbouring tier."""
+        return link(self.tiers[source.tier].name, self.tiers[target.tier].name)
+
+    def copy(self, queue: Queue, target: Slot, source: Slot, size: int, *, begin: int = 0, to: int = 0) -> None:
+        """Launch a copy on the queue of the link; from byte ``begin`` on to byte ``to`` on."""
+        if target.place is not None:
+            self.device.write(target.place, to, source.memory[begin : begin + size])
+        elif source.place is not None:
+            self.device.read(target.memory[to : to + size], source.place, begin, partial(_lose, target))
+        else:
+            self.device.copy(queue, target.memory[to : to + size], source.memory[begin : begin + size])
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
         """Move a slot within the arena; the ranges may overlap."""
@@ -186,6 +257,17 @@ class Store:
             return self._arena[offset : offset + size]
         return self.device.arena(size)
 
+    def trim(self, line: int) -> None:
+        """Give the system the pages of the arena above a line that no slot has; nothing else is under way there."""
+        if self._arena is None or self.tiers[0].name != "host" or self.poison:
+            return
+        at = line
+        for slot in [*self._taken, None]:
+            end = self._arena.numel() if slot is None else slot.offset
+            if at < end:
+                self.device.trim(self._arena[at:end])
+            at = at if slot is None else max(at, slot.offset + slot.bytes)
+
     def close(self) -> None:
         """Let go of all memory: every slot was given back, and none is reserved any more."""
         self._arena = None
@@ -208,7 +290,7 @@ class Store:
     def _hole(self, size: int) -> int:
         offset = self._find(size, self.tiers[0].capacity_bytes)
         if offset is None:
-            raise PlanMismatch(f"no hole of {size} bytes in the arena of {self.tiers[0].capacity_bytes}")
+            raise self._too_small(0, size)
         return offset
 
     def _find(self, size: int, line: int) -> int | None:
@@ -231,3 +313,8 @@ class Store:
         if end > self.tiers[0].capacity_bytes:
             raise PlanMismatch(f"{slot.offset} to {end} is beyond {self.tiers[0].capacity_bytes} bytes")
         self._taken.insert(place, slot)
+
+
+def _lose(slot: Slot) -> None:
+    """What was to be read into a slot never comes."""
+    slot.stamp = -1

@@ -13,7 +13,7 @@ from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._residency import Residency
 from ps_core.engine._stepping import SettingsOf, step_group
-from ps_core.engine._store import Slot
+from ps_core.engine._store import Home, Slot
 
 
 class Updater:
@@ -38,18 +38,16 @@ class Updater:
         kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
         if any(record.gradient is Gradient.SUMMED for record in group.tensors):
             kinds.append(Kind.ACC)
-        tier = group.homes[Kind.P32].slot.tier
+        tier = self._store.work_tier(group.homes[Kind.P32].slot.tier)
         slots = {kind: self._on(group, kind, tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
         self._residency.await_all(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
         for kind, slot in slots.items():
-            home = group.homes[kind]
             if kind is not Kind.ACC:
-                home.changed(slot)
-            if slot is not home.slot:
-                self._residency.write_home(home)
-                self._residency.give_back(slot)
+                group.homes[kind].changed(slot)
+        for kind, slot in slots.items():
+            self._put_back(group.homes[kind], slot)
 
     def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
         """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
@@ -57,7 +55,19 @@ class Updater:
         self._residency.write_home(home)
         if home.slot.tier == tier:
             return home.slot
-        return self._residency.copy_to(home, self._store.reserve(tier, home.bytes))
+        slot = self._store.reserve(tier, home.bytes)
+        home.copies.setdefault(tier, slot)  # or the bytes would be nowhere if they cannot be put back
+        return self._residency.copy_to(home, slot)
+
+    def _put_back(self, home: Home, slot: Slot) -> None:
+        """Have what a slot of the moment holds at home."""
+        if slot is home.slot:
+            return
+        if home.dirty:
+            self._residency.copy_to(home, home.slot)
+        if home.copies.get(slot.tier) is slot:
+            del home.copies[slot.tier]
+        self._residency.give_back(slot)
 
     def free_sums(self) -> None:
         """Give back accumulators that no plan knows of."""
@@ -85,22 +95,20 @@ class Updater:
     def opened(self, group: GroupRecord, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
         """One kind of a group as a vector that the host thread may read within the block, and with ``write`` change."""
         home = group.homes[kind]
-        slot = self._residency.at_home(home)
+        memory = self._residency.contents(home)
         what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
-        self._store.device.work(Queue.CPU, what, (slot.memory,), (slot.memory,) if write else ())
+        self._store.device.work(Queue.CPU, what, (memory,), (memory,) if write else ())
         try:
-            yield slot.flat(group.dtype_of(kind), group.chunk_numel)
+            yield memory.view(group.dtype_of(kind))
         finally:
             if write:
-                home.changed(slot)
+                self._residency.changed_at_home(home, memory)
 
     def _copy(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
-        group = record.group
-        slot = self._residency.at_home(group.homes[kind])
-        flat = slot.flat(group.dtype_of(kind), group.chunk_numel)
-        self._store.device.work(Queue.CPU, f"read {record.name}", (slot.memory,), ())
+        flat = self._residency.vector(record, kind)
+        self._store.device.work(Queue.CPU, f"read {record.name}", (flat,), ())
         target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
-        return target.copy_(record.shaped(flat))
+        return target.copy_(flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace what a kind holds of a record; of the master: the parameter too."""
@@ -111,11 +119,9 @@ class Updater:
             if record.gradient is Gradient.OVER:
                 self._gradients.reclaim(group)
         for each in dict.fromkeys(kinds):
-            home = group.homes[each]
-            slot = self._residency.at_home(home)
-            self._store.device.work(Queue.CPU, f"write {record.name}", (), (slot.memory,))
-            record.shaped(slot.flat(group.dtype_of(each), group.chunk_numel)).copy_(value)
-            home.changed(slot)
+            flat = torch.empty(record.numel, dtype=group.dtype_of(each))
+            flat.as_strided(record.shape, record.stride).copy_(value)
+            self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):
             record.payload = Payload.VALID
             record.epoch += 1
