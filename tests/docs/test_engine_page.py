@@ -39,7 +39,7 @@ def arguments() -> dict[str, object]:
     ("marker", "defaults"),
     [
         ("arguments", arguments()),
-        ("Budget", {row.name: row.default for row in fields(Budget)}),
+        ("Budget", {row.name: row.default for row in fields(Budget) if row.init}),
         ("Options", {row.name: row.default for row in fields(Options)}),
     ],
 )

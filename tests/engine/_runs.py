@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,8 @@ def managed(loop: Loop, settings: Settings, device: Callable[[], Any] | str, bud
     def make(model: nn.Module, spec: Spec | None) -> tuple[nn.Module, Any]:
         where = device if isinstance(device, str) else device()
         names.update((id(parameter), name) for name, parameter in model.named_parameters())
-        made.append(chunked(model, spec, device=where, budget=budget, **settings.as_arguments()))
+        own = replace(budget)  # of as many models as there are, each keeps to all of it
+        made.append(chunked(model, spec, device=where, budget=own, **settings.as_arguments()))
         return made[-1]
 
     torch.manual_seed(SEED)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 from ps_core._errors import InvalidInput
@@ -94,13 +95,16 @@ class Budget:
     """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
     ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
-    processes of a node share it. ``disk`` None: no disk tier.
+    processes of a node share it. ``disk`` None: no disk tier. One model keeps to a budget; several that shall keep to
+    one together get parts of it, by `split`.
     """
 
     device: int | str | None = None
     host: int | str | None = None
     disk: int | str | None = None
     disk_dir: str | None = None
+    claims: list[Callable[[], str | None]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Each tells the name of a model that keeps to it, or None once it does no more."""
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):
@@ -109,6 +113,21 @@ class Budget:
             raise InvalidInput(f"Budget.disk_dir must be the path of a directory, found {self.disk_dir!r}")
         if (self.disk is None) != (self.disk_dir is None):
             raise InvalidInput("Budget.disk and Budget.disk_dir go together: give both or neither")
+
+    def split(self, *parts: float) -> tuple[Budget, ...]:
+        """Budgets that together are this one: ``student, teacher = budget.split(3, 1)``. What is None stays None."""
+        numbers = [part for part in parts if isinstance(part, int | float) and 0 < part < math.inf]
+        if len(numbers) < 2 or len(numbers) < len(parts):
+            raise InvalidInput(
+                f"Budget.split expects two parts or more, as in split(3, 1), each above 0; found {parts!r}"
+            )
+        shares = [Fraction(part) / sum(map(Fraction, parts)) for part in parts]
+        sizes = {"device": self.device_bytes, "host": self.host_bytes, "disk": self.disk_bytes}
+
+        def sized(share: Fraction) -> dict[str, Any]:
+            return {name: int(size * share) for name, size in sizes.items() if size is not None}
+
+        return tuple(replace(self, **sized(share)) for share in shares)
 
     @property
     def device_bytes(self) -> int | None:

@@ -62,6 +62,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     _check(model, accumulation_steps)
     if options.eager_step:
         _check_eager(mode, accumulation_steps, max_grad_norm)
+    _check_claims(budget)
     where = _device(device, pin=options.pin)
     tiers = _tiers(where, budget)
     device_bytes = _passing_bytes(tiers) if len(tiers) > 1 else None
@@ -102,7 +103,18 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     except BaseException:
         undo(engine)
         raise
+    budget.claims.append(engine.management.claim())
     return model, front
+
+
+def _check_claims(budget: Budget) -> None:
+    for claim in budget.claims:
+        name = claim()
+        if name is not None:
+            raise InvalidInput(
+                f"this Budget is {name}'s, and a second model that kept to it would make it twice as much: give each "
+                "its part, as in `student, teacher = budget.split(3, 1)`, or release(...) the first"
+            )
 
 
 def _precision(precision: str | Precision) -> Precision:

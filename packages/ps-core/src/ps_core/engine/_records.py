@@ -13,6 +13,7 @@ tensor of autograd's own, held for as long as it takes.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -96,8 +97,10 @@ class TensorRecord:
     part: torch.Tensor | None = None
     """Sum of squares and non-finite flag of the gradient, once taken."""
     steps: int = 0
-    handles: int = 0
-    """Saved tensors that will want this parameter."""
+    token: object = field(default_factory=object)
+    """Held by every saved tensor that will want this parameter."""
+    token_uses: int = 0
+    """How often it is held by nobody."""
     unit: list[TensorRecord] = field(default_factory=list)
     """The parameters of its compiled block, which backward wants together; empty: it is in none."""
     epoch: int = 0
@@ -106,6 +109,7 @@ class TensorRecord:
     """What PyTorch counts of changes in place; any change is the user's."""
 
     def __post_init__(self) -> None:
+        self.token_uses = sys.getrefcount(self.token)
         self.live_on(torch.device("cpu"))
 
     def live_on(self, device: torch.device) -> None:
@@ -116,6 +120,11 @@ class TensorRecord:
     def span(self) -> slice:
         """Its elements in the group."""
         return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def handles(self) -> int:
+        """Saved tensors that will want this parameter. (Counted by Python itself: no code that could be broken off.)"""
+        return sys.getrefcount(self.token) - self.token_uses
 
     @property
     def busy(self) -> bool:

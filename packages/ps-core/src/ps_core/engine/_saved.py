@@ -36,7 +36,7 @@ class Fetcher(Protocol):
 class Handle:
     """A saved view of a parameter, without its memory."""
 
-    __slots__ = ("epoch", "offset", "record", "shape", "stride")
+    __slots__ = ("_held", "epoch", "offset", "record", "shape", "stride")
 
     def __init__(self, record: TensorRecord, view: torch.Tensor) -> None:
         self.record = record
@@ -44,10 +44,7 @@ class Handle:
         self.shape = view.shape
         self.stride = view.stride()
         self.offset = view.storage_offset()
-        record.handles += 1
-
-    def __del__(self) -> None:
-        self.record.handles -= 1
+        self._held = record.token
 
 
 Packed: TypeAlias = torch.Tensor | Handle
