@@ -10,15 +10,17 @@ from ps_core._program import Extent, Kind, Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """For each group: the home tier of its 16-bit weight, that of its optimizer's extents, and the tier of its step."""
+    """For each group: the home tier of its weight, that of its optimizer's extents, and the tier of its step."""
 
     weights: tuple[int, ...]
     states: tuple[int, ...]
     steps: tuple[int, ...]
+    weight: Kind = Kind.P16
+    """The kind that ``weights`` is about; fp32 weights are among the optimizer's extents, or apart from them."""
 
     def home_tier(self, kind: Kind, group: int) -> int:
         """The home tier of one of `Program.home_kinds`."""
-        return (self.weights if kind is Kind.P16 else self.states)[group]
+        return (self.weights if kind is self.weight else self.states)[group]
 
 
 def work_tier(tiers: tuple[Tier, ...], tier: int) -> int:
@@ -71,3 +73,37 @@ def filled(
     for group in program.stepped:
         steps[group] = 0 if group in streamed else work_tier(tiers, states[group])
     return Placement(weights=tuple(weights), states=tuple(states), steps=tuple(steps))
+
+
+def halves(program: Program) -> list[tuple[int, bool, int]]:
+    """What a disk next to the compute tier holds or does not: every group's weight, then every group's other extents.
+
+    In this order a byte kept above the disk saves most: a weight is read in forward, in backward and for the step,
+    the rest for the step alone. Each row is a group, whether it is about its weight, and bytes.
+    """
+    groups = range(len(program.layout.groups))
+    return [
+        (
+            group,
+            weight,
+            sum(
+                program.bytes_of(Extent(kind, group))
+                for kind in program.home_kinds(group)
+                if (kind is program.weight) is weight
+            ),
+        )
+        for weight in (True, False)
+        for group in groups
+    ]
+
+
+def above_disk(program: Program, resident: int) -> Placement:
+    """The first ``resident`` of the `halves` on the compute tier, the others on the disk next to it."""
+    tiers = {row[:2]: int(place >= resident) for place, row in enumerate(halves(program))}
+    groups = range(len(program.layout.groups))
+    return Placement(
+        weights=tuple(tiers[group, True] for group in groups),
+        states=tuple(tiers[group, False] for group in groups),
+        steps=tuple(0 if program.gradient_visits[group] else -1 for group in groups),
+        weight=program.weight,
+    )

@@ -18,7 +18,7 @@ from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes, lower_bounds
 from ps_core._planner.frame import NoRoom, make_frame
-from ps_core._planner.placement import Placement, filled
+from ps_core._planner.placement import Placement, above_disk, filled, halves
 from ps_core._planner.policy import Policy
 from ps_core._planner.segments import make_plan
 from ps_core._planner.tight import tight_plan
@@ -126,9 +126,7 @@ def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup
     return _checked(planned.program, plan, machine, replace(setup, policy=policy), planned.placement)
 
 
-def _checked(
-    program: Program, plan: Plan, machine: Machine, setup: Setup, placement: Placement | None
-) -> Planned:
+def _checked(program: Program, plan: Plan, machine: Machine, setup: Setup, placement: Placement | None) -> Planned:
     verify(program, plan)
     prediction = simulate(program, plan, machine, ranks_per_node=setup.ranks_per_node)
     return Planned(program=program, plan=plan, prediction=prediction, placement=placement)
@@ -196,7 +194,12 @@ class _Scorer:
         self._floor_s = float("inf")  # no placement has the compute queue do less
 
     def placement(self, resident: int, stride: int) -> Placement:
-        """The first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none does)."""
+        """The first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none does).
+
+        Where the next tier is the disk: the first `halves` resident.
+        """
+        if self._next_is_disk:
+            return above_disk(self.program, resident)
         groups = len(self.program.layout.groups)
         streamed = frozenset(range(resident, groups, stride)) if stride else frozenset()
         lower = None
@@ -205,6 +208,10 @@ class _Scorer:
             host = self.tiers[1].capacity_bytes
             lower = host if sum(sizes[resident:]) <= host else host - 3 * max(sizes, default=0)
         return filled(self.program, self.tiers, resident=resident, lower_bytes=lower, streamed=streamed)
+
+    @property
+    def _next_is_disk(self) -> bool:
+        return len(self.tiers) == 2 and self.tiers[1].name == "disk"
 
     def _bytes(self, group: int) -> int:
         return sum(self.program.bytes_of(Extent(kind, group)) for kind in self.program.home_kinds(group))
@@ -231,18 +238,21 @@ class _Scorer:
 
     @cached_property
     def limits(self) -> tuple[int, int]:
-        """The fewest groups that must, and the most that can, be resident, as far as home alone tells."""
-        groups = len(self.program.layout.groups)
-        sizes = [self._bytes(group) for group in range(groups)]
+        """The fewest groups (or halves) that must, and the most that can, be resident, as far as home alone tells."""
+        groups = range(len(self.program.layout.groups))
+        sizes = [row[2] for row in halves(self.program)] if self._next_is_disk else [self._bytes(g) for g in groups]
         if len(self.tiers) == 1:
-            return groups, groups
-        above = self.tiers[0].capacity_bytes - lower_bounds(self.program, self.tiers)[0].needed_bytes
+            return len(sizes), len(sizes)
+        needed = lower_bounds(self.program, self.tiers)[0].needed_bytes
+        if self._next_is_disk:  # what a moment uses is then among what stays
+            needed = max((visit.nonmodel_bytes for visit in self.program.visits), default=0)
+        above = self.tiers[0].capacity_bytes - needed
         most = 0
-        while most < groups and sizes[most] <= above:
+        while most < len(sizes) and sizes[most] <= above:
             above -= sizes[most]
             most += 1
         below = sum(tier.capacity_bytes for tier in self.tiers[1:])
-        least = groups
+        least = len(sizes)
         while least and sizes[least - 1] <= below:
             least -= 1
             below -= sizes[least]
