@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,20 @@ def test_sums_and_recomputation(precision: str, micro_batches: int) -> None:
     check_on_the_fake(partial(language, micro_batches=micro_batches), settings, 3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_with_a_disk_below(precision: str, tmp_path: Path) -> None:
+    settings = Settings(precision=precision)
+    plain_one = plain(language, settings)
+    for seed in (1, 2):
+        runtime = FakeRuntime(seed)
+        budget = Budget(device="192KiB", host="144KiB", disk="4MiB", disk_dir=str(tmp_path))
+        with runtime:
+            got = managed(language, settings, partial(CudaDevice, runtime), budget)
+        assert not differences(plain_one, got)
+        (counted,) = got.statistics
+        assert min(counted.moved_bytes[link] for link in ("disk->host", "host->disk", "host->device")) > 0
+
+
 def test_without_waiting_results_are_wrong() -> None:
     """So the runtime that is played here does show a wait that is left out."""
     settings = Settings(precision="bf16")
@@ -132,7 +147,7 @@ def test_an_event_covers_what_its_stream_waited_for() -> None:
     device.wait(Queue.CPU, device.record(Queue.D2H))
     assert torch.equal(target, source)
     assert device.record(Queue.D2H) is device.record(Queue.D2H), "nothing was launched between"
-    assert device.record(Queue.CPU).raw is None
+    device.wait(Queue.H2D, device.record(Queue.CPU))
     with pytest.raises(InvalidInput, match="expected an event of this device"):
         device.wait(Queue.CPU, StandIn().record(Queue.H2D))
 

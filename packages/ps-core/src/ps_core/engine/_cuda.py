@@ -30,6 +30,8 @@ from ps_core._units import format_bytes
 from ps_core.engine._cuda_memory import AllocatorTide, HostMemory
 from ps_core.engine._cuda_runtime import RawEvent, Runtime, Stream, TorchRuntime
 from ps_core.engine._device import Event
+from ps_core.engine._disk import DiskFile, Place
+from ps_core.engine._disk_streams import DISK_QUEUES, DiskEvent, DiskStreams
 
 
 class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
@@ -51,6 +53,11 @@ class CudaEvent:
         """The queue it was recorded on."""
         return self._queue
 
+    def block(self) -> None:
+        """Wait until it is over."""
+        if self.raw is not None:
+            self.raw.synchronize()
+
     def __del__(self) -> None:
         if self.raw is not None:
             self._pool.append(self.raw)
@@ -71,6 +78,7 @@ class CudaDevice:
         self._pool: list[RawEvent] = []
         self._owned = [0]
         self._host = HostMemory(runtime, self._after_copies, pin=pin)
+        self._disk: tuple[DiskFile, DiskStreams] | None = None
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
         runtime.watch_failures(_Observer(self))
@@ -97,7 +105,7 @@ class CudaDevice:
         taken = max(size_bytes, self._runtime.allocated().now - before)
         self._owned[0] += taken
         weakref.finalize(memory.untyped_storage(), _less, self._owned, taken).atexit = False
-        ready = self.record(Queue.COMPUTE)
+        ready = self._recorded(Queue.COMPUTE)
         for queue, stream in self._streams.items():
             self.wait(queue, ready)
             self._runtime.used_by(memory, stream)
@@ -117,6 +125,28 @@ class CudaDevice:
         self._runtime.release_cached()  # in pieces it may have been of no use
         return max(1, missing)
 
+    # The disk.
+
+    def attach(self, file: DiskFile) -> None:
+        """Have a disk tier; its threads read into pinned memory and write from it."""
+        self._disk = file, DiskStreams(file)
+
+    @property
+    def _disk_streams(self) -> DiskStreams:
+        assert self._disk is not None, "a disk tier is attached before it is used"
+        return self._disk[1]
+
+    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+        """Launch a read."""
+        self._disk_streams.read(target, place, start, lost)
+
+    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+        """Launch a write."""
+        self._disk_streams.write(place, start, source)
+
+    def trim(self, memory: torch.Tensor) -> None:
+        """The arena is not the system's to have pages of."""
+
     # Work.
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -134,6 +164,8 @@ class CudaDevice:
         """Nothing is checked; but if PyTorch's stream changed, this is where it is noticed."""
         if queue is Queue.COMPUTE:
             self._stream(queue)
+        elif queue in DISK_QUEUES and self._disk is not None:
+            self._disk_streams.record(queue).block()  # for the host thread does the work now
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:
         """Have PyTorch launch on that queue's stream."""
@@ -157,10 +189,15 @@ class CudaDevice:
 
     # Events.
 
-    def record(self, queue: Queue) -> CudaEvent:
+    def record(self, queue: Queue) -> CudaEvent | DiskEvent:
         """An event behind everything launched on a queue so far."""
-        if queue is Queue.CPU:
-            return CudaEvent(queue, None, self._pool)
+        if queue in DISK_QUEUES and self._disk is not None:
+            return self._disk_streams.record(queue)
+        return self._recorded(queue)
+
+    def _recorded(self, queue: Queue) -> CudaEvent:
+        if queue is Queue.CPU or queue in DISK_QUEUES:
+            return CudaEvent(queue, None, self._pool)  # there is nothing to wait for
         known = self._last.get(queue)
         if known is not None:
             return known
@@ -176,12 +213,21 @@ class CudaDevice:
 
     def wait(self, queue: Queue, event: Event) -> None:
         """What is launched on a queue from here on runs after the event."""
+        if isinstance(event, DiskEvent):
+            if queue in DISK_QUEUES:
+                self._disk_streams.wait(queue, event)
+            else:
+                event.block()  # a stream cannot be told to; the engine comes with events that are over, or in need
+            return
         if not isinstance(event, CudaEvent):
             raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
         if event.raw is None:
             return
+        if queue in DISK_QUEUES:
+            self._disk_streams.wait_for(queue, event.block)  # which its own thread does
+            return
         if queue is Queue.CPU:
-            event.raw.synchronize()
+            event.block()
             return
         stream = self._stream(queue)
         if event.queue is queue:
@@ -192,7 +238,7 @@ class CudaDevice:
 
     def _after_copies(self) -> Callable[[], None]:
         """What blocks until the copies launched so far are done."""
-        events = [self.record(queue) for queue in self._streams]
+        events = [self._recorded(queue) for queue in self._streams]
 
         def settle() -> None:
             for event in events:
@@ -203,11 +249,17 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Block until everything launched is done."""
         self._runtime.synchronize()
+        if self._disk is not None:
+            self._disk_streams.synchronize()
 
     def close(self) -> None:
-        """Finish what was launched, and let go of memory kept in reserve."""
+        """Finish what was launched, and let go of memory kept in reserve, and of the disk."""
         self.synchronize()
         self._host.close()
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk[1].close()
+            disk[0].close()
 
 
 def _less(count: list[int], size_bytes: int) -> None:

@@ -100,7 +100,7 @@ class TorchRuntime:
 
     def stream(self) -> Stream:
         """Another stream, which does not wait for the default one by itself."""
-        return torch.cuda.Stream(self.torch_device)
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def current(self) -> Stream:
         """The one on which this thread launches work now."""
@@ -112,7 +112,7 @@ class TorchRuntime:
 
     def event(self) -> RawEvent:
         """A new event; it measures no time, so it costs little."""
-        made: RawEvent = torch.cuda.Event()
+        made: RawEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return made
 
     def synchronize(self) -> None:

@@ -1,0 +1,240 @@
+"""What tests/gpu trains on: a CUDA device, or with ``PS_FAKE_CUDA=1`` one that the CPU plays, so that the tests run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begins: the same bits on every stream
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ps_kernels
+from _fake_cuda import FakeRuntime
+from _reference import BACKOFF, CLIP_EPS, INITIAL_SCALE
+from ps_core import AdamW, Budget, DoesNotFit, Options
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._cuda import CudaDevice
+from ps_core.engine._cuda_runtime import Runtime, TorchRuntime
+
+FAKE = os.environ.get("PS_FAKE_CUDA") == "1"
+WHERE = torch.device("cpu") if FAKE else torch.device("cuda", 0)
+MISSING = not FAKE and not torch.cuda.is_available()
+HOST = "512MiB"
+WIDTH, VOCABULARY, LENGTH, STEPS = 64, 128, 8, 4
+ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def new_runtime() -> Any:
+    return FakeRuntime(1) if FAKE else TorchRuntime(0)
+
+
+def warm_up(*streams: Any) -> None:
+    """Let libraries take their workspaces (for each stream, and for backward's thread) before anybody counts."""
+    for stream in streams or (torch.cuda.current_stream(),):
+        with torch.cuda.stream(stream):
+            for kind in DTYPES.values():
+                Model(checkpointing=True).to(WHERE, kind)(batch(0)).backward()
+    torch.cuda.synchronize()
+
+
+class Block(nn.Module):
+    """Sizes that keep every tensor of a group on a boundary of 128 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(functional.gelu(self.wide(self.norm(x)))) * self.scale.to(x.dtype)
+
+
+class Model(nn.Module):
+    """A language model that returns its loss; blocks may be recomputed, and may ask for more memory than there is."""
+
+    def __init__(self, *, blocks: int = 4, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.table.weight
+        self.checkpointing = checkpointing
+        self.appetite: dict[str, int] = {}
+        self.between: Callable[[], None] = lambda: None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            self.between()
+            if self.checkpointing:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = Eat.apply(x, self.appetite)
+        logits = self.head(self.norm(x)).float()
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Eat(torch.autograd.Function):
+    """Takes memory where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, appetite: dict[str, int]) -> Tensor:
+        ctx.appetite = appetite
+        torch.empty(appetite.get("forward", 0), dtype=torch.uint8, device=x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        torch.empty(ctx.appetite.get("backward", 0), dtype=torch.uint8, device=gradient.device)
+        return gradient, None
+
+
+def batch(index: int, rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    start = torch.randint(VOCABULARY, (rows, 1), generator=generator)
+    return ((start + torch.arange(LENGTH)) % VOCABULARY).to(WHERE)
+
+
+@dataclass
+class Run:
+    """One training to compare with another."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    statistics: Any = None
+    on_device: int = 0
+    """Groups whose states live on the device when it ends."""
+
+    def differs(self, other: Run) -> list[str]:
+        """Everything that is not the same to the bit."""
+        wrong = [f"losses {self.losses} and {other.losses}"] if self.losses != other.losses else []
+        wrong += [f"norms {self.norms} and {other.norms}"] if self.norms != other.norms else []
+        for name, value in self.values.items():
+            if not torch.equal(value, other.values[name]):
+                wrong.append(f"{name}: by up to {(value.double() - other.values[name].double()).abs().max():.3g}")
+        return wrong
+
+
+def train_step(model: Any, optimizer: Any, index: int, micro_batches: int = 1) -> float:
+    loss = torch.zeros(())
+    for micro in range(micro_batches):
+        loss = model(batch(10 * index + micro))
+        optimizer.scale(loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@contextmanager
+def managed(model: nn.Module, spec: Any, size: int | str | None, **more: Any) -> Iterator[tuple[Any, Any, CudaDevice]]:
+    """Under management on the device of these tests; released at the end, whatever happens."""
+    runtime: Runtime | None = more.pop("runtime", None)
+    runtime = runtime or new_runtime()
+    options = more.pop("options", Options(group_bytes=32 * 1024, poison=True))
+    device = CudaDevice(runtime)
+    with runtime if isinstance(runtime, FakeRuntime) else torch.no_grad(), torch.enable_grad():
+        made, optimizer = chunked(
+            model, spec, device=device, budget=Budget(device=size, host=HOST), options=options, **more
+        )
+        try:
+            yield made, optimizer, device
+        finally:
+            release(made)
+
+
+def train(
+    spec: Any, size: int | str | None, *, steps: int = STEPS, micro_batches: int = 1, checkpointing: bool = False, **more: Any
+) -> Run:
+    """From the same start each time."""
+    torch.manual_seed(3)
+    model, run = Model(checkpointing=checkpointing), Run()
+    model.between = more.pop("between", model.between)
+    with managed(model, spec, size, accumulation_steps=micro_batches, **more) as (made, optimizer, _):
+        for index in range(steps):
+            run.losses.append(train_step(made, optimizer, index, micro_batches))
+            run.norms.append(optimizer.last_norm)
+        engine = made.table.weight._keeper
+        run.on_device = sum(
+            home.slot.tier == 0 for group in engine.groups for kind, home in group.homes.items() if kind.value == "m"
+        )
+        run.statistics = statistics(made)
+        run.values = {name: value.cpu() for name, value in made.state_dict().items()}
+        masters = optimizer.state_dict(masters=True)
+        run.values |= {f"master {index}": value for index, value in masters["masters"].items()}
+        for index, entry in masters["state"].items():
+            run.values |= {f"{key} {index}": value for key, value in entry.items()}
+    return run
+
+
+@cache
+def tight(precision: str = "bf16", micro_batches: int = 1, *, checkpointing: bool = False) -> int:
+    """About the smallest budget that such a training runs in."""
+    size = 128 * 1024
+    while True:
+        try:
+            train(ADAMW, size, steps=2, precision=precision, micro_batches=micro_batches, checkpointing=checkpointing)
+            return size
+        except DoesNotFit as error:
+            size = max(size + size // 4, error.needed_bytes)
+
+
+def train_plain(
+    spec: Any, precision: str, *, max_grad_norm: float | None, steps: int = STEPS, micro_batches: int = 1
+) -> Run:
+    """Everything resident on the device, one call of a kernel a tensor, AdamW."""
+    torch.manual_seed(3)
+    model, run = Model(), Run()
+    masters = [p.detach().float().reshape(-1).clone().to(WHERE) for p in model.parameters()]
+    states = [(torch.zeros_like(each), torch.zeros_like(each)) for each in masters]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(WHERE, DTYPES[precision])
+    model.to(WHERE)
+    scale = INITIAL_SCALE if precision == "fp16" else 1.0
+    taken = 0
+    for index in range(steps):
+        sums: list[Tensor | None] = [None] * len(masters)
+        loss = torch.zeros(())
+        for micro in range(micro_batches):
+            loss = model(batch(10 * index + micro))
+            (loss * scale).backward()
+            for place, parameter in enumerate(model.parameters()):
+                assert parameter.grad is not None
+                before, sums[place] = sums[place], parameter.grad.reshape(-1).float()
+                sums[place] = sums[place] if before is None else before + sums[place]
+                parameter.grad = None
+        squares, finite = 0.0, True
+        for gradient in sums:
+            out = torch.zeros(2, device=WHERE)
+            ps_kernels.sumsq_finite(gradient, out)
+            squares, finite = squares + out[0].item(), finite and not out[1].item()
+        norm = math.sqrt(squares) / scale
+        run.losses.append(loss.item())
+        run.norms.append(norm if finite else math.inf)
+        if not finite:
+            scale *= BACKOFF
+            continue
+        factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
+        taken += 1
+        for parameter, master, (first, second), gradient in zip(model.parameters(), masters, states, sums, strict=True):
+            ps_kernels.adam_step(
+                master, first, second, gradient, step=taken, lr=spec.lr, beta1=spec.betas[0], beta2=spec.betas[1],
+                eps=spec.eps, weight_decay=spec.weight_decay, grad_scale=factor / scale,
+            )  # fmt: skip
+            with torch.no_grad():
+                parameter.copy_(master.view(parameter.shape))
+    run.values = {f"master {place}": each.cpu().view(p.shape) for place, (each, p) in enumerate(
+        zip(masters, model.parameters(), strict=True))}  # fmt: skip
+    return run
