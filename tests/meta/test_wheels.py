@@ -68,8 +68,9 @@ EXTRAS = [
     ("ps-kernels", "cuda12", {"cupy-cuda12x>=14"}),
     ("ps-kernels", "cuda13", {"cupy-cuda13x>=14"}),
     ("ps-dist", "", {"ps-core=={}", "torch>=2.11"}),
-    ("ps-models", "", {"ps-core=={}", "torch>=2.11"}),
-    ("ps-models", "hf", {"ps-core=={}", "torch>=2.11", "transformers>=5", "safetensors>=0.5"}),
+    ("ps-models", "", {"ps-core[torch]=={}", "torch>=2.11"}),
+    ("ps-models", "hf", {"ps-core[torch]=={}", "torch>=2.11", "transformers>=5", "safetensors>=0.5"}),
+    ("ps-models", "train", {"ps-core[torch]=={}", "torch>=2.11", "rich>=13", "tokenizers>=0.20"}),
 ]
 
 
@@ -94,8 +95,9 @@ def test_what_a_wheel_holds(root: Path, wheelhouse: Path, package: str) -> None:
     assert len(libraries) <= (package == "ps-kernels")
     assert held - libraries == wanted
     assert len(licences) == 1
-    script = ["[console_scripts]\npstar = ps_core.cli:main"]
-    assert [text.strip() for text in scripts] == (script if package == "ps-core" else [])
+    commands = {"ps-core": "pstar = ps_core.cli:main", "ps-models": "pstar-train = ps_models.train:main"}
+    wanted_scripts = [f"[console_scripts]\n{commands[package]}"] if package in commands else []
+    assert [text.strip() for text in scripts] == wanted_scripts
 
 
 @pytest.mark.parametrize("wanted", ["ps-core[torch]", "ps-kernels[numpy,torch]", "ps-dist", "ps-models"])

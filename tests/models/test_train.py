@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import ps_kernels
 from _trainer import TINY, data, numbers, rows, train
 from ps_core import DeviceOutOfMemory
 from ps_models.train import _loop, main
@@ -35,7 +36,7 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     threads = torch.get_num_threads()
     assert train(tmp_path_factory.mktemp("warm") / "run", "--steps", 1) == 0
     yield
-    torch.set_num_threads(threads)
+    ps_kernels.set_threads(threads)
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ps_kernels
 from _trainer import TINY, data, rows
 from ps_core.engine import ChunkedOptimizer
 from ps_models import build
@@ -26,7 +27,7 @@ to 9 reach 2.7 to 2.95."""
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    ps_kernels.set_threads(before)
 
 
 def reached(out: Path) -> float:

@@ -58,8 +58,7 @@ def device_of(options: TrainOptions) -> str:
 def manage(options: TrainOptions, found: TransformerShape) -> Managed:
     """Build the model without memory, and put it under management."""
     if options.threads is not None:
-        torch.set_num_threads(options.threads)
-        ps_kernels.set_threads(options.threads)
+        ps_kernels.set_threads(options.threads)  # PyTorch's, too
     device = device_of(options)
     torch.manual_seed(options.seed)
     overrides = {"vocabulary": found.vocabulary, "positions": found.positions}
