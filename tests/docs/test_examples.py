@@ -39,10 +39,10 @@ def name(value: object) -> str | None:
 @pytest.mark.parametrize(("page", "block"), CONSOLE, ids=name)
 def test_console(page: Path, block: str, tmp_path: Path) -> None:
     """The lines of one block run in one folder, so that one may read what another wrote."""
-    pstar = Path(sys.executable).with_name("pstar")
     for command in commands(block):
+        program = Path(sys.executable).with_name(command[0])
         done = subprocess.run(
-            [pstar, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+            [program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
         )
         assert done.returncode == 0, f"{page.name}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
         assert done.stdout or list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ from ps_models.train._options import flag_of, from_text, merged, rule_of, table,
 from ps_models.train._schedule import learning_rate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
-TABLES = re.compile(r"(?<=<!-- options -->\n\n).*?(?=<!-- end -->)", re.DOTALL)
+TABLES = re.compile(r"(?<=<!-- options -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
 Capture = pytest.CaptureFixture[str]
 
 WRONG = {
