@@ -1,0 +1,24 @@
+"""The models' figures, once and small, so that they do not rot; models_figures.py takes them in earnest."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+SPEC = importlib.util.spec_from_file_location("models_figures", Path(__file__).with_name("models_figures.py"))
+assert SPEC is not None
+assert SPEC.loader is not None
+figures = sys.modules["models_figures"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(figures)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_speed_beside_others(precision: str) -> None:
+    small = figures.Shape(layers=2, hidden=32, heads=2, vocabulary=64, batch=2, length=8)
+    found = figures.compare(small, precision, 2)
+    assert len(found) == 4
+    assert min(found.values()) > 0
