@@ -22,12 +22,18 @@ Initialiser = Callable[[Tensor], object]
 
 def normal(std: float) -> Initialiser:
     """Draws from a normal distribution."""
-    return lambda weight: nn.init.normal_(weight, std=std)
+    return lambda weight: _unless_on_meta(weight, lambda: nn.init.normal_(weight, std=std))
 
 
 def truncated_normal(std: float) -> Initialiser:
     """Draws from a normal distribution without what is beyond two standard deviations."""
-    return lambda weight: nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+    return lambda weight: _unless_on_meta(weight, lambda: nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std))
+
+
+def _unless_on_meta(weight: Tensor, draw: Callable[[], object]) -> None:
+    """Nothing is there to be filled, and to draw it would load all of torch's compiler; the engine draws later."""
+    if not weight.is_meta:
+        draw()
 
 
 class Linear(nn.Linear):
