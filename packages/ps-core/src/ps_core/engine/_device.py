@@ -31,7 +31,9 @@ class Event(Protocol):
 class Gauge(Protocol):
     """Counts the bytes of tier 0 that are not the engine's: the tide."""
 
-    current_bytes: int
+    @property
+    def current_bytes(self) -> int:
+        """What is alive now."""
 
     def start(self) -> None:
         """Begin to count (again)."""
