@@ -156,7 +156,13 @@ def managed(model: nn.Module, spec: Any, size: int | str | None, **more: Any) ->
 
 
 def train(
-    spec: Any, size: int | str | None, *, steps: int = STEPS, micro_batches: int = 1, checkpointing: bool = False, **more: Any
+    spec: Any,
+    size: int | str | None,
+    *,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    checkpointing: bool = False,
+    **more: Any,
 ) -> Run:
     """From the same start each time."""
     torch.manual_seed(3)

@@ -179,8 +179,8 @@ def test_pinning_that_fails_is_said_once() -> None:
 
             return PinnedArena(size_bytes, pin=pin)
 
+    device = CudaDevice(Real())
     with pytest.warns(UserWarning, match="host memory is not pinned") as said:
-        device = CudaDevice(Real())
         held = [device.host(size) for size in (64, 128)]
     assert len(said) == 1
     assert [each.numel() for each in held] == [64, 128]

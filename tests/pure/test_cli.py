@@ -200,6 +200,22 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert run(capsys, "doctor", "--warm") == (0, text, "")
 
 
+def test_calibrate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "# norm: 3 GB/s\n" + MACHINES["laptop"].to_toml().replace("laptop", "mine")
+    monkeypatch.setattr(cli, "calibrate", lambda: text)
+    assert run(capsys, "doctor", "--calibrate") == (0, text, "")
+    file = str(tmp_path / "mine.toml")
+    said = f"{file}: mine; use it with pstar plan NAME --machine {file}\n"
+    assert run(capsys, "doctor", "--calibrate", "--out", file) == (0, said, "")
+    status, found = document(capsys, "doctor", "--calibrate", "--out", file)
+    assert (status, found["file"], found["machine"]["name"]) == (0, file, "mine")
+    status, planned = document(capsys, "plan", "gpt-1x64", "--machine", file)
+    assert (status, planned["machine"]) == (0, "mine")
+    assert run(capsys, "doctor", "--out", file)[0] == 2
+    monkeypatch.setattr(cli, "calibrate", lambda: "name = 3")
+    assert run(capsys, "doctor", "--calibrate")[0] == 2
+
+
 def test_what_is_here_is_the_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30
     monkeypatch.setattr(cli, "accelerators", lambda: (Accelerator("A", 16 * gib), Accelerator("B", 15 * gib)))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ps_core._command.doctor import Accelerator, accelerators, examine, host_memory, run, warm
+from ps_core import InvalidInput, PatrickStarError
+from ps_core._command.doctor import Accelerator, accelerators, calibrate, examine, host_memory, run, warm
 
 GIB = 2**30
 
@@ -144,3 +145,13 @@ def test_warming_here() -> None:
     lines = warm()
     assert lines[0].startswith(("compiled C: ", "no compiled C: "))
     assert lines[1].startswith("no CUDA kernels to compile: ") or lines[-1].startswith("kept in ")
+
+
+def test_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert calibrate(lambda command: " ".join(command[1:])) == "-m ps_core.engine._calibrate\n"
+    with pytest.raises(PatrickStarError, match="--calibrate: nothing measured: python"):
+        calibrate(lambda command: nothing(("python",)))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "torch" else None)
+    with pytest.raises(InvalidInput, match="ps_kernels is not installed"):
+        calibrate(nothing)

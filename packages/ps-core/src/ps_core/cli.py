@@ -12,12 +12,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ps_core._command.advice import advice, remedies
-from ps_core._command.doctor import accelerators, examine, host_memory, warm
+from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
 from ps_core._command.forecast import Subject, Training, forecast
 from ps_core._command.scale import largest
 from ps_core._command.show import (
@@ -36,7 +36,7 @@ from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._planner.policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES, Cluster
-from ps_core._simulate.machine import MACHINES, Machine, default_machine, machine
+from ps_core._simulate.machine import MACHINES, Machine, default_machine, machine, machine_from_toml
 from ps_core._trace import Trace
 from ps_core._units import format_bytes, parse_bytes
 from ps_core._version import __version__
@@ -117,6 +117,10 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this computer has", allow_abbrev=False)
     doctor.set_defaults(command=_doctor)
     doctor.add_argument("--warm", action="store_true", help="also compile every kernel now, not in the first step")
+    doctor.add_argument(
+        "--calibrate", action="store_true", help="instead measure how fast it is, for a minute: a machine file"
+    )
+    doctor.add_argument("--out", metavar="FILE", help="with --calibrate: write the machine file there")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -219,12 +223,30 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.calibrate:
+        return _calibrate(options)
+    if options.out is not None:
+        raise InvalidInput("--out is where --calibrate writes: give both")
     found = examine()
     lines = warm() if options.warm else ()
     if options.json:
         _print({**found, "kernels": list(lines)} if options.warm else dict(found))
     else:
         _print(doctor_text(found) + "".join(f"{line}\n" for line in ("", "kernels", *lines) if options.warm))
+    return FITS
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    text = calibrate()
+    measured = machine_from_toml(text, "what was measured")
+    if options.out is not None:
+        _write(options.out, text)
+    if options.json:
+        _print({"machine": asdict(measured), "file": options.out})
+    elif options.out is None:
+        _print(text)
+    else:
+        _print(f"{options.out}: {measured.name}; use it with pstar plan NAME --machine {options.out}")
     return FITS
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ps_core._errors import InvalidInput, PatrickStarError
 from ps_core._units import format_bytes
 from ps_core._version import __version__
 
 _TIMEOUT_S = 60
 _WARM_TIMEOUT_S = 600
+_CALIBRATE = "ps_core.engine._calibrate"
 _WARM = "import ps_kernels; print('\\n'.join(ps_kernels.warm()))"
 _PROBES = {
     "torch": "import torch as t; print(t.__version__, 'with CUDA' if t.cuda.is_available() else 'without CUDA')",
@@ -41,7 +43,7 @@ class Accelerator:
 
 def run(command: Sequence[str]) -> str:
     """What a command prints; OSError or `subprocess.SubprocessError` if it cannot."""
-    limit_s = _WARM_TIMEOUT_S if _WARM in command else _TIMEOUT_S
+    limit_s = _WARM_TIMEOUT_S if _WARM in command or _CALIBRATE in command else _TIMEOUT_S
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace")
     if done.returncode:
         last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
@@ -78,6 +80,17 @@ def warm(runner: Runner = run) -> tuple[str, ...]:
         return tuple(runner((sys.executable, "-c", _WARM)).splitlines())
     except (OSError, subprocess.SubprocessError) as error:
         return (f"nothing compiled: {' '.join(str(error).split())}",)
+
+
+def calibrate(runner: Runner = run) -> str:
+    """A machine file of this computer, measured in a process of its own."""
+    for library in ("torch", "ps_kernels"):
+        if importlib.util.find_spec(library) is None:
+            raise InvalidInput(f"--calibrate: {library} is not installed: pip install ps-core[torch]")
+    try:
+        return runner((sys.executable, "-m", _CALIBRATE)) + "\n"
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PatrickStarError(f"--calibrate: nothing measured: {' '.join(str(error).split())}") from error
 
 
 def _package(name: str, runner: Runner) -> str:
