@@ -347,7 +347,10 @@ class Replay:
         group = self._plan.order[op.group]
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
-        self._gradients.add_staged(group, records, flat, self._slots[op.accumulator], instr.queue)
+        sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
+        self._gradients.add_staged(group, records, flat, sums, instr.queue)
+        if records and sums is not home.slot:
+            home.copies[sums.tier] = sums
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
@@ -407,6 +410,13 @@ class Replay:
             if home.alive:
                 back = home.copies.pop(held.tier, None)
                 home.slot = back or self._residency.copy_to(home, self._store.reserve(held.tier, home.bytes))
-            else:  # sums that a step has used up
-                home.slot = at.get((held.tier, held.offset)) or self._store.reserve(held.tier, home.bytes)
+            else:
+                summed = any(
+                    record.gradient is Gradient.SUMMED for record in self._plan.order[held.extent.index].tensors
+                )
+                assert held.extent.kind is Kind.ACC and not summed, "only sums that a step has used up may be nowhere"
+                there = at.get((held.tier, held.offset))
+                if there is None or there.extent not in (None, held.extent):
+                    there = self._store.reserve(held.tier, home.bytes)
+                home.slot = there
                 home.changed(home.slot)
