@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from ps_core._errors import InvalidInput
 from ps_core._workloads.shapes import gpt, shape
 from ps_core.engine import chunked, release
 from ps_models import (
+    GPT,
     BERTClassifier,
     BERTConfig,
     GPTClassifier,
@@ -22,7 +26,7 @@ from ps_models import (
     TiledLinear,
     build,
 )
-from ps_models._layers import Linear, Projection, normal
+from ps_models._layers import Initialiser, Linear, Projection
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "positions": 16}
 NAMES = ["gpt2", "bert-base", "llama-10m"]
@@ -92,12 +96,12 @@ def test_chosen_blocks_are_recomputed_and_nothing_else_changes(name: str) -> Non
 @pytest.mark.parametrize("kind", [Linear, Projection])
 def test_tiles_are_one_linear_map(kind: Any) -> None:
     torch.manual_seed(0)
-    tiled = TiledLinear(10, 3, lambda outputs: kind(6, outputs, bias=True, init=normal(1.0)))
+    tiled = TiledLinear(10, 3, lambda outputs: kind(6, outputs, bias=True, init=Initialiser(1.0)))
     assert [tile.weight.shape[tile.cut] for tile in tiled.tiles] == [4, 3, 3]
     assert len(list(tiled.parameters())) == 6
     for tile in tiled.tiles:
         nn.init.normal_(tile.bias)
-    whole = kind(6, 10, bias=True, init=normal(1.0))
+    whole = kind(6, 10, bias=True, init=Initialiser(1.0))
     with torch.no_grad():
         whole.weight.copy_(torch.cat([tile.weight for tile in tiled.tiles], dim=whole.cut))
         whole.bias.copy_(torch.cat([tile.bias for tile in tiled.tiles]))
@@ -286,3 +290,26 @@ def test_shapes_without_some_parts() -> None:
     untyped = build("bert-base", "cpu", **SMALL, token_types=0)
     assert untyped(ids).prediction_logits.shape == (3, 10, 50)
     assert shape("bert-base").token_types == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_are_copied_and_pickled(name: str) -> None:
+    model, ids = make(name, **({} if name == "bert-base" else {"experts": 2})).eval(), tokens()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(ids).logits, model(ids).logits)
+
+
+def test_a_model_is_saved_from_under_a_budget(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    torch.manual_seed(0)
+    expected = build("gpt2", "cpu", **SMALL).state_dict()
+    torch.manual_seed(0)
+    budget = Budget(device="200KiB")
+    model, _ = chunked(build("gpt2", **SMALL), AdamW(), device="emulated", budget=budget, precision="fp32")
+    try:
+        model.save_pretrained(tmp_path)
+    finally:
+        release(model)
+    found = GPT.from_pretrained(tmp_path).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())

@@ -7,6 +7,7 @@ after it was made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +17,23 @@ from torch.utils.checkpoint import checkpoint
 from ps_core._errors import InvalidInput
 from ps_models._config import ModelConfig
 
-Initialiser = Callable[[Tensor], object]
-"""Fills a weight in place."""
 
+@dataclass(frozen=True)
+class Initialiser:
+    """Draws a weight from a normal distribution, in place."""
 
-def normal(std: float) -> Initialiser:
-    """Draws from a normal distribution."""
-    return lambda weight: _unless_on_meta(weight, lambda: nn.init.normal_(weight, std=std))
+    std: float
+    truncated: bool = False
+    """Without what is beyond two standard deviations."""
 
-
-def truncated_normal(std: float) -> Initialiser:
-    """Draws from a normal distribution without what is beyond two standard deviations."""
-    return lambda weight: _unless_on_meta(weight, lambda: nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std))
-
-
-def _unless_on_meta(weight: Tensor, draw: Callable[[], object]) -> None:
-    """Nothing is there to be filled, and to draw it would load all of torch's compiler; the engine draws later."""
-    if not weight.is_meta:
-        draw()
+    def __call__(self, weight: Tensor) -> None:
+        """On meta nothing is there to be filled, and drawing would load torch's compiler; the engine draws later."""
+        if weight.is_meta:
+            return
+        if self.truncated:
+            nn.init.trunc_normal_(weight, std=self.std, a=-2 * self.std, b=2 * self.std)
+        else:
+            nn.init.normal_(weight, std=self.std)
 
 
 class Linear(nn.Linear):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ps_models._config import DecoderConfig
-from ps_models._layers import Linear, normal
+from ps_models._layers import Initialiser, Linear
 
 
 class MixtureOfExperts(nn.Module):
@@ -19,7 +19,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.chosen = chosen
-        self.router = Linear(hidden, experts, bias=False, init=normal(std))
+        self.router = Linear(hidden, experts, bias=False, init=Initialiser(std))
         self.experts = nn.ModuleList(make_expert() for _ in range(experts))
 
     def forward(self, x_blh: Tensor) -> tuple[Tensor, Tensor]:

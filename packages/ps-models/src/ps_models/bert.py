@@ -16,7 +16,7 @@ from ps_core._errors import InvalidInput
 from ps_core._workloads.shapes import Family, TransformerShape
 from ps_models._config import ModelConfig
 from ps_models._files import BERT_FILES
-from ps_models._layers import Embedding, Linear, linear, positions, run_blocks, truncated_normal, visible
+from ps_models._layers import Embedding, Initialiser, Linear, linear, positions, run_blocks, visible
 from ps_models._loss import head_loss
 from ps_models._pretrained import Pretrained
 
@@ -37,11 +37,13 @@ class BERTConfig(ModelConfig):
 
     def projection(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """A linear map of a block."""
-        return linear(Linear, inputs, outputs, bias=bias, init=truncated_normal(self.init_std), tiles=self.tiles)
+        return linear(
+            Linear, inputs, outputs, bias=bias, init=Initialiser(self.init_std, truncated=True), tiles=self.tiles
+        )
 
     def head(self, inputs: int, outputs: int) -> Linear:
         """A linear map of a head."""
-        return Linear(inputs, outputs, bias=True, init=truncated_normal(self.init_std))
+        return Linear(inputs, outputs, bias=True, init=Initialiser(self.init_std, truncated=True))
 
     def norm(self) -> nn.LayerNorm:
         """A norm over hidden states."""
@@ -80,7 +82,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
         self.shape = shape = config.shape
-        init = truncated_normal(config.init_std)
+        init = Initialiser(config.init_std, truncated=True)
         self.word_embeddings = Embedding(shape.vocabulary, shape.hidden, init=init)
         self.position_embeddings = Embedding(shape.positions, shape.hidden, init=init)
         if shape.token_types:

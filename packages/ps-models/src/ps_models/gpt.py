@@ -18,7 +18,7 @@ from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import GPT2_FILES
 from ps_models._generate import generate
-from ps_models._layers import Embedding, Linear, Projection, linear, normal, positions, run_blocks, visible
+from ps_models._layers import Embedding, Initialiser, Linear, Projection, linear, positions, run_blocks, visible
 from ps_models._loss import add_balance, language_loss
 from ps_models._moe import feed_forward, with_balance
 from ps_models._pretrained import Pretrained
@@ -45,7 +45,7 @@ class GPTConfig(DecoderConfig):
 
     def projection(self, inputs: int, outputs: int, *, bias: bool, std: float) -> nn.Module:
         """A linear map of a block."""
-        return linear(Projection, inputs, outputs, bias=bias, init=normal(std), tiles=self.tiles)
+        return linear(Projection, inputs, outputs, bias=bias, init=Initialiser(std), tiles=self.tiles)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Transformer(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, shape = config, config.shape
-        self.wte = Embedding(shape.vocabulary, shape.hidden, init=normal(config.init_std))
-        self.wpe = Embedding(shape.positions, shape.hidden, init=normal(config.position_std))
+        self.wte = Embedding(shape.vocabulary, shape.hidden, init=Initialiser(config.init_std))
+        self.wpe = Embedding(shape.positions, shape.hidden, init=Initialiser(config.position_std))
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.hidden, eps=config.norm_epsilon)
@@ -153,7 +153,7 @@ class GPT(Pretrained):
         self.lm_head = (
             None
             if shape.tied_head
-            else Linear(shape.hidden, shape.vocabulary, bias=False, init=normal(config.init_std))
+            else Linear(shape.hidden, shape.vocabulary, bias=False, init=Initialiser(config.init_std))
         )
 
     def forward(
@@ -192,7 +192,7 @@ class GPTClassifier(Pretrained):
         self.config = config
         self.classes = classes
         self.transformer = Transformer(config)
-        self.score = Linear(config.shape.hidden, classes, bias=False, init=normal(config.init_std))
+        self.score = Linear(config.shape.hidden, classes, bias=False, init=Initialiser(config.init_std))
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None

@@ -17,7 +17,7 @@ from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import LLAMA_FILES
 from ps_models._generate import generate
-from ps_models._layers import Embedding, Linear, linear, normal, positions, run_blocks, visible
+from ps_models._layers import Embedding, Initialiser, Linear, linear, positions, run_blocks, visible
 from ps_models._loss import language_loss
 from ps_models._moe import feed_forward, with_balance
 from ps_models._pretrained import Pretrained
@@ -40,7 +40,7 @@ class LlamaConfig(DecoderConfig):
 
     def projection(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """A linear map of a block."""
-        return linear(Linear, inputs, outputs, bias=bias, init=normal(self.init_std), tiles=self.tiles)
+        return linear(Linear, inputs, outputs, bias=bias, init=Initialiser(self.init_std), tiles=self.tiles)
 
     def norm(self, width: int | None = None) -> nn.RMSNorm:
         """A norm over hidden states, or over that width."""
@@ -137,7 +137,7 @@ class Bare(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config, shape = config, config.shape
-        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, init=normal(config.init_std))
+        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, init=Initialiser(config.init_std))
         self.layers = nn.ModuleList(Block(config) for _ in range(shape.layers))
         self.norm = config.norm()
         self.drop = nn.Dropout(config.dropout)
@@ -162,7 +162,7 @@ class Llama(Pretrained):
         self.model = Bare(config)
         self.lm_head = None
         if not shape.tied_head:
-            self.lm_head = Linear(shape.hidden, shape.vocabulary, bias=False, init=normal(config.init_std))
+            self.lm_head = Linear(shape.hidden, shape.vocabulary, bias=False, init=Initialiser(config.init_std))
 
     def forward(
         self,
