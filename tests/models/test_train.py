@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ WAYS = {
     "bf16 accumulated": (*BUDGET, "--accumulate", "3"),
     "fp16": (*BUDGET, "--precision", "fp16"),
     "cpu": ("--device", "cpu"),
+    "disk": (*BUDGET, "--host-memory", "600KB", "--disk", "10MB"),
 }
 
 
@@ -350,10 +354,6 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    import fcntl
-    import subprocess
-    import sys
-
     assert train(tmp_path / "run", "--steps", 1) == 0
     held = (
         "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
@@ -365,8 +365,34 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: Capture) -> 
         assert train(tmp_path / "run", "--steps", 2) == 2
         assert "is in use by another process" in capsys.readouterr().err
         other.communicate(b"\n")
-    assert fcntl is not None
     assert train(tmp_path / "run", "--steps", 2) == 0
+
+
+def test_a_terminal_gets_a_display_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert train(tmp_path / "run", *BUDGET, "--steps", 3, "--eval-every", 2) == 0
+    told = terminal.getvalue()
+    assert "step 3/3" in told
+    row = rows(tmp_path / "run")[-1]
+    assert re.search(rf"loss +{row['loss']:.4f}", told)
+    assert re.search(r"device of 390\.6 KiB +[\d.]+ KiB, \d+%", told)
+    assert told.count("validation loss after step ") == 2
+    assert "\x1b[?25l" in told, "the cursor is hidden meanwhile"
+    assert told.rindex("\x1b[?25h") > told.rindex("validation loss"), "and comes back"
+
+
+def test_a_llama_trains_too(tmp_path: Path, capsys: Capture) -> None:
+    assert train(tmp_path / "run", "--model", "llama-10m", "--steps", 1, "--checkpoint-every", 0) == 0
+    assert capsys.readouterr().out.startswith("llama-10m: 7.45M parameters, 10 layers of 256, 264 tokens; bf16 on cpu")
+    assert 5 < rows(tmp_path / "run")[0]["loss"] < 6
 
 
 def test_a_logger_is_told_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

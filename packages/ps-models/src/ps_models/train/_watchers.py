@@ -89,37 +89,36 @@ def clock(seconds: float) -> str:
 class Live:
     """A display in place, by the package ``rich``."""
 
-    def __init__(self, options: TrainOptions) -> None:
+    def __init__(self, options: TrainOptions, stream: TextIO) -> None:
         # Not everybody has it, hence late; and without its types, `Any`.
-        console: Any = importlib.import_module("rich.console")
+        self._console: Any = importlib.import_module("rich.console").Console(file=stream)
+        self._table: Any = importlib.import_module("rich.table").Table
+        self._group: Any = importlib.import_module("rich.console").Group
         progress: Any = importlib.import_module("rich.progress")
-        self._console = console.Console()
-        self._progress = progress.Progress(
-            progress.TextColumn("step {task.completed}/{task.total}"),
-            progress.BarColumn(),
-            progress.TextColumn("{task.description}"),
-            console=self._console,
-            transient=False,
+        self._bar = progress.Progress(
+            progress.TextColumn("step {task.completed}/{task.total}"), progress.BarColumn(), console=self._console
         )
-        self._task = self._progress.add_task("", total=options.steps)
-        self._steps = options.steps
-        self._progress.start()
+        self._task, self._steps = self._bar.add_task("", total=options.steps), options.steps
+        self._live: Any = importlib.import_module("rich.live").Live(self._bar, console=self._console)
+        self._live.start()
 
     def say(self, text: str) -> None:
         """As in `Watcher`; above the display."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, row: Row, left_s: float) -> None:
         """As in `Watcher`."""
-        found = cells(row, self._steps, left_s)
-        told = [f"{name.strip()} {cell.strip()}" for name, cell in list(found.items())[1:]]
-        self._progress.update(self._task, completed=row.step, description="\n".join(told))
+        table = self._table.grid(padding=(0, 2))
+        for name, cell in list(cells(row, self._steps, left_s).items())[1:]:
+            table.add_row(name.strip(), cell.strip())
+        self._bar.update(self._task, completed=row.step)
+        self._live.update(self._group(self._bar, table))
         if row.val_loss is not None:
             self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
 
     def close(self) -> None:
         """As in `Watcher`."""
-        self._progress.stop()
+        self._live.stop()
 
 
 class TensorBoard:
@@ -175,7 +174,7 @@ def watchers(options: TrainOptions, stream: TextIO | None = None) -> list[Watche
     """All that the options and this terminal ask for."""
     stream = stream or sys.stdout
     lively = stream.isatty() and importlib.util.find_spec("rich") is not None
-    found: list[Watcher] = [Live(options) if lively else Plain(options, stream)]
+    found: list[Watcher] = [Live(options, stream) if lively else Plain(options, stream)]
     if options.log == "tensorboard":
         found.append(TensorBoard(Path(options.out)))
     elif options.log == "wandb":
