@@ -184,7 +184,7 @@ class Replay:
             pass
 
     def _sweep(self, *, patient: bool) -> bool:
-        """Once through all queues; whether anything was issued. A patient one waits for the disk, and issues only one."""
+        """Once through all queues; whether anything was issued. A patient one waits for the disk, and issues one."""
         moved = False
         for queue, line in self._lines.by_queue.items():
             while (at := self._at[queue]) < len(line) and self._may_issue(line[at], patient=patient):
@@ -244,12 +244,25 @@ class Replay:
                 self._bear(group, slot)
             elif slot.stamp != group.home.stamp:
                 raise Diverged(f"{self._plan.beats[op.visit].name}: the plan brought an older weight of {group.name}")
+            else:
+                self._settle_in(group, slot)
             memory.append(slot.memory)
         self._device.work(Queue.COMPUTE, self._plan.beats[op.visit].name, memory, ())
         self._at[Queue.COMPUTE] += 1
         self._running = instr
         self._store.tide_bytes = op.nonmodel_bytes
         self._store.note_peak()
+
+    def _settle_in(self, group: GroupRecord, slot: Slot) -> None:
+        """Let the group's parameters be found in the slot that the moment is planned with.
+
+        The plan may have fetched the group anew for a later moment already, before it gave this slot back.
+        """
+        if slot is not group.home.slot:
+            group.home.copies[slot.tier] = slot
+        for record in group.tensors:
+            if record.bound is not None and record.bound.slot is not slot and not record.bound.aliased:
+                self._residency.unbind(record)
 
     def _bear(self, group: GroupRecord, slot: Slot) -> None:
         """A slot for gradients only: what the group's other slots hold is not wanted any more."""
@@ -325,8 +338,8 @@ class Replay:
                 raise Diverged(
                     f"the plan copies an older {op.extent.kind.value} of {self._plan.order[op.extent.index].name}"
                 )
-            if target is not home.slot:
-                home.copies[target.tier] = target
+            if target is not home.slot and home.newest(target.tier) is None:
+                home.copies[target.tier] = target  # else one is still in use; see `_settle_in`
             target.extent, target.stamp = home.extent, home.stamp
         self._store.copy(instr.queue, target, source, size)
         self._residency.watcher.moved(source.tier, target.tier, size)
@@ -404,17 +417,15 @@ class Replay:
         """Homes that a tight plan lent out are the copies that came back to their places."""
         at = {place: self._slots[number] for number, place in self._places.items() if number in self._slots}
         for held in self._plan.plan.home:
-            home = self._plan.home(held.extent)
+            home, group = self._plan.home(held.extent), self._plan.order[held.extent.index]
             if home.slot.memory.numel() or not home.bytes:
                 continue
             if home.alive:
                 back = home.copies.pop(held.tier, None)
                 home.slot = back or self._residency.copy_to(home, self._store.reserve(held.tier, home.bytes))
             else:
-                summed = any(
-                    record.gradient is Gradient.SUMMED for record in self._plan.order[held.extent.index].tensors
-                )
-                assert held.extent.kind is Kind.ACC and not summed, "only sums that a step has used up may be nowhere"
+                lost = home.extent.kind is not Kind.ACC or Gradient.SUMMED in {row.gradient for row in group.tensors}
+                assert not lost, "only sums that a step has used up may be nowhere"
                 there = at.get((held.tier, held.offset))
                 if there is None or there.extent not in (None, held.extent):
                     there = self._store.reserve(held.tier, home.bytes)
