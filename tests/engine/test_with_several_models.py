@@ -1,0 +1,166 @@
+"""Several models that together keep to one Budget (distillation, preferences); and averages of weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import _models as models
+from _cases import finish, next_token, tokens
+from _reference import Settings
+from _reference import plain as run_plain
+from ps_core import AdamW, Budget, InvalidInput, Options
+from ps_core.engine import chunked, materialized, release, statistics
+
+SPEC, STEPS, HOST = AdamW(lr=0.01), 5, "64MiB"
+OPTIONS = Options(poison=True, group_bytes=2048)
+
+
+class Parts:
+    """Manages models, each within its part of a budget, and remembers them."""
+
+    def __init__(self, budget: Budget, *parts: float) -> None:
+        self.whole, self._parts = budget, iter(budget.split(*parts))
+        self.made: list[nn.Module] = []
+
+    def __call__(self, model: nn.Module, spec: Any) -> tuple[nn.Module, Any]:
+        made = chunked(model, spec, device="emulated", budget=next(self._parts), max_grad_norm=1.0, options=OPTIONS)
+        self.made.append(made[0])
+        return made
+
+    def check(self) -> None:
+        """Together they kept to the budget."""
+        counted = [statistics(model) for model in self.made]
+        assert all(each.evictions for each in counted)
+        for tier, size in (("device", self.whole.device_bytes), ("host", self.whole.host_bytes)):
+            assert sum(each.tiers[tier].peak_bytes for each in counted) <= size
+
+
+def distilled(make: Any) -> list[Tensor]:
+    teacher, none = make(models.Language(layers=6), None)
+    assert none is None
+    student, optimizer = make(models.Language(layers=2), SPEC)
+    logs = []
+    for index in range(STEPS):
+        (batch,) = tokens(index)
+        with torch.no_grad():
+            target = teacher(batch).float().softmax(-1)
+        loss = functional.cross_entropy(student(batch).float().flatten(0, 1), target.flatten(0, 1))
+        loss.backward()
+        finish(optimizer)
+        logs.append(loss.detach())
+    return logs
+
+
+def log_probability(model: nn.Module, batch: Tensor) -> Tensor:
+    scores = model(batch)[:, :-1].float().log_softmax(-1)
+    return scores.gather(-1, batch[:, 1:, None]).sum((1, 2))
+
+
+def preferred(make: Any) -> list[Tensor]:
+    """Direct preference optimization; the reference runs while the policy's graph is alive."""
+    policy = models.Language(layers=2)
+    reference, _ = make(copy.deepcopy(policy), None)
+    policy, optimizer = make(policy, SPEC)
+    logs = []
+    for index in range(STEPS):
+        (batch,) = tokens(index)
+        ours = log_probability(policy, batch)
+        with torch.no_grad():
+            theirs = log_probability(reference, batch)
+        gain = ours - theirs
+        loss = -functional.logsigmoid(0.1 * (gain[:2] - gain[2:])).mean()
+        loss.backward()
+        finish(optimizer)
+        logs.append(loss.detach())
+    return logs
+
+
+@pytest.mark.parametrize(("train", "parts"), [(distilled, (1, 2)), (preferred, (1, 2))])
+def test_two_models_under_one_budget(train: Any, parts: tuple[float, ...]) -> None:
+    settings = Settings(precision="bf16")
+    make = Parts(Budget(device=180_000, host="2MiB"), *parts)
+    torch.manual_seed(11)
+    got = train(make)
+    make.check()
+    for model in make.made:
+        release(model)
+    expected = run_plain(train, settings).logs
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert got[-1] < got[0]
+
+
+def test_a_budget_that_a_model_keeps_to_is_not_given_twice() -> None:
+    budget = Budget(host=HOST)
+    first, _ = chunked(models.stack(), SPEC, budget=budget)
+    with pytest.raises(InvalidInput, match=r"is Sequential's[\s\S]*budget\.split\(3, 1\)[\s\S]*release"):
+        chunked(models.stack(), SPEC, budget=budget)
+    release(first)
+    second, _ = chunked(models.stack(), SPEC, budget=budget)  # nobody's any more
+    del second
+    third, _ = chunked(models.stack(), SPEC, budget=budget)
+    release(third)
+
+
+# An average of the weights
+
+
+def averaged(model: nn.Module, optimizer: Any, weights: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train with an exponential moving average of the fp32 weights, kept on the CPU."""
+    average: dict[str, Tensor] = {}
+    logs = []
+    for index in range(STEPS):
+        loss = next_token(model, *tokens(index))
+        loss.backward()
+        finish(optimizer)
+        logs.append(loss.detach())
+        for name, value in weights(model, optimizer):
+            average.setdefault(name, value.clone()).lerp_(value, 0.1)
+    return logs, average
+
+
+def masters(model: nn.Module, optimizer: Any) -> Any:
+    state = optimizer.state_dict(masters=True)
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    return ((names[index], value) for index, value in state["masters"].items())
+
+
+def of_plain(model: nn.Module, optimizer: Any) -> Any:
+    return ((each.name, each.master.view(each.parameter.shape)) for each in optimizer.states)
+
+
+def test_a_moving_average() -> None:
+    """Of the masters, to the bit; then evaluated in the model's place, and the model is trained on as it was."""
+    from _reference import resident
+
+    torch.manual_seed(1)
+    model, optimizer = resident(models.Language(layers=3), SPEC, precision="bf16", max_grad_norm=1.0)
+    expected, expected_average = averaged(model, optimizer, of_plain)
+
+    torch.manual_seed(1)
+    budget = Budget(device=100_000, host=HOST)
+    model, optimizer = chunked(
+        models.Language(layers=3), SPEC, device="emulated", budget=budget, max_grad_norm=1.0, options=OPTIONS
+    )
+    logs, average = averaged(model, optimizer, masters)
+    assert all(torch.equal(one, other) for one, other in zip(logs, expected, strict=True))
+    assert average.keys() == expected_average.keys()
+    for name, value in average.items():
+        assert torch.equal(value, expected_average[name]), name
+
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with materialized(model), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(average[name])
+        loss = next_token(model, *tokens(9))
+    assert statistics(model).evictions > 0
+    with torch.no_grad():
+        assert not torch.equal(next_token(model, *tokens(9)), loss)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, own[name]), name
+    release(model)
