@@ -52,13 +52,13 @@ def seconds(scale: Scale, work: Callable[[], object]) -> float:
         work()
     times = []
     for _ in range(scale.rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(40_000_000)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
+        times.append(float(start.elapsed_time(end)) / 1000)
     return statistics.median(times)
 
 
@@ -104,7 +104,7 @@ def optimizers(scale: Scale, copy: float) -> list[Row]:
 
     def adam(backend: str | None, shift: int = 0) -> float:
         arrays = [p[: n - shift], m[: n - shift], v[: n - shift], grad[shift:], out[shift:]]
-        numbers = {"step": 10, "lr": 1e-3, "weight_decay": 0.1}
+        numbers: dict[str, Any] = {"step": 10, "lr": 1e-3, "weight_decay": 0.1}
         return seconds(scale, lambda: ps_kernels.adam_step(*arrays, backend=backend, **numbers))
 
     rows = [row("adam, bf16 in and out", adam(ours), 28 * n, copy)]
@@ -115,7 +115,7 @@ def optimizers(scale: Scale, copy: float) -> list[Row]:
     elapsed = seconds(scale, lambda: ps_kernels.accumulate(m, grad, scale=0.5, backend=ours))
     rows.append(row("accumulate bf16", elapsed, 10 * n, copy))
     single = grad.float()
-    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
     step = torch.tensor(10.0, device=scale.device)
 
     def fused() -> None:
@@ -198,17 +198,18 @@ def main() -> None:
     torch.manual_seed(1)
     print("backends:", ps_kernels.backends())
     print(*ps_kernels.warm(), sep="\n")
-    found = {
+    rows = measured(scale)
+    found: dict[str, Any] = {
         "device": "none" if options.dry_run else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "parameters": scale.parameters,
-        "rows": measured(scale),
+        "rows": rows,
     }
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), "utf-8")
     print(f"TABLE {found['device']}, torch {found['torch']}; ratio: of the copy's rate, or of the longest on a link")
-    for each in found["rows"]:
+    for each in rows:
         ratio = "" if each["ratio"] is None else f"{each['ratio']:8.2f}"
         print(f"{each['name']:50}{each['ms']:10.3f} ms{each['GB/s']:10.1f} GB/s{ratio}")
 

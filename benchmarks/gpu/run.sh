@@ -2,7 +2,8 @@
 # Tests and benchmarks that need a CUDA device, from a plain checkout: nothing is installed, nothing is downloaded.
 # Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT.
 # Where there is no device, and with --dry-run, the same parts run on the CPU with small arrays: that they run is all
-# that this shows. Ends within ten minutes.
+# that this shows. PARTS names some of "tests sanitizer kernels training" (default: all, in this order, at most fifteen
+# minutes; training alone eight).
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -17,6 +18,7 @@ PYTHONPATH=$(for each in packages/*/src; do printf '%s/%s:' "$PWD" "$each"; done
 export PYTHONPATH PS_KERNELS_CACHE CUPY_CACHE_DIR PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 status=0
 parts=""
+wanted=" ${PARTS:-tests sanitizer kernels training} "
 
 # part NAME SECONDS COMMAND...: run under a limit, keep what it says, go on if it fails.
 part() {
@@ -45,11 +47,21 @@ if [ "$device" = false ] || [ "${1:-}" = --dry-run ]; then
     echo "DRY RUN: every part on the CPU, with small arrays; the figures mean nothing."
     dry=--dry-run
 fi
-part tests 150 "$python" -m pytest -q -p no:cacheprovider -p no:randomly tests/gpu --ignore tests/gpu/test_sanitizer.py
-part sanitizer 130 env PS_SANITIZER_SECONDS=60 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_sanitizer.py
+is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
+pytest="$python -m pytest -q -p no:cacheprovider -p no:randomly"
+if is_wanted tests; then
+    part tests 300 $pytest tests/gpu --ignore tests/gpu/test_sanitizer.py
+    # On a device that the CPU plays: a few of the engine's, which take a while there.
+    few="figures or fp16-1-True"
+    [ -n "$dry" ] && part played 240 env PS_FAKE_CUDA=1 $pytest tests/gpu/test_engine.py -k "$few"
+fi
+is_wanted sanitizer && part sanitizer 130 env PS_SANITIZER_SECONDS=60 $pytest tests/gpu/test_sanitizer.py
 [ -n "$dry" ] && part exercise 60 "$python" benchmarks/gpu/exercise.py --dry-run
-part kernels 200 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
+is_wanted kernels && part kernels 200 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
+is_wanted training && part training 450 "$python" benchmarks/gpu/engine.py $dry --json "$out/training.json"
 echo "== table"
-sed -n '/^TABLE/,$p' "$out/kernels.log"
+for each in kernels training; do
+    [ -f "$out/$each.log" ] && is_wanted "$each" && sed -n '/^TABLE/,$p' "$out/$each.log"
+done
 echo "== exit statuses: {$parts}"
 exit "$status"

@@ -104,14 +104,14 @@ def test_gather_and_scatter(kind: torch.dtype, chunk_kind: torch.dtype) -> None:
 def test_work_is_in_the_order_of_the_current_stream() -> None:
     """Kernels on a side stream wait for the slow work before them there, read what that left, and hold up no host."""
     numel = 1 << 22
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     grad, accumulator, chunk = (torch.zeros(numel, device="cuda") for _ in range(3))
     for rehearsal in (True, False):  # the first time loads kernels and allocates, which may wait
         for each in (grad, accumulator, chunk):
             each.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
-            torch.cuda._sleep(200_000_000)
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
             grad.fill_(2.0)
             ps_kernels.accumulate(accumulator, grad)
             ps_kernels.gather([accumulator], chunk, [0])
@@ -140,7 +140,7 @@ def test_pinned_memory_is_copied_in_the_background() -> None:
     host.copy_(device)
     host.zero_()
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     host.copy_(device, non_blocking=True)
     assert not torch.cuda.current_stream().query(), "the host was made to wait"
     torch.cuda.synchronize()

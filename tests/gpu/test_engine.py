@@ -175,7 +175,7 @@ class Slow(TorchRuntime):
 
     def dawdle(self) -> None:
         if self._random.random() < 0.4:
-            torch.cuda._sleep(self._random.randrange(3_000_000))
+            torch.cuda._sleep(self._random.randrange(3_000_000))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -193,7 +193,7 @@ def test_however_late_copies_and_kernels_are(seed: int) -> None:
 def test_on_streams_of_the_users_own() -> None:
     expected = on.train(ADAMW, ROOMY, precision="bf16")
     torch.manual_seed(3)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()]  # type: ignore[no-untyped-call]
     on.warm_up(*streams)
     losses = []
     with on.managed(on.Model(), ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
@@ -201,7 +201,7 @@ def test_on_streams_of_the_users_own() -> None:
             stream = streams[index % 3]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(2_000_000)
+                torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
                 losses.append(on.train_step(model, optimizer, index))
     assert losses == expected.losses
 
@@ -214,7 +214,7 @@ def test_by_name_from_meta_and_from_the_device() -> None:
     for build_on, name in (("meta", "cuda"), ("cuda", "cuda:0")):
         torch.manual_seed(1)
         with torch.device("meta" if build_on == "meta" else "cpu"):
-            model = on.Model()
+            model: Any = on.Model()
         model, optimizer = chunked(
             model.cuda() if build_on == "cuda" else model, ADAMW, device=name,
             budget=Budget(device=None if build_on == "meta" else "64MiB", host=on.HOST), precision="bf16",

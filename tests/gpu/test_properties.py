@@ -61,7 +61,8 @@ def test_the_16_bit_parameters_may_overwrite_the_gradient() -> None:
     here = [*torch.rand(3, 100_003, generator=rng), torch.rand(100_003, generator=rng).bfloat16()]
     there = [each.cuda() for each in here]
     for arrays, backend in ((here, "torch"), (there, "cuda")):
-        ps_kernels.adam_step(*arrays, arrays[3], step=3, lr=0.01, backend=backend)
+        p, m, v, g = arrays
+        ps_kernels.adam_step(p, m, v, g, g, step=3, lr=0.01, backend=backend)
     assert all(same(one, other) for one, other in zip(here, there, strict=True))
 
 
@@ -110,16 +111,16 @@ def test_pieces_on_one_stream_after_another() -> None:
     offsets = [sum(each.numel() for each in tensors[:index]) for index in range(50)]
     chunk = torch.zeros(offsets[-1] + tensors[-1].numel(), device="cuda")
     pieces = ps_kernels.Pieces(tensors, chunk, offsets)
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             chunk.zero_()
             pieces.gather()
         stream.synchronize()
         assert torch.equal(chunk, torch.cat(tensors))
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
         chunk.fill_(7.0)
         pieces.scatter()
     del pieces

@@ -26,7 +26,16 @@ OPTIONS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--racecheck
 
 @pytest.mark.parametrize("tool", OPTIONS)
 def test_every_kernel(tool: str) -> None:
-    command = ["compute-sanitizer", "--tool", tool, *OPTIONS[tool], "--error-exitcode", "9", sys.executable, EXERCISE]
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        *OPTIONS[tool],
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        str(EXERCISE),
+    ]
     limit_s = float(os.environ.get("PS_SANITIZER_SECONDS", "120"))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each tensor's end is an allocation's
     try:

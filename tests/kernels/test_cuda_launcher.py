@@ -156,11 +156,14 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NO GPU: torch finds no CUDA device here" in done.stdout
     assert "every kernel ran" in done.stdout
-    exit_status = dict.fromkeys(("tests", "sanitizer", "exercise", "kernels"), 0)
+    exit_status = dict.fromkeys(("tests", "played", "sanitizer", "exercise", "kernels", "training"), 0)
     assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
         "device": False,
         "exit_status": exit_status,
     }
+    trained = json.loads((tmp_path / "out/training.json").read_text("utf-8"))
+    assert len(trained) == 2
+    assert all(each["tokens_per_s"] > 0 for each in trained)
     rows = json.loads((tmp_path / "out/kernels.json").read_text("utf-8"))["rows"]
     table = done.stdout.partition("\nTABLE ")[2].splitlines()
     assert [line[:50].strip() for line in table[1 : 1 + len(rows)]] == [each["name"] for each in rows]
@@ -178,7 +181,13 @@ def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path) -> None:
     assert done.returncode == 1, "a part that fails is not forgotten"
     assert "tests: exit status 3" in done.stdout
     calls = (tmp_path / "calls").read_text("utf-8")
-    assert calls.index("tests/gpu") < calls.index("benchmarks/gpu/kernels.py --json")
+    where = [calls.index(each) for each in ("tests/gpu", "gpu/kernels.py --json", "gpu/engine.py --json")]
+    assert where == sorted(where)
     summary = json.loads((tmp_path / "out/summary.json").read_text("utf-8"))
-    assert summary == {"device": True, "exit_status": {"tests": 3, "sanitizer": 3, "kernels": 0}}
+    assert summary == {"device": True, "exit_status": {"tests": 3, "sanitizer": 3, "kernels": 0, "training": 0}}
+    (tmp_path / "calls").unlink()
+    run_script(tmp_path, PYTHON=str(python), CALLS=str(tmp_path / "calls"), PARTS="training")
+    calls = (tmp_path / "calls").read_text("utf-8")
+    assert "engine.py" in calls
+    assert "-m pytest" not in calls
     assert json.dumps(str(tmp_path)).strip('"') in calls
