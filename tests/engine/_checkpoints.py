@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -20,12 +22,16 @@ from _runs import HOST, let_go, stand_in
 from ps_core import AdamW, Budget, Group, Options
 from ps_core._options import Optimizer
 from ps_core.engine import chunked
+from ps_core.engine._standin import StandIn
 
+DISK = {"disk": "64MiB", "disk_dir": tempfile.gettempdir()}
 TIERS: dict[str, tuple[Callable[[], Any], Budget]] = {
     "cpu": (lambda: "cpu", Budget(host=HOST)),
     "emulated": (stand_in, Budget(device=112 * 2**10, host=HOST)),
+    "cpu, disk": (partial(StandIn, name="cpu", check=True, seed=3), Budget(host=150_000, **DISK)),
+    "emulated, disk": (stand_in, Budget(device=130_000, host=80_000, **DISK)),
 }
-"""Every list of tiers; the device is tight, so that groups come and go."""
+"""Every list of tiers; the device is tight, so that groups come and go, and the host above a disk."""
 SPEC = AdamW(lr=1e-2, weight_decay=0.1, groups=(Group(match=lambda name, _: name.endswith("bias"), lr=2e-2),))
 
 
@@ -74,7 +80,7 @@ class Run:
             self.build(),
             self.spec,
             device=device(),
-            budget=budget,
+            budget=replace(budget),  # one of its own
             precision=self.precision,
             max_grad_norm=1.0,
             options=Options(poison=True, group_bytes=self.group_bytes, keep_fp32=("norm.*", "inner.norm.*")),

@@ -56,7 +56,7 @@ def names(path: Path, start: str) -> list[str]:
     return sorted(each.name for each in path.iterdir() if each.name.startswith(start))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_flipped_bytes(whole: tuple[Run, Path, dict[str, Any]], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES).flatmap(lambda start: st.sampled_from(names(whole[1], start))))
@@ -73,7 +73,7 @@ def test_flipped_bytes(whole: tuple[Run, Path, dict[str, Any]], data: st.DataObj
     check_damaged(whole, name, flip)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_files_cut_short_or_grown(whole: tuple[Run, Path, dict[str, Any]], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES).flatmap(lambda start: st.sampled_from(names(whole[1], start))))

@@ -46,8 +46,12 @@ def test_the_measure_itself() -> None:
 @pytest.mark.parametrize("tiers", TIERS)
 def test_at_most_two_chunks(tmp_path: Path, tiers: str) -> None:
     device, budget = TIERS[tiers]
+    above_disk = budget.disk is not None
     room = Budget(
-        device=None if budget.device is None else "40MiB", host="400MiB", disk=budget.disk, disk_dir=budget.disk_dir
+        device=None if budget.device is None else "40MiB",
+        host="64MiB" if above_disk else "400MiB",
+        disk="400MiB" if above_disk else None,
+        disk_dir=budget.disk_dir,
     )
     options = Options(group_bytes=2 * WIDTH * WIDTH * 2)
     model, optimizer = chunked(build(), AdamW(), device=device(), budget=room, options=options)

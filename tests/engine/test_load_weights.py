@@ -135,11 +135,10 @@ def in_shards(path: Path, weights: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-SOURCES = (in_one, by_itself, with_both_names, in_shards)
+ROWS = [*((each, "cpu") for each in (in_one, by_itself, with_both_names)), *((in_shards, tiers) for tiers in TIERS)]
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "tiers"), ROWS)
 def test_masters_start_from_what_the_files_hold(
     tmp_path: Path, source: Callable[[Path, dict[str, torch.Tensor]], Path], tiers: str
 ) -> None:
