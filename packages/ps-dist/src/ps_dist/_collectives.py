@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -54,6 +55,8 @@ class TorchCollectives:
         """This process's shard, from 0; without ``replicate`` its rank."""
         self.ranks = mesh.shards
         """How many shards there are; without ``replicate`` how many processes."""
+        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)
+        """Processes on this computer, as torchrun says; all of them where it did not start them."""
 
     @property
     def mesh(self) -> Mesh:

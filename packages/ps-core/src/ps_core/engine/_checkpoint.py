@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_core._errors import InvalidInput
 from ps_core.engine._checkpoint_access import changing, check_outside, load_files, managed_pair, settle, targets_of
 from ps_core.engine._checkpoint_compare import check, parameters_of
 from ps_core.engine._checkpoint_contents import (
@@ -50,6 +51,11 @@ def save_checkpoint(
     """
     model, engine = managed_pair(model, optimizer)
     engine.check_usable()
+    if engine.together is not None:
+        raise InvalidInput(
+            "save_checkpoint of a model shared by several processes: save model.state_dict() and "
+            "optimizer.state_dict(masters=True), taken on every rank, from rank 0"
+        )
     settle(engine, "saved")
     held = contents(model, engine, optimizer)
     manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))

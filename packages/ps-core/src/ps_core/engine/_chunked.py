@@ -21,6 +21,7 @@ from ps_core.engine._device import Device
 from ps_core.engine._disk import DiskFile
 from ps_core.engine._eager import Eager
 from ps_core.engine._engine import Engine
+from ps_core.engine._joining import Alone, Joining, Unplanned
 from ps_core.engine._management import Management
 from ps_core.engine._materialise import initial_values
 from ps_core.engine._messages import say
@@ -33,6 +34,7 @@ from ps_core.engine._scaler import LossScale
 from ps_core.engine._standin import StandIn
 from ps_core.engine._store import Store
 from ps_core.engine._surgery import undo
+from ps_core.engine._together import Together
 
 _WEIGHTS_OF_GROUP = 7
 """A group's bytes over those of its weights, in 16 bits."""
@@ -49,6 +51,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     precision: str | Precision = Precision.BF16,
     max_grad_norm: float | None = None,
     accumulation_steps: int = 1,
+    collectives: Together | None = None,
     options: Options | None = None,
 ) -> tuple[nn.Module, ChunkedOptimizer | None]:
     """Put a model's parameters under management; train it afterwards by a plain PyTorch loop.
@@ -56,6 +59,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     The model is changed in place and returned with the optimizer (None without one). Parameters on ``meta`` are
     initialised group by group; the memory of others is consumed as they are packed. ``device`` is ``"cpu"``,
     ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
+    With ``collectives`` (``ps_dist.connect()``) several processes share the model, each on its part of the batch.
     """
     options, budget = options or Options(), budget or Budget()
     mode = _precision(precision)
@@ -64,13 +68,18 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         _check_eager(mode, accumulation_steps, max_grad_norm)
     _check_claims(budget)
     where = _device(device, pin=options.pin)
-    tiers = _tiers(where, budget)
+    joining = Alone() if collectives is None else Joining(collectives)
+    joining.check(where, budget, options)
+    tiers = _tiers(where, budget, joining.sharers)
     device_bytes = _passing_bytes(tiers) if len(tiers) > 1 else None
     training = optimizer is not None
     packing = pack(model, options, mode, training=training, device_bytes=device_bytes)
+    joining.share(packing, optimizer, f"{mode.value}, {accumulation_steps=}, {max_grad_norm=}")
     store = Store(where, tiers, poison=options.poison, file=_disk_file(budget))
     overwrites = mode is not Precision.FP32 and accumulation_steps == 1
     sums = training and not overwrites and not options.eager_step and len(tiers) > 1
+    if collectives is not None:
+        store.still, sums = False, training
     place(store, packing.groups, accumulates=sums)
     loss_scale = LossScale() if mode is Precision.FP16 and training else None
     engine = Engine(
@@ -79,17 +88,20 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         overwrites=overwrites,
         loss_scale=loss_scale,
         constant_bytes=sum(buffer.nbytes for buffer in model.buffers()) if where.lazy else 0,  # else its tide sees them
+        together=collectives,
     )
     cast = DTYPES[mode] if options.cast_inputs else None
-    pilot = Pilot(
-        engine,
-        model_name=type(model).__name__,
-        precision=mode,
-        accumulate=accumulation_steps,
-        training=training,
-        options=options,
-        cast=cast,
-    )
+    pilot: Pilot | Unplanned = Unplanned(training=training)
+    if collectives is None:
+        pilot = Pilot(
+            engine,
+            model_name=type(model).__name__,
+            precision=mode,
+            accumulate=accumulation_steps,
+            training=training,
+            options=options,
+            cast=cast,
+        )
     front = None
     if optimizer is not None:
         order = sorted(packing.records.values(), key=lambda record: record.index)
@@ -97,7 +109,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         if options.eager_step:
             engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
     try:
-        fill(packing.records, initial_values(model), engine)
+        fill(packing.records, joining.values(initial_values(model)), engine)
         bring_along(model, where.torch_device)
         Management(model, engine, pilot, cast=cast).install()
     except BaseException:
@@ -165,11 +177,12 @@ def _device(device: str | Device, *, pin: bool) -> Device:
     raise InvalidInput(f"device must be 'cpu', 'emulated', 'cuda' or one CUDA device like 'cuda:1', found {device!r}")
 
 
-def _tiers(device: Device, budget: Budget) -> tuple[Tier, ...]:
+def _tiers(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ...]:
     host = budget.host_bytes
     if host is None:
         free = available_bytes()
         host = free - free // _KEPT_FREE
+    host //= sharers
     disk = () if budget.disk_bytes is None else (Tier("disk", budget.disk_bytes & -128),)
     if device.name == "cpu":
         if budget.device is not None:

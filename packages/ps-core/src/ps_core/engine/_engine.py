@@ -17,20 +17,20 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._counters import Counters
 from ps_core.engine._eager import Eager
-from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._parameter import Function, changes, clear_grad
+from ps_core.engine._parts import whole
 from ps_core.engine._passes import Passes
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._refusals import changed_in_place
-from ps_core.engine._residency import Residency
 from ps_core.engine._saved import SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
+from ps_core.engine._shard_driver import sharded
 from ps_core.engine._stepping import Decision, SettingsOf, decide
 from ps_core.engine._store import Store
-from ps_core.engine._update import Updater
+from ps_core.engine._together import Together
 
 
 class Engine:
@@ -44,20 +44,25 @@ class Engine:
         overwrites: bool,
         loss_scale: LossScale | None,
         constant_bytes: int,
+        together: Together | None = None,
     ) -> None:
         self.store = store
         self.groups = groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
-        self.still = len(store.tiers) == 1
+        self.still = store.still
         """Nothing ever moves."""
         self.loss_scale = loss_scale
         self.constant_bytes = constant_bytes
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
         self.counters = Counters()
-        self.residency = Residency(store, groups, self.counters)
-        self.gradients = GradientKeeper(self.residency, overwrites=overwrites)
-        self.updater = Updater(self.residency, self.gradients, groups)
-        self.passes = Passes(self.residency, self.gradients, self.records, self.counters, constant_bytes)
+        self.together = together
+        """The processes that share the model; None: there is one."""
+        if together is None:
+            parts = whole(store, groups, self.counters, overwrites=overwrites)
+        else:
+            parts = sharded(store, groups, self.counters, together)
+        self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
+        self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
         self.saved = SavedTensors(self)
         self.eager: Eager | None = None
         """Steps during backward, where that was asked for."""
@@ -316,7 +321,7 @@ class Engine:
         if self.eager is not None:
             return self.eager.finish(settings, self.records)
         pending = [record for record in self.records if record.gradient is not Gradient.NONE]
-        decision = decide(pending, [self.gradients.measure(record) for record in pending], max_norm, loss_scale)
+        decision = decide(pending, self.gradients.parts(pending), max_norm, loss_scale)
         if decision.skip:
             self.gradients.discard(pending)
         elif not self.passes.guide.step(settings, decision.factor):

@@ -36,7 +36,7 @@ class GradientKeeper:
         self._residency = residency
         self._store = residency.store
         self._overwrites = overwrites
-        self._one_tier = len(residency.store.tiers) == 1
+        self._one_tier = residency.store.still
         self._waiting: dict[TensorRecord, None] = {}
 
     # Arrival.
@@ -249,6 +249,10 @@ class GradientKeeper:
                 record.payload = Payload.VALID
 
     # Norms.
+
+    def parts(self, records: list[TensorRecord]) -> list[torch.Tensor]:
+        """Sums of squares and non-finite flags of these gradients."""
+        return [self.measure(record) for record in records]
 
     def _over(self, record: TensorRecord) -> torch.Tensor:
         group = record.group

@@ -17,6 +17,7 @@ from ps_core.engine._around import Around, Call
 from ps_core.engine._blocks import Blocks
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
+from ps_core.engine._joining import Unplanned
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
 from ps_core.engine._pilot import Pilot
@@ -30,7 +31,7 @@ class Management:
     takes the engine's memory with it (as when a notebook's cell is run again).
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot, *, cast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot | Unplanned, *, cast: torch.dtype | None) -> None:
         self.engine = engine
         self.pilot = pilot
         engine.management = self

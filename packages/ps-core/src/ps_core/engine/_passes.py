@@ -84,6 +84,7 @@ class Passes:
         self,
         residency: Residency,
         gradients: GradientKeeper,
+        demand: Demand,
         records: list[TensorRecord],
         counters: Counters,
         constant_bytes: int,
@@ -93,11 +94,11 @@ class Passes:
         self._counters = counters
         self._clock = counters.clock
         self._constant_bytes = constant_bytes
-        self._still = len(self._store.tiers) == 1
+        self._still = self._store.still
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
         self.tide = self._store.device.tide()
-        self.demand = Demand(residency, gradients)
+        self.demand = demand
         self.driver: Driver = self.demand
         self.guide: Guide = Unguided(self.demand)
         self.moment = 0

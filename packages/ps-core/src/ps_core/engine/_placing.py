@@ -29,7 +29,7 @@ def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
 
 def bytes_of(group: GroupRecord, kind: Kind) -> int:
     """Bytes of one kind of a group's chunks."""
-    return group.chunk_numel * group.dtype_of(kind).itemsize
+    return group.shard_numel * group.dtype_of(kind).itemsize
 
 
 def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
@@ -128,7 +128,7 @@ def fill(
         group = record.group
         for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
             home, dtype = group.homes[kind], group.dtype_of(kind)
-            if home.slot.place is None:
+            if home.slot.place is None and not group.gathered:
                 record.shaped(home.slot.flat(dtype, group.chunk_numel)).copy_(value)
             else:
                 flat = torch.empty(record.numel, dtype=dtype)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from ps_core._program import Extent, Kind
-from ps_core._units import align_up
 
 if TYPE_CHECKING:
     from ps_core.engine._parameter import ManagedParameter
@@ -131,6 +130,11 @@ class TensorRecord:
         """Whether somebody may still read the parameter where it lies."""
         return self.handles > 0 or (self.bound is not None and self.bound.aliased)
 
+    @property
+    def piece(self) -> slice:
+        """Its elements in this process's shard of the group; all of them where there is one process."""
+        return self.group.clip(self.span)
+
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Its elements of a group's chunk, in the parameter's shape and memory order."""
         return flat[self.span].as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
@@ -163,6 +167,10 @@ class GroupRecord:
     """Serial number of the last moment that reads it."""
     gaining: int = -1
     """Serial number of the last moment that brings it gradients."""
+    gathered: bool = False
+    """Its homes are one of ``ranks`` equal shards; parameters are bound to a copy put together from all of them."""
+    rank: int = 0
+    ranks: int = 1
 
     def add(self, record: TensorRecord) -> None:
         """Append a tensor."""
@@ -172,13 +180,25 @@ class GroupRecord:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a chunk, padding included."""
-        return max(TAIL_NUMEL, align_up(self.numel, TAIL_NUMEL))
+        """Elements of the whole group, padding included."""
+        tail = TAIL_NUMEL * self.ranks
+        return max(tail, -(-self.numel // tail) * tail)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that this process keeps."""
+        return self.chunk_numel // self.ranks
+
+    def clip(self, span: slice) -> slice:
+        """Which elements of this process's shard are these of the group."""
+        first, numel = self.rank * self.shard_numel, self.shard_numel
+        start, stop = (min(max(each - first, 0), numel) for each in (span.start, span.stop))
+        return slice(start, stop)
 
     @property
     def home(self) -> Home:
-        """The weight's."""
-        return self.homes[self.weight]
+        """The weight's, as parameters are bound to it."""
+        return self.homes[Kind.FULL if self.gathered else self.weight]
 
     def extent(self, kind: Kind) -> Extent:
         """One kind of this group."""
@@ -186,7 +206,7 @@ class GroupRecord:
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
         """What a kind is stored in."""
-        return self.dtype if kind in (self.weight, Kind.GRAD) else torch.float32
+        return self.dtype if kind in (self.weight, Kind.FULL, Kind.GRAD) else torch.float32
 
     @property
     def aliased(self) -> bool:

@@ -85,7 +85,7 @@ def statistics(model: nn.Module) -> Statistics:
         )
         for index, tier in enumerate(store.tiers)
     }
-    homes = sum(home.bytes for group in engine.groups for home in group.homes.values())
+    homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
     return Statistics(
         tiers=tiers,
         moved_bytes={f"{names[a]}->{names[b]}": count for (a, b), count in sorted(counters.moved_bytes.items())},

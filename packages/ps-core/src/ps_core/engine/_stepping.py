@@ -107,16 +107,18 @@ def step_group(
 
     ``slots`` are all on one tier and hold the newest of their kind; what changes is noted by the caller.
     """
-    numel = group.chunk_numel
+    numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
     moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], _written(slots))
     for run in _runs(group, settings_of):
-        gradient = _gradient(run, weight, slots)
-        target = None if weight is None else weight[run.span]
-        first = run.records[0]
-        _step(run, master, moments, gradient, target, first.factor * factor)
+        span = group.clip(run.span)
+        if span.stop > span.start:
+            gradient = _gradient(run, span, weight, slots)
+            target = None if weight is None else weight[span]
+            rows = master[span], moments[0][span], moments[1][span]
+            _step(run, rows, gradient, target, run.records[0].factor * factor)
         for record in run.records:
             record.steps += 1
             record.epoch += 1
@@ -124,7 +126,7 @@ def step_group(
             record.fresh()
     for record in group.tensors:
         if record.payload is not Payload.VALID and weight is not None:
-            weight[record.span].copy_(master[record.span])
+            weight[record.piece].copy_(master[record.piece])
             record.payload = Payload.VALID
 
 
@@ -132,30 +134,29 @@ def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
     return [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
 
 
-def _gradient(run: _Run, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
+def _gradient(run: _Run, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
     first = run.records[0]
     if first.gradient is Gradient.ASIDE:
         assert first.aside is not None, "a gradient aside is there"
         return flatten(first, first.aside)
     if first.gradient is Gradient.SUMMED:
-        return slots[Kind.ACC].flat(torch.float32, first.group.chunk_numel)[run.span]
+        return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
     assert weight is not None, "only 16-bit weights have gradients over them"
-    return weight[run.span]
+    return weight[span]
 
 
 def _step(
     run: _Run,
-    master: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     gradient: torch.Tensor,
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
-    settings, span = run.settings, run.span
+    settings, (master, momentum, variance) = run.settings, rows
     if settings.kind is Rule.SGD:
         ps_kernels.sgd_step(
-            master[span],
-            moments[0][span] if settings.momentum else None,
+            master,
+            momentum if settings.momentum else None,
             gradient,
             target,
             lr=settings.lr,
@@ -165,9 +166,9 @@ def _step(
         )
         return
     ps_kernels.adam_step(
-        master[span],
-        moments[0][span],
-        moments[1][span],
+        master,
+        momentum,
+        variance,
         gradient,
         target,
         step=run.records[0].steps + 1,

@@ -106,6 +106,8 @@ class Store:
         if file is not None:
             device.attach(file)
         self.tiers = tiers
+        self.still = len(tiers) == 1
+        """Nothing ever moves: parameters lie in their homes."""
         self.poison = poison
         self.used_bytes = [0] * len(tiers)
         self.peak_bytes = [0] * len(tiers)

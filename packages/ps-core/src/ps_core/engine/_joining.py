@@ -1,0 +1,100 @@
+"""Processes that begin to train one model together: what must be alike, and who keeps what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._options import Budget, Optimizer, Options
+from ps_core.engine._device import Device
+from ps_core.engine._packing import Packing
+from ps_core.engine._together import Together
+
+Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
+"""Of `initial_values`."""
+_SAMPLE_NUMEL = 16
+"""Elements at either end of a parameter that tell whether two processes have the same."""
+
+
+class Unplanned:
+    """Stands where a pilot would: passes of a shared model follow no plan."""
+
+    moments = 0
+    planned_step_s = 0.0
+
+    def __init__(self, *, training: bool) -> None:
+        self.training = training
+
+    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Nothing is learned from what the model is called with."""
+
+
+class Alone:
+    """One process that has all of the model."""
+
+    sharers = 1
+
+    def check(self, device: Device, budget: Budget, options: Options) -> None:
+        """Anything goes."""
+
+    def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
+        """There is nobody to share with."""
+
+    def values(self, values: Values) -> Values:
+        """There is nobody to compare with."""
+        return values
+
+
+class Joining:
+    """One process on its way into the group."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self.sharers = together.local_ranks
+        """Processes that divide this computer's memory."""
+
+    def check(self, device: Device, budget: Budget, options: Options) -> None:
+        """Refuse what several processes cannot have."""
+        if device.torch_device.type != "cpu":
+            raise InvalidInput(f"device={device.name!r} with collectives: expected 'cpu' or 'emulated'")
+        if budget.disk is not None:
+            raise InvalidInput("Budget.disk with collectives: shards live on the device and the host; leave it out")
+        if options.eager_step:
+            raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
+
+    def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
+        """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
+        for group in packing.groups:
+            group.gathered, group.pinned = True, False
+            group.rank, group.ranks = self._together.rank, self._together.ranks
+        rows = [
+            (name, tuple(record.shape), record.stride, str(record.dtype), record.trainable, record.group.index)
+            for name, record in packing.records.items()
+        ]
+        layout = blake2b(repr(rows).encode(), digest_size=4).hexdigest()
+        numel = sum(group.numel for group in packing.groups)
+        self._together.agree(
+            "the model and its groups",
+            f"{len(rows)} tensors of {numel:,} elements in {len(packing.groups)} groups ({layout})",
+        )
+        rule = "" if optimizer is None else f"{replace(optimizer, groups=())} and {len(optimizer.groups)} groups"
+        self._together.agree("how it is trained", f"{how}, {rule}")
+
+    def values(self, values: Values) -> Values:
+        """The same values; at the end `RanksDiverged` unless the model begins alike everywhere."""
+        digest = blake2b(digest_size=8)
+        for name, parameter, value in values:
+            flat = value.detach().reshape(-1)
+            for sample in (flat[:_SAMPLE_NUMEL], flat[-_SAMPLE_NUMEL:]):
+                digest.update(repr(sample.tolist()).encode())
+            yield name, parameter, value
+        self._together.agree(
+            "the initial parameters (give every rank the same torch.manual_seed before the model is made)",
+            digest.hexdigest(),
+        )

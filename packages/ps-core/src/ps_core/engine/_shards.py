@@ -1,0 +1,162 @@
+"""A model whose groups are shared by several processes: each keeps a shard, and gathers a group while it is used.
+
+[Note: shards]
+Homes hold this process's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
+has no home: it is gathered at the first touch of a moment that wants it, and given back when a moment begins that does
+not. So what is gathered when follows from the order of touches alone, never from how much room there is: processes
+whose batches are of other lengths stay in step. A copy that somebody holds on to stays charged until it is let go, but
+counts as gone, for the same reason: when it is let go may be the garbage collector's business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._records import Bound, GroupRecord, TensorRecord
+from ps_core.engine._residency import Residency, Watcher
+from ps_core.engine._store import Home, Slot, Store
+from ps_core.engine._together import Together
+
+
+class ShardResidency(Residency):
+    """Gathers groups; see [Note: shards]."""
+
+    def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together) -> None:
+        super().__init__(store, groups, watcher)
+        self._together = together
+        self._held: list[tuple[Slot, list[Bound]]] = []
+        """Copies that count as gone, but for their memory."""
+        self._whole: tuple[Home, int, torch.Tensor] | None = None
+        """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
+        store.queues = (*store.queues, Queue.COLL)
+        for group in groups:
+            size = group.chunk_numel * group.dtype.itemsize
+            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
+            group.homes[Kind.FULL] = Home(group.extent(Kind.FULL), size, nowhere)
+
+    def bring(self, group: GroupRecord) -> Slot:
+        """Gather the group, unless it is there."""
+        home = group.home
+        slot = home.newest(0)
+        if slot is not None:
+            return slot
+        slot = home.copies.setdefault(0, home.copies.get(0) or self.store.reserve(0, home.bytes))
+        whole = slot.flat(group.dtype, group.chunk_numel)
+        numel = group.shard_numel
+        own = whole[group.rank * numel : (group.rank + 1) * numel]
+        self._copy_shard(group, own)
+        self.store.device.work(Queue.COLL, f"gather {group.name}", (own,), (whole,))
+        self._together.start_all_gather(whole, own, group.name).wait()
+        self.after_collective()
+        slot.extent, slot.stamp = home.extent, home.stamp
+        return slot
+
+    def _copy_shard(self, group: GroupRecord, own: torch.Tensor) -> None:
+        """Put this process's shard into its place, where the collective may read it."""
+        device, home = self.store.device, group.homes[group.weight]
+        source, memory = home.source(), own.view(torch.uint8)
+        if source.tier == 0:
+            self.await_all(Queue.COMPUTE)
+            device.work(Queue.COMPUTE, f"shard of {group.name}", (source.memory,), (memory,))
+            memory.copy_(source.memory[: home.bytes])
+        else:
+            self.await_all(Queue.H2D)
+            device.copy(Queue.H2D, memory, source.memory[: home.bytes])
+            self.watcher.moved(source.tier, 0, home.bytes)
+        self.before_collective()
+
+    def before_collective(self) -> None:
+        """Let a collective find every queue's work done."""
+        self.await_all(Queue.COLL)
+        self.await_all(Queue.CPU)  # what the processes' thread does is done by this computer's processors
+
+    def after_collective(self) -> None:
+        """Let every queue see what the collectives did that were waited for."""
+        device = self.store.device
+        event = device.record(Queue.COLL)
+        for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
+            device.wait(queue, event)
+
+    def drop(self, group: GroupRecord) -> bool:
+        """Let the gathered copy go; there is nothing to write back."""
+        slot = group.home.copies.pop(0, None)
+        if slot is not None:
+            bounds = [record.bound for record in group.tensors if record.bound is not None]
+            for record in group.tensors:
+                self.check_untouched(record, slot)
+                self.unbind(record)
+            self._held.append((slot, bounds))
+            self.watcher.evicted()
+            self.sweep()
+        return True
+
+    def sweep(self) -> None:
+        """Give the memory back that nobody holds on to any more."""
+        held, self._held = self._held, []
+        for slot, bounds in held:
+            if any(_used(bound) for bound in bounds):
+                self._held.append((slot, bounds))
+            else:
+                self.give_back(slot)
+
+    # For the host thread.
+
+    def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+        """This process's elements of a parameter in a slot that holds a shard."""
+        return slot.flat(dtype, record.group.shard_numel)[record.piece]
+
+    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """All elements of a parameter of a kind: every process asks for it at once, and gets them."""
+        home = record.group.homes[kind]
+        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.stamp:
+            self._whole = (home, home.stamp, self.contents(home).view(record.group.dtype_of(kind)))
+        return self._whole[2][record.span]
+
+    def contents(self, home: Home) -> torch.Tensor:
+        """All of a group's bytes of a kind, put together; every process asks for them at once."""
+        group, slot = self.groups[home.extent.index], self.at_home(home)
+        self.store.device.work(Queue.CPU, f"read {group.name}", (slot.memory,), ())
+        whole = torch.empty(home.bytes * group.ranks, dtype=torch.uint8)
+        shard = slot.memory[: home.bytes]
+        self._together.start_all_gather(whole, shard, f"{home.extent.kind.value} of {group.name}").wait()
+        return whole
+
+    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+        """What `contents` gave was changed: keep this process's part."""
+        start = self.groups[home.extent.index].rank * home.bytes
+        home.slot.memory[: home.bytes].copy_(memory[start : start + home.bytes])
+        self._changed(home)
+
+    def _changed(self, home: Home) -> None:
+        home.changed(home.slot)
+        group = self.groups[home.extent.index]
+        if home.extent.kind is group.weight:
+            group.home.stamp += 1  # what was gathered is old now
+
+    def forget(self) -> None:
+        """Nobody reads any more."""
+        self._whole = None
+
+    def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Change this process's elements of a parameter, all of which are given."""
+        group, piece = record.group, record.piece
+        home = group.homes[kind]
+        slot = self.at_home(home)
+        start = group.rank * group.shard_numel + piece.start - record.offset
+        target = slot.flat(group.dtype_of(kind), group.shard_numel)[piece]
+        self.store.device.work(Queue.CPU, f"write {record.name}", (), (slot.memory,))
+        target.copy_(value[start : start + target.numel()])
+        self._changed(home)
+
+    def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
+        """What was changed in place is gathered anew."""
+        slot = group.home.copies.get(0)
+        if slot is not None:
+            slot.stamp = -1
+
+
+def _used(bound: Bound) -> bool:
+    """Whether somebody uses memory that its parameter no longer does."""
+    return torch._C._storage_Use_Count(bound.storage._cdata) > bound.uses - 1

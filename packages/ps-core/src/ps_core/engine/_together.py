@@ -1,0 +1,42 @@
+"""What the engine asks of the processes that train one model together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ps_core._collectives import Collectives
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> None:
+        """Return when its result may be read and its buffers reused."""
+
+
+class Together(Collectives[torch.Tensor], Protocol):
+    """Collectives that run beside the computation; see `ps_dist.TorchCollectives`."""
+
+    @property
+    def local_ranks(self) -> int:
+        """Processes on this computer."""
+
+    def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
+        """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""
+
+    def start_reduce_scatter(
+        self, into: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor | None = None, what: str = ""
+    ) -> Pending:
+        """Begin a reduce-scatter; ``scratch`` are bytes for what the others send."""
+
+    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """The scratch with which it is done in one piece."""
+
+    def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
+        """Every process's values, a row each; ``shards_only``: of those that share one copy of the model."""
+
+    def agree(self, name: str, value: str) -> None:
+        """Raise unless every process gives the same value."""

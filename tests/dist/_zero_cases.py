@@ -1,0 +1,323 @@
+"""Training by several processes against one process, on each rank of a crew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import ps_dist
+from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged
+from ps_core.engine import chunked, materialized, release, statistics
+from ps_core.engine._management import management_of
+from ps_core.engine._standin import StandIn
+
+WIDTH, ROWS = 24, 8
+
+
+class Odd(nn.Module):
+    """Tied, frozen, unused and checkpointed parameters, a buffer, odd strides; sizes that no shard divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50), nn.GELU(), nn.Linear(50, WIDTH)) for _ in range(3)
+        )
+        self.unused = nn.Linear(5, 7)
+        self.odd = nn.Parameter(torch.randn(WIDTH, 3).t())
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.never = nn.Parameter(torch.zeros(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 37, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor, *, shifts: bool = True) -> Tensor:
+        x = self.frozen(self.embedding(tokens)) * self.scale
+        for index, block in enumerate(self.blocks):
+            x = x + (checkpoint(block, x, use_reentrant=False) if index else block(x))
+        x = x + functional.linear(x, self.odd).mean(-1, keepdim=True)
+        x = x + (self.shift if shifts else self.shift.detach())
+        return self.head(self.norm(x))
+
+
+def made(seed: int = 5) -> Odd:
+    torch.manual_seed(seed)
+    return Odd()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to train."""
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    accumulate: int = 1
+    max_norm: float | None = None
+    rule: str = "adamw"
+    eps: float = 1e-8
+
+    def chunked(self, together: ps_dist.TorchCollectives | None, parts: int) -> tuple[nn.Module, Any]:
+        """With ``together`` on this rank; else in one process, which adds up so many parts."""
+        device: Any = self.device
+        if self.device == "checked":
+            device = StandIn(name="emulated", check=True, seed=3)
+        host = Budget(host="256MiB") if self.device == "cpu" else Budget(device="1MiB", host="256MiB")
+        groups = (Group(match=lambda name, parameter: parameter.dim() < 2, weight_decay=0.0),)
+        rules = {
+            "adamw": AdamW(lr=1e-2, weight_decay=0.1, eps=self.eps, groups=groups),
+            "sgd": SGD(lr=0.3, momentum=0.9, weight_decay=0.01, groups=groups),
+        }
+        return chunked(
+            made(),
+            rules[self.rule],
+            device=device,
+            budget=host,
+            precision=self.precision,
+            accumulation_steps=self.accumulate * parts,
+            max_grad_norm=self.max_norm,
+            collectives=together,
+            options=Options(group_bytes=4000, poison=True, keep_fp32=("norm.*",)),
+        )
+
+
+def batches(step: int, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of a step's batch, of unlike lengths."""
+    random = torch.Generator().manual_seed(step)
+    for part in range(parts):
+        shape = (ROWS, 4 + part % 3)
+        yield torch.randint(0, 37, shape, generator=random), torch.randint(0, 37, shape, generator=random)
+
+
+def passes(model: nn.Module, optimizer: Any, mine: list[tuple[Tensor, Tensor]], parts: int, **how: bool) -> list[float]:
+    losses = []
+    for tokens, targets in mine:
+        loss = functional.cross_entropy(model(tokens, **how).flatten(0, 1).float(), targets.flatten()) / parts
+        optimizer.scale(loss).backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def states(optimizer: Any) -> dict[str, Tensor]:
+    found = optimizer.state_dict(masters=True)
+    rows = {f"master {key}": value for key, value in found["masters"].items()}
+    for index, entry in found["state"].items():
+        rows |= {f"{name} {index}": value for name, value in entry.items()}
+    return rows
+
+
+def ulps(one: Tensor, other: Tensor, before: Tensor) -> float:
+    """The largest difference in units of the last place of the tensor's largest value or change."""
+    scale = torch.maximum(other.abs(), (other - before).abs()).max().clamp_min(1e-30)
+    return float((one - other).abs().max() / (scale * 2.0**-23))
+
+
+def trains(each: ps_dist.TorchCollectives, way: Way, steps: int, exact: bool) -> float:
+    """Several processes, and one that adds up the same parts in the same order: the same bits, or so many ulps."""
+    size, rank = each.mesh.size, each.mesh.rank
+    model, optimizer = way.chunked(each, 1)
+    single, reference = way.chunked(None, size)
+    worst = 0.0
+    for step in range(steps):
+        if not exact:  # each step by itself: what a rounding leads to later is not this step's
+            reference.load_state_dict(optimizer.state_dict(masters=True))
+        before = states(reference)
+        parts = list(batches(step, size * way.accumulate))
+        count = len(parts)
+        mine = passes(model, optimizer, parts[rank::size], count)
+        theirs = passes(single, reference, parts, count)
+        assert mine == theirs[rank::size]
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+        assert math.isclose(optimizer.last_norm, reference.last_norm, rel_tol=2e-6)
+        assert optimizer.loss_scale == reference.loss_scale
+        found, wanted = states(optimizer), states(reference)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            assert torch.equal(found[name], wanted[name]) or not exact, name
+            worst = max(worst, ulps(found[name], wanted[name], before.get(name, torch.zeros(()))))
+        for (name, one), other in zip(model.state_dict().items(), single.state_dict().values(), strict=True):
+            assert torch.equal(one, other) or not exact, name
+    assert optimizer.last_norm > (way.max_norm or 0), "clipping was put to the test"
+    check_budget(model, each)
+    release(model)
+    return worst
+
+
+def check_budget(model: nn.Module, each: ps_dist.TorchCollectives) -> None:
+    found = statistics(model)
+    for name, tier in found.tiers.items():
+        assert tier.peak_bytes <= tier.budget_bytes, name
+    engine = management_of(model).engine
+    for group in engine.groups:
+        assert group.chunk_numel == group.shard_numel * each.ranks
+        assert group.shard_numel % 64 == 0
+        assert group.chunk_numel - group.numel < 64 * each.ranks
+        weight = 2 if group.dtype != torch.float32 else 0
+        states = (weight + 16 if group.trainable else weight or 4) * group.shard_numel
+        assert sum(home.slot.bytes for home in group.homes.values()) == states
+    used = sum(tier.current_bytes for tier in found.tiers.values())
+    homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
+    assert used == homes, "between steps there is nothing but shards"
+
+
+def counts_bytes(each: ps_dist.TorchCollectives, precision: str) -> None:
+    """A step's bytes: every group gathered for forward and for backward, but the last only once; every sum once."""
+    torch.manual_seed(0)
+    size = 4 if precision == "fp32" else 2
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+    model, optimizer = chunked(
+        model, SGD(lr=0.1), precision=precision, collectives=each, options=Options(group_bytes=40 * 41 * size)
+    )
+    groups = management_of(model).engine.groups
+    assert len(groups) == 5
+    for _ in range(2):
+        before = each.statistics().wire_bytes
+        model(torch.randn(3, 40, requires_grad=True)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = each.statistics().wire_bytes
+        spent = {name: after[name] - before.get(name, 0) for name in after}
+        others = (each.ranks - 1) * size
+        assert spent["all_gather"] == others * sum(2 * group.shard_numel for group in groups) - others * (
+            groups[-1].shard_numel
+        )
+        assert spent["reduce_scatter"] == others * sum(group.shard_numel for group in groups)
+        order = [name for name in each.recent() if "gradients of" in name][-5:]
+        assert [name.split("gradients of ")[1] for name in order] == [f"{i}.weight)" for i in (4, 3, 2, 1, 0)]
+    release(model)
+
+
+def some_gradients(each: ps_dist.TorchCollectives) -> None:
+    """A tensor whose gradient comes on one rank only counts as if the others had zeros; one without any is left."""
+    model, optimizer = Way().chunked(each, 1)
+    single, reference = Way().chunked(None, each.mesh.size)
+    parts = list(batches(0, each.mesh.size))
+    for index, part in enumerate(parts):
+        for one, front, run in ((model, optimizer, index == each.mesh.rank), (single, reference, True)):
+            if run:
+                passes(one, front, [part], 1, shifts=index == 0)
+    optimizer.step()
+    reference.step()
+    found, wanted = states(optimizer), states(reference)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    release(model)
+
+
+def overflows(each: ps_dist.TorchCollectives) -> None:
+    """One rank's gradient is not finite: no rank steps, and nothing is lost."""
+    model, optimizer = Way(precision="fp16").chunked(each, 1)
+    before, scale = states(optimizer), optimizer.loss_scale
+    tokens, targets = next(batches(0, 1))
+    loss = functional.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+    optimizer.scale(loss * (math.inf if each.mesh.rank == each.mesh.size - 1 else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.last_skipped
+    assert optimizer.loss_scale == scale / 2
+    optimizer.zero_grad()
+    after = states(optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    passes(model, optimizer, [next(batches(0, 1))], 1)
+    optimizer.step()
+    assert not optimizer.last_skipped
+    release(model)
+
+
+def clips_like_torch(each: ps_dist.TorchCollectives) -> None:
+    """torch's own clipping sees the norm over all shards, and clips for real."""
+    way = Way(rule="sgd")
+    model, optimizer = way.chunked(each, 1)
+    other, clipping = Way(rule="sgd", max_norm=0.05).chunked(each, 1)
+    for step in range(2):
+        part = list(batches(step, each.mesh.size))[each.mesh.rank]
+        passes(model, optimizer, [part], each.mesh.size)
+        passes(other, clipping, [part], each.mesh.size)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for front in (optimizer, clipping):
+            front.step()
+            front.zero_grad()
+        assert math.isclose(float(norm), clipping.last_norm, rel_tol=1e-5)
+    found, wanted = states(optimizer), states(clipping)
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=2e-6, atol=1e-9), name
+    for one in (model, other):
+        release(one)
+
+
+def looks_outside(each: ps_dist.TorchCollectives) -> None:
+    """Evaluation between steps, whole state dicts, materialized parameters, release: every rank sees the whole."""
+    model, optimizer = Way(precision="bf16").chunked(each, 1)
+    start = made()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.float(), start.state_dict()[name].to(value.dtype).float()), name
+    part = next(batches(0, 1))
+    passes(model, optimizer, [part], 1)
+    with torch.no_grad():
+        first = model(part[0])
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        assert not torch.equal(first, model(part[0]))
+    saved, weights = optimizer.state_dict(masters=True), model.state_dict()
+    with materialized(model, ["norm.bias"], write=True):
+        model.norm.bias.data.fill_(0.25)  # type: ignore[operator, union-attr]
+    assert torch.equal(model.state_dict()["norm.bias"], torch.full((WIDTH,), 0.25))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    again = optimizer.state_dict(masters=True)
+    for index, value in saved["masters"].items():
+        assert torch.equal(value, again["masters"][index])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    plain = release(model)
+    assert all(type(parameter) is nn.Parameter for parameter in plain.parameters())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+def must_be_alike(each: ps_dist.TorchCollectives) -> None:
+    """Another seed, model or setting on one rank is found before anything is trained."""
+    odd = each.mesh.rank == each.mesh.size - 1
+    with pytest.raises(RanksDiverged, match=r"the initial parameters .* must be the same on all ranks"):
+        chunked(made(6 if odd else 5), SGD(lr=0.1), collectives=each)
+    with pytest.raises(RanksDiverged, match="the model and its groups must be the same on all ranks"):
+        chunked(nn.Linear(3, 4 if odd else 5), SGD(lr=0.1), collectives=each)
+    with pytest.raises(RanksDiverged, match=r"how it is trained must be the same on all ranks.*lr=0.1.*lr=0.2"):
+        chunked(made(), SGD(lr=0.2 if odd else 0.1), collectives=each)
+    with pytest.raises(InvalidInput, match=r"Options.eager_step with collectives"):
+        chunked(made(), SGD(lr=0.1), collectives=each, options=Options(eager_step=True))
+    each.barrier()
+
+
+def parts_ways(each: ps_dist.TorchCollectives) -> str:
+    """A layer that one rank leaves out: both are told, and where."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+    model, optimizer = chunked(
+        nn.ModuleDict({"layers": layers}),
+        SGD(lr=0.1),
+        precision="fp32",
+        collectives=each,
+        options=Options(group_bytes=1),
+    )
+    used = layers if each.mesh.rank == 0 else nn.Sequential(layers[0], layers[2])
+    with pytest.raises(RanksDiverged) as caught:
+        nn.Sequential(*used)(torch.randn(2, 30))
+    del model, optimizer
+    return str(caught.value)
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    case.__name__: case for case in (some_gradients, overflows, clips_like_torch, looks_outside, must_be_alike)
+}

@@ -1,0 +1,60 @@
+"""ZeRO: several gloo processes train one model, and get what one process gets."""
+
+from __future__ import annotations
+
+import _zero_cases as cases
+import pytest
+from _crew import Crew, crew
+from _zero_cases import Way
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+MOST_ULPS = 32
+"""Of a tensor's largest value or change, after one step from the same state."""
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("device", "rule"), [("cpu", "sgd"), ("checked", "adamw")])
+def test_two_ranks_are_one_process_bit_for_bit(two: Crew, device: str, precision: str, rule: str) -> None:
+    two.run(cases.trains, Way(device=device, precision=precision, rule=rule), 2, True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_four_ranks_are_one_process_bit_for_bit(four: Crew, precision: str) -> None:
+    four.run(cases.trains, Way(device="emulated", precision=precision), 2, True)
+
+
+@pytest.mark.parametrize(("accumulate", "max_norm"), [(1, 0.05), (2, None), (2, 0.05)])
+@pytest.mark.parametrize(("precision", "rule"), [("fp32", "sgd"), ("bf16", "sgd"), ("bf16", "adamw")])
+def test_clipping_and_accumulation_to_rounding(
+    two: Crew, precision: str, rule: str, accumulate: int, max_norm: float | None
+) -> None:
+    """What is left is the order of additions: a norm's over shards, a sum's over passes before processes."""
+    way = Way(precision=precision, rule=rule, accumulate=accumulate, max_norm=max_norm, eps=1e-3)
+    for worst in two.run(cases.trains, way, 2, False):
+        assert worst < MOST_ULPS
+
+
+def test_two_copies_of_two_shards(four: Crew) -> None:
+    for worst in four.run(cases.trains, Way(device="emulated", precision="bf16", eps=1e-3), 2, False, replicate=2):
+        assert worst < MOST_ULPS
+
+
+def test_copies_without_shards(two: Crew) -> None:
+    two.run(cases.trains, Way(precision="bf16"), 2, True, replicate=2)
+
+
+@pytest.mark.parametrize("case", sorted(cases.CASES))
+def test_two_ranks(two: Crew, case: str) -> None:
+    two.run(cases.CASES[case])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bytes_on_the_wire(each_crew: Crew, precision: str) -> None:
+    each_crew.run(cases.counts_bytes, precision)
+
+
+def test_ranks_whose_models_do_different_things() -> None:
+    with crew(2) as lost:
+        for message in lost.run(cases.parts_ways, timeout_s=12):
+            assert "the ranks do different things; the first difference is number" in message
+            assert "layers.1.weight" in message
