@@ -1,7 +1,7 @@
 """Training GPTs on a CUDA device: tokens and TFLOP a second, for models that fit it and models that do not.
 
-Each case runs in a process of its own, so that none inherits memory from another, and under a time limit. TFLOPS count 8
-operations a parameter and token, 2 of them for recomputing blocks: the published convention.
+Each case runs in a process of its own, so that none inherits memory from another, and under a time limit. TFLOPS count
+8 operations a parameter and token, 2 of them for recomputing blocks: the published convention.
 """
 
 from __future__ import annotations
