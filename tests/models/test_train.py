@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -412,6 +413,33 @@ def test_a_logger_is_told_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     assert told[1][1]["loss"] == row["loss"]
     assert told[1][1]["memory.device.peak_bytes"] == row["memory"]["device"]["peak_bytes"]
     assert told[1][1]["val_loss"] == row["val_loss"]
+
+
+def test_tensorboard_is_told_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[object, ...]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            told.append((Path(folder), purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+        def close(self) -> None:
+            told.append(())
+
+    (tmp_path / "tensorboard.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert train(tmp_path / "run", "--steps", 1, "--log", "tensorboard") == 0
+    assert train(tmp_path / "run", "--steps", 2, "--log", "tensorboard") == 0
+    found = rows(tmp_path / "run")
+    assert told[0] == (tmp_path / "run" / "tensorboard", 1)
+    assert told[told.index(()) + 1] == (tmp_path / "run" / "tensorboard", 2)
+    assert ("memory/host/peak_bytes", found[0]["memory"]["host"]["peak_bytes"], 1) in told
+    assert ("loss", found[1]["loss"], 2) in told
 
 
 def test_data_is_the_same_each_time(tmp_path: Path) -> None:

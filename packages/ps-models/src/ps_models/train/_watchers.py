@@ -125,21 +125,25 @@ class TensorBoard:
     """Event files in the run's folder."""
 
     def __init__(self, out: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"))
+        self._folder = str(out / "tensorboard")
+        self._writer: Any = None
 
     def say(self, text: str) -> None:
         """It keeps numbers only."""
 
     def step(self, row: Row, left_s: float) -> None:
-        """As in `Watcher`."""
+        """As in `Watcher`; what an earlier call told of this step and later ones is not shown any more."""
+        if self._writer is None:
+            self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+                self._folder, purge_step=row.step
+            )
         for name, value in row.flat().items():
             self._writer.add_scalar(name.replace(".", "/"), value, row.step)
 
     def close(self) -> None:
         """As in `Watcher`."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:
