@@ -220,10 +220,10 @@ class Store:
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
         """Move a slot within the arena; the ranges may overlap."""
         assert self._arena is not None, "only the arena has addresses"
+        target = self._window(offset, slot.bytes)  # of all this, only that may fail
         self._taken.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
-        target = self._window(offset, slot.bytes)
         self.device.work(queue, "shift", (slot.memory,), (target,))
         starts = range(0, slot.bytes, _PIECE_BYTES)
         with self.device.on(queue):
@@ -243,7 +243,10 @@ class Store:
         for slot, _ in aside:
             slot.memory = slot.memory.new_empty(0)
         self._arena = None
-        self._arena = self._new_arena(line)
+        try:
+            self._arena = self._new_arena(line)
+        except torch.OutOfMemoryError:  # then each slot has memory of its own, as before there was a plan
+            self._arena = self._new_arena(0)
         for slot, contents in aside:
             slot.memory = self._window(slot.offset, slot.bytes)
             slot.memory.copy_(contents)
