@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -145,7 +145,7 @@ def managed(model: nn.Module, spec: Any, size: int | str | None, **more: Any) ->
     runtime = runtime or new_runtime()
     options = more.pop("options", Options(group_bytes=32 * 1024, poison=True))
     device = CudaDevice(runtime)
-    with runtime if isinstance(runtime, FakeRuntime) else torch.no_grad(), torch.enable_grad():
+    with runtime if isinstance(runtime, FakeRuntime) else nullcontext():
         made, optimizer = chunked(
             model, spec, device=device, budget=Budget(device=size, host=HOST), options=options, **more
         )

@@ -263,6 +263,38 @@ def test_out_of_memory(where: str, watched: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
 
 
+def test_an_arena_that_cannot_be_had_loses_nothing() -> None:
+    """The plan is carried out all the same, with memory of its own for each slot."""
+    torch.manual_seed(2)
+    with chunked_model(models.stack(), device="emulated", budget=Budget(device="1MiB", host=HOST)) as (
+        model,
+        optimizer,
+    ):
+        expected = [square_step(model, optimizer, index) for index in range(5)]
+
+    class Poor(FakeRuntime):
+        def empty(self, size_bytes: int) -> Tensor:
+            if size_bytes > 40 * 1024:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().empty(size_bytes)
+
+    torch.manual_seed(2)
+    stack, runtime = models.stack(), Poor(7)
+    with runtime:
+        device = CudaDevice(runtime)
+        with chunked_model(stack, device=device, budget=Budget(device="160KiB", host=HOST)) as (model, optimizer):
+            losses = [square_step(model, optimizer, index) for index in range(5)]
+            assert statistics(model).planned_passes >= 3
+    assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
+
+
+def square_step(model: Any, optimizer: Any, index: int) -> Tensor:
+    loss = square(model, *rows(index))
+    loss.backward()
+    finish(optimizer)
+    return loss.detach()
+
+
 def test_out_of_memory_of_others_is_theirs() -> None:
     runtime = FakeRuntime()
     device = CudaDevice(runtime)
