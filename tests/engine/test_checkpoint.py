@@ -333,6 +333,8 @@ def test_where_it_may_be(tmp_path: Path) -> None:
         save(run, tmp_path / "new" / "folder" / "a")
         with pytest.raises(InvalidInput, match="exists already: choose another path, or give overwrite=True"):
             save(run, tmp_path / "new" / "folder" / "a")
+        with pytest.raises(InvalidInput, match="'/' cannot be a checkpoint: name a folder below it"):
+            save(run, Path("/"), overwrite=True)
         (tmp_path / "precious").mkdir()
         (tmp_path / "precious" / "work.txt").write_text("years of it")
         (tmp_path / "file").write_text("")

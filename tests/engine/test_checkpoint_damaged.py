@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -170,6 +171,37 @@ def test_files_that_cannot_be_read(
         load_checkpoint(path, run.model, run.optimizer)
     monkeypatch.undo()
     load_checkpoint(path, run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("when", ["asked", "used"])
+def test_file_systems_without_direct_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Some refuse the flag, some the transfer."""
+    control, refused = fcntl.fcntl, []
+
+    def refuse(file: int, *_: Any) -> None:
+        if when == "used" and control(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(file)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def set_flags(file: int, command: int, flags: int = 0) -> int:
+        if when == "asked" and flags & os.O_DIRECT:
+            refused.append(file)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return control(file, command, flags)
+
+    write, read = os.write, os.readv
+    monkeypatch.setattr(fcntl, "fcntl", set_flags)
+    monkeypatch.setattr(os, "write", lambda *given: refuse(*given) or write(*given))
+    monkeypatch.setattr(os, "readv", lambda *given: refuse(*given) or read(*given))
+    with Run("cpu") as run:
+        run.train(1)
+        values = run.values()
+        save_checkpoint(tmp_path / "a", run.model, run.optimizer)
+        saved = len(refused)
+        run.train(1)
+        load_checkpoint(tmp_path / "a", run.model, run.optimizer)
+        assert_same(values, run.values())
+        assert len(refused) > saved > 0, "there was nothing to refuse"
 
 
 def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,6 @@ def test_prefixes_of_models_with_and_without_a_head(tmp_path: Path) -> None:
 def test_an_overwriting_cut_short_is_finished_first(tmp_path: Path) -> None:
     with Run("cpu") as run:
         save_checkpoint(tmp_path / "a", run.model, run.optimizer, extra={"number": 1})
-        (tmp_path / "a").rename(tmp_path / ".a.ready")
+        (tmp_path / "a").rename(tmp_path / ".a.ps-ready")
         load_weights(run.model, tmp_path / "a")
         assert load_checkpoint(tmp_path / "a", run.model, run.optimizer) == {"number": 1}

@@ -66,6 +66,12 @@ def set_direct(file: int, on: bool) -> bool:
     return True
 
 
+def _was_direct(file: int, error: OSError) -> bool:
+    """Whether a transfer failed for going past the page cache, as a file's end does; it will not from here on."""
+    direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+    return error.errno == errno.EINVAL and direct and set_direct(file, False)
+
+
 class Outlet:
     """A new file, written from its beginning to its end."""
 
@@ -99,10 +105,9 @@ class Outlet:
         while data:
             try:
                 data = data[os.write(self._file, data) :]
-            except OSError as error:  # of a file system that takes the flag but not the transfer; or the file's end
-                if error.errno != errno.EINVAL or not fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT:
+            except OSError as error:
+                if not _was_direct(self._file, error):
                     raise
-                set_direct(self._file, False)
 
     def finish(self) -> str:
         """Have everything on the disk; the checksum."""
@@ -143,7 +148,7 @@ class Inlet:
             try:
                 count = os.readv(self._file, [buffer[filled:]])
             except OSError as error:
-                if error.errno != errno.EINVAL or not set_direct(self._file, False):
+                if not _was_direct(self._file, error):
                     raise
                 continue
             if not count:

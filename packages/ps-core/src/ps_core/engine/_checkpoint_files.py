@@ -17,8 +17,13 @@ class Sink:
     """A file being written: the table, then each tensor as it comes."""
 
     def __init__(self, path: Path, entries: Sequence[Entry], pair: Buffers) -> None:
+        table = table_of(entries)
         self._out = Outlet(path, pair)
-        self._out.write(memoryview(table_of(entries)))
+        try:
+            self._out.write(memoryview(table))
+        except BaseException:
+            self._out.close()
+            raise
 
     def put(self, tensor: torch.Tensor) -> None:
         """The next one's values."""
@@ -44,7 +49,11 @@ class Source:
     def __init__(self, path: Path, start: int, pair: Buffers) -> None:
         self._path = path
         self._in = Inlet(path, pair)
-        self._in.read(memoryview(bytearray(start)))
+        try:
+            self._in.read(memoryview(bytearray(start)))
+        except BaseException:
+            self._in.close()
+            raise
 
     def take(self, entry: Entry, target: torch.Tensor) -> None:
         """The next tensor's values, rounded to the target's type where that is another."""

@@ -1,13 +1,13 @@
 """A checkpoint's folder: it is there as a whole or not at all, whenever the process is killed.
 
 [Note: siblings]
-A save of ``runs/a`` writes ``runs/.a.partial``, and has every file, the folder and its parent on the disk before it
+A save of ``runs/a`` writes ``runs/.a.ps-partial``, and has every file, the folder and its parent on the disk before it
 goes on. If there is no ``runs/a`` yet, the folder is renamed to that. Else:
 
-    1. ``.a.partial`` becomes ``.a.ready``: from here on the new one is what counts;
-    2. ``a`` becomes ``.a.previous``;
-    3. ``.a.ready`` becomes ``a``;
-    4. ``.a.previous`` is removed.
+    1. ``.a.ps-partial`` becomes ``.a.ps-ready``: from here on the new one is what counts;
+    2. ``a`` becomes ``.a.ps-previous``;
+    3. ``.a.ps-ready`` becomes ``a``;
+    4. ``.a.ps-previous`` is removed.
 
 Whoever comes next (`recover`) removes a partial one, and carries on from a ready one. A save holds a lock on its new
 folder for as long as it lives, so that it is not taken for a dead one's.
@@ -32,8 +32,10 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
+        if not self.path.name:
+            raise InvalidInput(f"{os.fspath(path)!r} cannot be a checkpoint: name a folder below it")
         self._partial, self._ready, self._previous = (
-            self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "ready", "previous")
+            self.path.with_name(f".{self.path.name}.ps-{what}") for what in ("partial", "ready", "previous")
         )
 
     @contextmanager
