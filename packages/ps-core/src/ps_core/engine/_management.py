@@ -260,7 +260,9 @@ def _gradient(parameter: ManagedParameter) -> None:
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
     """Have a hook called before those that were there, which then find the gradient where it can be asked for."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+    hooks = parameter._post_accumulate_grad_hooks
+    for other in [key for key in hooks if key != handle.id]:
+        hooks[other] = hooks.pop(other)  # autograd calls them as they were put in, whatever OrderedDict says
     return handle
 
 

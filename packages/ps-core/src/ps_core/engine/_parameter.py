@@ -7,6 +7,7 @@ managed parameter among its arguments first, so that nothing can meet memory tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NoReturn, Protocol
@@ -203,6 +204,11 @@ def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: An
 
 
 def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    if sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
+        parameter._refuse(
+            "made into another parameter, as parametrizations do it",
+            "release(model), register what is to be registered, and call chunked again",
+        )
     copy = parameter._keeper.detached(parameter._record)
     return _call([parameter], func, args, kwargs) if copy is None else copy
 

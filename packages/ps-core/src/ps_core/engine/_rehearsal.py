@@ -10,7 +10,8 @@ inferred:
    its ``_init_weights``: the same distributions, other numbers. A warning says so.
 2. Any other module: its children in order of registration, then its own ``reset_parameters`` (``_reset_parameters``,
    ``initialise``), as PyTorch's own modules are built. What else a constructor did cannot be known: what nothing
-   initialises raises; what a constructor changed in its children after they were built is not repeated.
+   initialises raises; what a constructor changed in its children after they were built is not repeated. PyTorch
+   counts changes in place, so it shows where there were more of them: a warning names the parameters.
 
 A tensor that several modules share has the values that the first of them gives it. What is real stays as it is.
 """
@@ -57,10 +58,14 @@ class Rehearsal:
         self._done: set[int] = set()
         """Modules of Hugging Face models that are initialised."""
         self._refuse_lazy(model)
+        before = {id(each): each._version for each in model.parameters() if each.is_meta}
         self._visit("", model)
+        for each in self.sources:
+            before.pop(each, None)  # built again just as it was
         for name, tensor in tensors_of(model):
             if tensor.is_meta:
                 self._settle(name, tensor)
+        self._warn_of_changes(model, before)
 
     def _refuse_lazy(self, model: nn.Module) -> None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -68,6 +73,22 @@ class Rehearsal:
                 raise UnsupportedParameter(
                     f"{name!r} has no shape yet, its module is lazy: call the model once before chunked()"
                 )
+
+    def _warn_of_changes(self, model: nn.Module, before: dict[int, int]) -> None:
+        """PyTorch counts changes in place: more in building than in the walk are a constructor's own."""
+        names = [
+            name
+            for name, parameter in model.named_parameters()
+            if id(parameter) in before and before[id(parameter)] > parameter._version - before[id(parameter)]
+        ]
+        if names:
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            warnings.warn(
+                f"{names[0]!r}{others} on meta were changed by a constructor after their own modules had initialised "
+                "them, which cannot be repeated: they start from other values than on the CPU. Build the model on the "
+                "CPU, or do such changes in a reset_parameters() of the module that makes them",
+                stacklevel=2,
+            )
 
     def _settle(self, name: str, tensor: Tensor) -> None:
         self._alive.append(tensor)
