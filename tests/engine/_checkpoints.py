@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,12 +17,14 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from _cases import finish
+from _fake_cuda import FakeRuntime
 from _models import VOCABULARY, WIDTH, Residual
 from _reference import GROUP_BYTES
 from _runs import HOST, let_go, stand_in
 from ps_core import AdamW, Budget, Group, Options
 from ps_core._options import Optimizer
 from ps_core.engine import chunked
+from ps_core.engine._cuda import CudaDevice
 from ps_core.engine._standin import StandIn
 
 DISK = {"disk": "64MiB", "disk_dir": tempfile.gettempdir()}
@@ -30,6 +33,7 @@ TIERS: dict[str, tuple[Callable[[], Any], Budget]] = {
     "emulated": (stand_in, Budget(device=112 * 2**10, host=HOST)),
     "cpu, disk": (partial(StandIn, name="cpu", check=True, seed=3), Budget(host=150_000, **DISK)),
     "emulated, disk": (stand_in, Budget(device=130_000, host=80_000, **DISK)),
+    "cuda": (lambda: CudaDevice(FakeRuntime(1)), Budget(device=130_000, host=HOST)),
 }
 """Every list of tiers; the device is tight, so that groups come and go, and the host above a disk."""
 SPEC = AdamW(lr=1e-2, weight_decay=0.1, groups=(Group(match=lambda name, _: name.endswith("bias"), lr=2e-2),))
@@ -67,6 +71,7 @@ class Run:
     seed: int = 1
     build: Callable[[], nn.Module] = Net
     told: dict[str, Any] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
     model: nn.Module = field(init=False)
     optimizer: Any = field(init=False)
     scheduler: Any = field(init=False)
@@ -75,11 +80,14 @@ class Run:
         torch.manual_seed(self.seed)
         random.seed(self.seed)
         numpy.random.seed(self.seed)
-        device, budget = TIERS[self.tiers]
+        make, budget = TIERS[self.tiers]
+        device = make()
+        if isinstance(device, CudaDevice):
+            self.stack.enter_context(device._runtime)
         self.model, self.optimizer = chunked(
             self.build(),
             self.spec,
-            device=device(),
+            device=device,
             budget=replace(budget),  # one of its own
             precision=self.precision,
             max_grad_norm=1.0,
@@ -91,6 +99,7 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         let_go(self.model)
+        self.stack.close()
 
     def batch(self) -> Tensor:
         first, last = random.randrange(VOCABULARY), int(numpy.random.randint(VOCABULARY))

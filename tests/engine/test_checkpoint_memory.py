@@ -43,7 +43,7 @@ def test_the_measure_itself() -> None:
     assert grown_by(lambda: None) < NOISE_BYTES
 
 
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("tiers", [each for each in TIERS if each != "cuda"])  # its memory is played in memory
 def test_at_most_two_chunks(tmp_path: Path, tiers: str) -> None:
     device, budget = TIERS[tiers]
     above_disk = budget.disk is not None
