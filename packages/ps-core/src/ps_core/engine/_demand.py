@@ -32,6 +32,7 @@ class Demand:
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """Have these parameters and the groups of these gradients on the compute tier."""
+        self._residency.check_disk()
         for record in reads:
             if record.payload is not Payload.VALID:
                 self._gradients.reclaim(record.group)

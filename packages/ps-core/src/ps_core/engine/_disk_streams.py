@@ -79,6 +79,8 @@ class DiskStreams:
         self._jobs: dict[Queue, SimpleQueue[_Job | None]] = {queue: SimpleQueue() for queue in DISK_QUEUES}
         self._waits: dict[Queue, list[Callable[[], object]]] = {queue: [] for queue in DISK_QUEUES}
         self._last: dict[Queue, _Job | None] = dict.fromkeys(DISK_QUEUES)
+        self._told = False
+        """Whether the host thread knows of a failure."""
         self._pending: deque[_Job] = deque()
         """Those that may not be done, in order of launch."""
         tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -118,13 +120,15 @@ class DiskStreams:
 
     def record(self, queue: Queue) -> DiskEvent:
         """An event behind everything launched on a queue so far, and all that this has waited for."""
+        if self._file.failure is not None and not self._told:
+            self._raise()
         if self._waits[queue]:
             self._put(_Job(queue, _NOWHERE, 0, _NOTHING, self._waits[queue]))
         return DiskEvent(queue, self._last[queue], self._raise)
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:
         """What is launched on a queue from here on runs after the event."""
-        if event.queue is not queue and event.job is not None:
+        if event.queue is not queue and event.job is not None and not event.job.worked:
             self.wait_for(queue, event.job.done.wait)
 
     def wait_for(self, queue: Queue, block: Callable[[], object]) -> None:
@@ -153,7 +157,8 @@ class DiskStreams:
     def _recover(self) -> None:
         """See [Note: when the disk fails]."""
         pending, self._pending = self._pending, deque()
-        self._last = dict.fromkeys(DISK_QUEUES)  # nobody need hear of it twice
+        self._last, self._told = dict.fromkeys(DISK_QUEUES), True  # nobody need hear of it twice
+        self._waits = {queue: [] for queue in DISK_QUEUES}
         for job in pending:
             job.done.wait()
         for job in pending:

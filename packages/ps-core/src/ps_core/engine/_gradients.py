@@ -239,6 +239,8 @@ class GradientKeeper:
                 record.payload = Payload.LOST
             record.fresh()
         for group in groups:
+            if self._residency.broken:
+                continue  # nothing can be rebuilt on the disk; the masters are there to be read
             gone = [record for record in group.tensors if record.payload is not Payload.VALID]
             kept = [record for record in gone if record.gradient is Gradient.OVER]
             if kept:

@@ -56,7 +56,7 @@ def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: 
         available_bytes=capacity,
         proven=True,
         remedies=(
-            f"Budget(host={_rounded(needed_bytes - capacity + store.tiers[-1].capacity_bytes)}): "
+            f"Budget({store.tiers[-1].name}={_rounded(needed_bytes - capacity + store.tiers[-1].capacity_bytes)}): "
             f"{_size(needed_bytes - capacity)} more",
             f"precision='bf16' and accumulation_steps=1: {_size(14 * states)} of model data instead of "
             f"{_size(needed_bytes)}"

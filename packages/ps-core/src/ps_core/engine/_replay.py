@@ -105,6 +105,7 @@ class Replay:
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """The next moment, which must be the one the plan has next."""
+        self._residency.check_disk()
         if self._next_run >= len(self._lines.runs):
             raise Diverged(f"{name} comes after the last moment of {self._segment.value}")
         visit = self._lines.runs[self._next_run]
@@ -166,7 +167,7 @@ class Replay:
             if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
                 continue
             home = self._home_of(slot)
-            if home is not None and home.source() is slot:
+            if home is not None and home.alive and home.source() is slot:
                 self._residency.write_home(home)
                 if home.dirty:
                     continue  # the disk failed: what is here is all there is

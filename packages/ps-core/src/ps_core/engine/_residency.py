@@ -87,8 +87,6 @@ class Residency:
         slot = home.newest(0)
         if slot is not None:
             return slot
-        if self.store.file is not None and self.store.file.failure is not None:
-            raise self.store.file.failure
         if 0 not in home.copies:  # else one is there that is behind, for whoever holds on to its memory
             home.copies[0] = self.store.reserve(0, home.bytes)
         return self.copy_to(home, home.copies[0])
@@ -140,6 +138,11 @@ class Residency:
         """Have the newest bytes at home; but not on a disk that failed."""
         if home.dirty and not (home.slot.place is not None and self.broken):
             self.copy_to(home, home.slot)
+
+    def check_disk(self) -> None:
+        """Raise again if the disk tier has failed."""
+        if self.store.file is not None and self.store.file.failure is not None:
+            raise self.store.file.failure
 
     @property
     def broken(self) -> bool:
