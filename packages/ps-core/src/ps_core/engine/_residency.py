@@ -261,7 +261,7 @@ class Residency:
             self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
             target.copy_(value)
         else:
-            source = value.to(dtype).contiguous().view(torch.uint8)
+            source = value.to("cpu", dtype).contiguous().view(torch.uint8)
             self._write(home.slot, record.offset * dtype.itemsize, source)
         home.changed(home.slot)
 
