@@ -1,0 +1,60 @@
+"""Recipes and the migration page: every ``python`` block runs, one after the other, and prints what the page shows.
+
+Blocks of other libraries' scripts are fenced with ``py``, and only have to be Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = {"recipes": ("transformers", "accelerate", "peft"), "migration": ("transformers",)}
+FOREIGN = re.compile(r"^```py\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tutorials() -> Any:
+    """How tutorials are run."""
+    spec = importlib.util.spec_from_file_location("tutorials", Path(__file__).with_name("test_tutorials.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_page(name: str, tutorials: Any, tmp_path: Path) -> None:
+    for needed in NEEDS[name]:
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", tutorials.script(text)],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    blocks = tutorials.BLOCK.findall(text)
+    assert len(blocks) > 3
+    for (_, shown), said in zip(blocks, tutorials.outputs(done.stdout), strict=True):
+        assert not shown or tutorials.alike(shown, said), f"{name}.md shows\n{shown}\nbut this was printed:\n{said}"
+
+
+def test_others_scripts_are_python() -> None:
+    scripts = FOREIGN.findall((ROOT / "docs" / "migration.md").read_text("utf-8"))
+    assert len(scripts) == 2
+    for script in scripts:
+        ast.parse(script)
