@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(status: int, error: Exception) -> int:
-    print(f"{COMMAND}: {' '.join(str(error).split())}", file=sys.stderr)
+    lines = (" ".join(line.split()) for line in str(error).splitlines())
+    print(f"{COMMAND}: {'; '.join(lines)}", file=sys.stderr)
     return status
 
 
