@@ -50,7 +50,7 @@ def check_damaged(whole: tuple[Run, Path, dict[str, Any]], name: str, change: An
     assert_same(values, run.values())
 
 
-FILES = ("masters", "exp_avg", "weights", "buffers", "extra", "manifest", "SHA")
+FILES = ("masters", "exp_avg", "weights", "buffers", "extra", "manifest", "checksums")
 
 
 def names(path: Path, start: str) -> list[str]:

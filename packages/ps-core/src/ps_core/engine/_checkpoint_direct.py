@@ -5,17 +5,19 @@ A checkpoint is larger than what it should push out of memory, and is wanted on 
 transfers were several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
 
 [Note: the checksum]
-SHA-256, which `sha256sum -c` checks anywhere and for which processors of the last years have instructions. It is taken
-of each buffer by one thread while another has it written, or the next one read.
+CRC-32, of zlib, which is in the standard library: it has to find damage, not forgery, and to be faster than a disk. It
+finds every change within 32 bits in a row; of others one in four billion escapes it. SHA-256 took three to four times
+as long, and halved the rate of a save. One thread takes it of each buffer while another has that written, or the next
+one read. `cksfv` and `rhash` check the list of them.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -72,12 +74,28 @@ def _was_direct(file: int, error: OSError) -> bool:
     return error.errno == errno.EINVAL and direct and set_direct(file, False)
 
 
+class Checksum:
+    """Of bytes as they come; see [Note: the checksum]."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take in more."""
+        self._value = zlib.crc32(data, self._value)
+
+    @property
+    def text(self) -> str:
+        """As it is written down."""
+        return f"{self._value:08X}"
+
+
 class Outlet:
     """A new file, written from its beginning to its end."""
 
     def __init__(self, path: Path, pair: Buffers) -> None:
         self._buffers = pair
-        self._hash = hashlib.sha256()
+        self._checksum = Checksum()
         self._filled = 0
         self._going: list[Future[object]] = []
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -98,7 +116,7 @@ class Outlet:
         wait(self._going)
         pair = self._buffers.pair
         full, self._filled = pair[0][: self._filled], 0
-        self._going = self._buffers.start(lambda: self._put(full), lambda: self._hash.update(full))
+        self._going = self._buffers.start(lambda: self._put(full), lambda: self._checksum.update(full))
         pair.reverse()
 
     def _put(self, data: memoryview) -> None:
@@ -114,7 +132,7 @@ class Outlet:
         self._flush()
         wait(self._going)
         os.fsync(self._file)
-        return self._hash.hexdigest()
+        return self._checksum.text
 
     def close(self) -> None:
         """Let go of the file."""
@@ -133,12 +151,12 @@ class Inlet:
 
     def __init__(self, path: Path, pair: Buffers) -> None:
         self._path, self._buffers = path, pair
-        self._hash = hashlib.sha256()
+        self._checksum = Checksum()
         self._file = os.open(path, os.O_RDONLY)
         set_direct(self._file, True)
         self._current = memoryview(b"")
         self._position = 0
-        self._hashing: list[Future[object]] = []
+        self._summing: list[Future[object]] = []
         self._reading = self._buffers.start(self._get)
 
     def _get(self) -> memoryview:
@@ -169,11 +187,11 @@ class Inlet:
             self._position += count
 
     def _advance(self) -> None:
-        wait(self._hashing)
+        wait(self._summing)
         (found,) = wait(self._reading)
         self._current = found
         self._buffers.pair.reverse()
-        self._hashing = self._buffers.start(lambda: self._hash.update(found))
+        self._summing = self._buffers.start(lambda: self._checksum.update(found))
         self._reading = self._buffers.start(self._get)
 
     def checksum(self) -> str:
@@ -181,11 +199,11 @@ class Inlet:
         while True:
             self._advance()
             if not self._current:
-                wait(self._hashing)
-                return self._hash.hexdigest()
+                wait(self._summing)
+                return self._checksum.text
 
     def close(self) -> None:
         """Let go of the file."""
-        wait_quietly(self._hashing)
+        wait_quietly(self._summing)
         wait_quietly(self._reading)
         os.close(self._file)

@@ -1,13 +1,12 @@
 """What a checkpoint says of itself: ``manifest.json``, and the checksums of every file, that one's included.
 
 [Note: damage]
-``SHA256SUMS`` is what `sha256sum` writes. It vouches for the manifest; the manifest says which tensors each file has,
-from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
+``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest; the manifest says which tensors each file
+has, from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -17,10 +16,11 @@ from typing import Any
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
+from ps_core.engine._checkpoint_direct import Checksum
 from ps_core.engine._checkpoint_folder import MANIFEST
 from ps_core.engine._safetensors import TYPES, Entry, damaged, table_of, type_name, write_all
 
-SUMS = "SHA256SUMS"
+SUMS = "checksums.sfv"
 FORMAT, VERSION = "ps-core checkpoint", 1
 
 
@@ -74,7 +74,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: Iterable[File]
     whole = {"format": FORMAT, "version": VERSION, "written_by": f"ps-core {__version__}", **manifest, "files": rows}
     text = _text(whole)
     _write(folder / MANIFEST, text)
-    _write(folder / SUMS, _sums({MANIFEST: hashlib.sha256(text).hexdigest(), **sums}))
+    _write(folder / SUMS, _sums({MANIFEST: _checksum(text), **sums}))
 
 
 def _text(manifest: dict[str, Any]) -> bytes:
@@ -82,7 +82,13 @@ def _text(manifest: dict[str, Any]) -> bytes:
 
 
 def _sums(sums: dict[str, str]) -> bytes:
-    return "".join(f"{checksum}  {name}\n" for name, checksum in sums.items()).encode()
+    return "".join(f"{name} {checksum}\n" for name, checksum in sums.items()).encode()
+
+
+def _checksum(text: bytes) -> str:
+    whole = Checksum()
+    whole.update(text)
+    return whole.text
 
 
 def _write(path: Path, text: bytes) -> None:
@@ -115,7 +121,7 @@ def read_manifest(path: Path) -> Saved:
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
     sums = _read_sums(path)
     text = _read(path / MANIFEST)
-    if hashlib.sha256(text).hexdigest() != sums.get(MANIFEST):
+    if _checksum(text) != sums.get(MANIFEST):
         raise damaged(path / MANIFEST, f"its checksum is not what {SUMS} says")
     manifest: dict[str, Any] = json.loads(text)
     if manifest["format"] != FORMAT or manifest["version"] != VERSION:
@@ -151,8 +157,7 @@ def _check_file(path: Path, file: File) -> None:
 def _read_sums(path: Path) -> dict[str, str]:
     text = _read(path / SUMS)
     try:
-        rows = [line.split("  ", 1) for line in text.decode().splitlines()]
-        sums = {name: checksum for checksum, name in rows}
+        sums = dict(line.split(" ") for line in text.decode().splitlines())
     except ValueError:
         sums = {}
     if _sums(sums) != text or MANIFEST not in sums:
