@@ -273,6 +273,22 @@ def test_parts_of_a_model_keep_the_engine() -> None:
     assert block.wide.weight.sum().item() != before
 
 
+def test_modules_that_take_parameters_over_keep_the_engine() -> None:
+    class Other(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.weight, self.bias = linear.weight, linear.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    model, _ = chunked(nn.Sequential(nn.Linear(4, 4)), ADAMW, precision="fp32", budget=Budget(host=HOST))
+    model[0] = Other(model[0])
+    model[0] = Other(model[0])
+    square(model, torch.ones(2, 4)).backward()
+    release(model)
+
+
 def test_a_cell_on_the_same_model_says_what_to_do() -> None:
     model, _ = chunked(models.stack(), ADAMW, device="cpu", budget=Budget(host=HOST))
     with pytest.raises(AlreadyManaged, match=r"release\(model\) first"):

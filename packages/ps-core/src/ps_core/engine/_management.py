@@ -43,7 +43,8 @@ class Management:
         self._blocks = Blocks(engine)
         self._handles: list[RemovableHandle] = []
         self._places = [(id(module), parameter) for module, parameter in _places(model)]
-        self._owners = 0
+        self._owners: set[int] = set()
+        """Modules with managed parameters that are watched, by id."""
 
     def install(self) -> None:
         """Hang everything on."""
@@ -66,10 +67,7 @@ class Management:
         for record in self.engine.records:
             if record.parameter.requires_grad:
                 self._handles.append(_first_hook(record.parameter, _gradient))
-        owners = {id(module): module for module, parameter in _places(model) if isinstance(parameter, ManagedParameter)}
-        self._owners = len(owners)
-        for module in owners.values():
-            weakref.finalize(module, self._owner_died).atexit = False
+        self._watch(model)
 
     @property
     def has_compiled_blocks(self) -> bool:
@@ -95,9 +93,19 @@ class Management:
             handle.remove()
         self._handles.clear()
 
-    def _owner_died(self) -> None:
+    def _watch(self, model: nn.Module) -> None:
+        """Hear of the end of the modules that have managed parameters."""
+        for module, parameter in _places(model):
+            if isinstance(parameter, ManagedParameter) and id(module) not in self._owners:
+                self._owners.add(id(module))
+                weakref.finalize(module, self._owner_died, id(module)).atexit = False
+
+    def _owner_died(self, owner: int) -> None:
         """A module with managed parameters is gone; with the last one, all that they had."""
-        self._owners -= 1
+        self._owners.discard(owner)
+        model = self._model()
+        if not self._owners and model is not None:
+            self._watch(model)  # others may have taken the parameters over
         if not self._owners and not self.engine.released:
             self.engine.released = True
             for group in self.engine.groups:
@@ -165,6 +173,7 @@ class Management:
         ):
             return
         self._places = places
+        self._watch(model)
         for name, parameter in model.named_parameters():
             # A plain tensor in a parameter's place is functional_call's.
             if type(parameter) is nn.Parameter and parameter.is_floating_point():
