@@ -9,6 +9,7 @@ checkpoint's recomputed block) are *held*: they belong to the moment although it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ps_core._trace import Moment, Phase, Tensor, Trace
@@ -75,7 +76,7 @@ class Recording:
         )
         place = {record.index: number for number, record in enumerate(records)}
         moments = []
-        for beat in self.beats:
+        for beat, work in zip(self.beats, self._work(records, tokens), strict=True):
             read = [place[index] for index in beat.touched if index in place]
             for index in (*beat.reads, *beat.held):
                 if not any(place[record.index] in read for record in groups[index].tensors):
@@ -87,7 +88,23 @@ class Recording:
                     reads=tuple(read),
                     grads=tuple(place[index] for index in beat.grads if index in place),
                     nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
-                    flops=(4.0 if beat.backward else 2.0) * tokens * sum(tensors[index].numel for index in read),
+                    flops=work,
                 )
             )
         return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)
+
+    def _work(self, records: list[TensorRecord], tokens: int) -> Iterator[float]:
+        """Operations of each moment: 2 a token and element in forward, 4 in backward, wherever that comes first.
+
+        What backward holds on to was recomputed there: 2 more.
+        """
+        of = {record.index: record for record in records}
+        recomputed = {group for beat in self.beats if beat.backward for group in beat.held}
+        seen: set[tuple[bool, int]] = set()
+        for beat in self.beats:
+            new = {(beat.backward, index) for index in (*beat.touched, *beat.grads) if index in of} - seen
+            seen |= new
+            yield tokens * sum(
+                of[index].numel * (2.0 + 2.0 * backward + 2.0 * (backward and of[index].group.index in recomputed))
+                for backward, index in new
+            )
