@@ -28,7 +28,7 @@ from ps_models import build
 LINK_BYTES_PER_S = 400e6
 LAYERS, HIDDEN, BATCH, LENGTH, VOCABULARY = 8, 512, 4, 128, 1024
 BUDGETS = ("24MiB", "48MiB", "96MiB")
-WARM_UPS, STEPS = 3, 7
+WARM_UPS, STEPS = 2, 5
 
 
 def measured(budget: str, rates: Machine) -> tuple[float, float, float, str]:
