@@ -1,9 +1,10 @@
 """Tokens a second of our GPT beside a plain PyTorch one and Hugging Face's GPT-2, in the same run.
 
-    python benchmarks/models_figures.py [--rounds 9] [--precision fp32 bf16] [--vocabulary 16384]
+    python benchmarks/models_figures.py [--rounds 9] [--precision fp32 bf16] [--processor-time]
 
 Contenders take turns, a training step each (forward, backward, fused AdamW); a ratio is taken within a round, so that
-what disturbs the machine disturbs both. Printed are medians, and the quartiles of the ratios.
+what disturbs the machine disturbs both. Printed are medians, and the quartiles of the ratios. With ``--processor-time`` it is one thread's seconds
+on the processor that count, where other programs keep the machine busy.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def stepping(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], Tenso
     return step
 
 
-def compare(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+def compare(
+    shape: Shape, precision: str, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Medians of our tokens a second as a part of the others'."""
     dtype = DTYPES[precision]
     ids = torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=torch.Generator().manual_seed(0))
@@ -131,10 +134,10 @@ def compare(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
         # Each round begins with another, so that none always follows the same one.
         order = list(contenders)[index % len(contenders) :] + list(contenders)[: index % len(contenders)]
         for name in order:
-            start = time.perf_counter()
+            start = clock()
             loss = contenders[name]()
             if index:  # the first is warm-up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
             assert loss.isfinite(), name
     tokens = shape.batch * shape.length
     print(f"{precision}: {shape}, {rounds} rounds")
@@ -154,10 +157,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens a second of our GPT beside others.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
-    parser.add_argument("--vocabulary", type=int, default=Shape().vocabulary)
+    parser.add_argument("--processor-time", action="store_true")
     told = parser.parse_args()
+    if told.processor_time:
+        torch.set_num_threads(1)  # others' waiting would count
     for precision in told.precision:
-        compare(Shape(vocabulary=told.vocabulary), precision, told.rounds)
+        compare(Shape(), precision, told.rounds, time.process_time if told.processor_time else time.perf_counter)
 
 
 if __name__ == "__main__":
