@@ -3,8 +3,8 @@
     python benchmarks/models_figures.py [--rounds 9] [--precision fp32 bf16] [--processor-time]
 
 Contenders take turns, a training step each (forward, backward, fused AdamW); a ratio is taken within a round, so that
-what disturbs the machine disturbs both. Printed are medians, and the quartiles of the ratios. With ``--processor-time`` it is one thread's seconds
-on the processor that count, where other programs keep the machine busy.
+what disturbs the machine disturbs both. Printed are medians, and the quartiles of the ratios. With ``--processor-time``
+it is one thread's seconds on the processor that count, for where other programs keep the machine busy.
 """
 
 from __future__ import annotations
