@@ -71,7 +71,7 @@ class Way:
         device: Any = self.device
         if self.device == "checked":
             device = StandIn(name="emulated", check=True, seed=3)
-        host = Budget(host="256MiB") if self.device == "cpu" else Budget(device="1MiB", host="256MiB")
+        host = Budget(host="256MiB") if self.device == "cpu" else Budget(device="96KiB", host="256MiB")
         groups = (Group(match=lambda name, parameter: parameter.dim() < 2, weight_decay=0.0),)
         rules = {
             "adamw": AdamW(lr=1e-2, weight_decay=0.1, eps=self.eps, groups=groups),
@@ -86,7 +86,7 @@ class Way:
             accumulation_steps=self.accumulate * parts,
             max_grad_norm=self.max_norm,
             collectives=together,
-            options=Options(group_bytes=4000, poison=True, keep_fp32=("norm.*",)),
+            options=Options(group_bytes=4000, poison=self.device != "cpu", keep_fp32=("norm.*",)),
         )
 
 
@@ -171,13 +171,18 @@ def check_budget(model: nn.Module, each: ps_dist.TorchCollectives) -> None:
     assert used == homes, "between steps there is nothing but shards"
 
 
-def counts_bytes(each: ps_dist.TorchCollectives, precision: str) -> None:
-    """A step's bytes: every group gathered for forward and for backward, but the last only once; every sum once."""
+def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) -> None:
+    """A step's bytes: groups gathered once, or in tight memory for forward and for backward but the last; sums once."""
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
     model, optimizer = chunked(
-        model, SGD(lr=0.1), precision=precision, collectives=each, options=Options(group_bytes=40 * 41 * size)
+        model,
+        SGD(lr=0.1),
+        precision=precision,
+        budget=Budget(host=each.local_ranks * (100 * 2**10 if tight else 2**20)),
+        collectives=each,
+        options=Options(group_bytes=40 * 41 * size),
     )
     groups = management_of(model).engine.groups
     assert len(groups) == 5
@@ -189,9 +194,8 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str) -> None:
         after = each.statistics().wire_bytes
         spent = {name: after[name] - before.get(name, 0) for name in after}
         others = (each.ranks - 1) * size
-        assert spent["all_gather"] == others * sum(2 * group.shard_numel for group in groups) - others * (
-            groups[-1].shard_numel
-        )
+        gathered = [group.shard_numel for group in (*groups, *(groups[:-1] if tight else ()))]
+        assert spent["all_gather"] == others * sum(gathered)
         assert spent["reduce_scatter"] == others * sum(group.shard_numel for group in groups)
         order = [name for name in each.recent() if "gradients of" in name][-5:]
         assert [name.split("gradients of ")[1] for name in order] == [f"{i}.weight)" for i in (4, 3, 2, 1, 0)]

@@ -48,9 +48,10 @@ def test_two_ranks(two: Crew, case: str) -> None:
     two.run(cases.CASES[case])
 
 
+@pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bytes_on_the_wire(each_crew: Crew, precision: str) -> None:
-    each_crew.run(cases.counts_bytes, precision)
+def test_bytes_on_the_wire(each_crew: Crew, precision: str, tight: bool) -> None:
+    each_crew.run(cases.counts_bytes, precision, tight)
 
 
 def test_ranks_whose_models_do_different_things() -> None:

@@ -29,6 +29,8 @@ from ps_core.engine._together import Pending, Together
 
 _ON_WAY = 2
 """Sums that may be on their way at once: each holds a group's memory."""
+_PARTS_KEPT = 2
+"""Groups stay gathered from forward to backward where all of them take at most one part in so many of what is left."""
 _BITS = 32
 """Tensors that one number speaks for, when processes say which got gradients."""
 
@@ -55,8 +57,10 @@ class _Sum:
 
     group: GroupRecord
     records: list[TensorRecord]
-    slots: tuple[Slot, ...]
-    """What it fills, then what it reads and its scratch."""
+    shard: Slot
+    """What it fills."""
+    borrowed: tuple[Slot, ...]
+    """To be given back."""
     pending: Pending
 
 
@@ -73,17 +77,20 @@ class ShardDriver(Demand):
         self._sent: set[TensorRecord] = set()
         """Of those, the ones whose sum was begun."""
         self._backward = False
+        self._keeps: bool | None = None
+        """Whether groups stay until their gradients leave; None: not agreed on yet."""
 
     # Moments.
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
-        """Gather what the moment reads, and keep nothing else."""
+        """Gather what the moment reads, and keep nothing else (or everything, where there is plenty of room)."""
         self._backward |= torch._C._current_graph_task_id() != -1
+        if self._keeps is None:
+            self._keeps = self._agree_to_keep()
         groups = list(dict.fromkeys(record.group for record in reads))
-        if groups:
+        if groups and not self._keeps:
             for group in [group for group in self._in if group not in groups]:
-                self._shards.drop(group)
-                del self._in[group]
+                self._let_go(group)
         self._shards.sweep()
         for group in groups:
             if 0 not in group.home.copies:
@@ -92,12 +99,26 @@ class ShardDriver(Demand):
             self._in[group] = None
             self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
 
+    def _agree_to_keep(self) -> bool:
+        """Whether every process has room for all groups; settled once, so that all gather the same."""
+        sizes = [group.home.bytes for group in self._shards.groups]
+        left = self._store.tiers[0].capacity_bytes - self._store.used_bytes[0]
+        work = (_ON_WAY + 3) * max(sizes)
+        roomy = _PARTS_KEPT * (sum(sizes) + work) <= left
+        return all(row[0] for row in self._together.all_values([float(roomy)], "room to keep groups"))
+
+    def _let_go(self, group: GroupRecord) -> None:
+        self._shards.drop(group)
+        self._in.pop(group, None)
+        group.reading = -1
+
     def _make_hole(self, size: int, name: str) -> None:
         """Room on the compute tier, if need be by waiting for sums."""
-        if self._roomy(size):
+        if self._shards.has_spare(size) or self._roomy(size):
             return
         self._settle(0)
         self._shards.sweep()
+        self._shards.free_spare()
         if not self._roomy(size):
             store, groups = self._store, self._shards.groups
             total = store.used_bytes[0] + size + store.tide_bytes
@@ -110,7 +131,7 @@ class ShardDriver(Demand):
     def _reserve(self, size: int, name: str) -> Slot:
         size = max(align_up(size), 128)
         self._make_hole(size, name)
-        return self._store.reserve(0, size)
+        return self._shards.borrow(size)
 
     # Gradients.
 
@@ -144,13 +165,17 @@ class ShardDriver(Demand):
         staged = self._staged.pop(group)
         whole = staged.slot.flat(group.dtype, group.chunk_numel)
         self._clear(group, staged, whole)
-        shard = self._reserve(numel * 4, name)
+        direct = self._sums.direct(group)
+        shard = direct or self._reserve(numel * 4, name)
         scratch = self._reserve(min(self._together.scratch_bytes(numel, group.dtype), WIRE_BYTES), name)
         self._shards.before_collective()
         self._store.device.work(Queue.COLL, name, (whole,), (shard.memory, scratch.memory))
         pending = self._together.start_reduce_scatter(shard.flat(torch.float32, numel), whole, scratch.memory, name)
-        self._on_way.append(_Sum(group, records, (shard, staged.slot, scratch), pending))
+        slots = (staged.slot, scratch) if direct else (staged.slot, scratch, shard)
+        self._on_way.append(_Sum(group, records, shard, slots, pending))
         self._sent.update(records)
+        if self._keeps:
+            self._let_go(group)
         self._settle(_ON_WAY)
 
     def _clear(self, group: GroupRecord, staged: _Staged, whole: torch.Tensor) -> None:
@@ -166,9 +191,9 @@ class ShardDriver(Demand):
             done = self._on_way.popleft()
             done.pending.wait()
             self._shards.after_collective()
-            self._sums.add_shard(done.group, done.records, done.slots[0])
-            for slot in done.slots:
-                self._shards.give_back(slot)
+            self._sums.add_shard(done.group, done.records, done.shard)
+            for slot in done.borrowed:
+                self._shards.lend(slot)
 
     # The end.
 
@@ -178,9 +203,9 @@ class ShardDriver(Demand):
             self._send_rest(self._agree())
         self._settle(0)
         for group in list(self._in):
-            self._shards.drop(group)
-        self._in.clear()
+            self._let_go(group)
         self._shards.sweep()
+        self._shards.free_spare()
         self._sums.settled()
         self._arrived.clear()
         self._sent.clear()
@@ -200,6 +225,7 @@ class ShardDriver(Demand):
         return {index for index in range(count) if union[index // _BITS] >> index % _BITS & 1}
 
     def _send_rest(self, union: set[int]) -> None:
+        self._settle(0)
         for group in self._shards.groups:
             records = [record for record in group.tensors if record.index in union and record not in self._sent]
             if group in self._staged:  # a tensor may have got a second gradient in this pass

@@ -36,9 +36,19 @@ class ShardGradients(GradientKeeper):
         """Everything that was announced has come."""
         self._fresh.clear()
 
+    def direct(self, group: GroupRecord) -> Slot | None:
+        """The accumulator, if the sum over processes may be put there as it is."""
+        slot = self.accumulator(group).slot
+        old = any(each.gradient is Gradient.SUMMED and each not in self._fresh for each in group.tensors)
+        return None if slot.tier or old else slot
+
     def add_shard(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
         """Add the sum over processes of this shard, which lies on the compute tier in fp32."""
         home, numel = self.accumulator(group), group.shard_numel
+        if slot is home.slot:
+            self._fresh.difference_update(records)
+            home.changed(slot)
+            return
         stage = slot if home.slot.tier == slot.tier else self._down(slot, home)
         source, target = (each.flat(torch.float32, numel) for each in (stage, home.slot))
         self._residency.await_all(Queue.CPU)

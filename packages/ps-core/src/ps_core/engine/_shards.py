@@ -3,9 +3,10 @@
 [Note: shards]
 Homes hold this process's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
 has no home: it is gathered at the first touch of a moment that wants it, and given back when a moment begins that does
-not. So what is gathered when follows from the order of touches alone, never from how much room there is: processes
-whose batches are of other lengths stay in step. A copy that somebody holds on to stays charged until it is let go, but
-counts as gone, for the same reason: when it is let go may be the garbage collector's business.
+not (or, where all processes have plenty of room, when its gradients leave). So what is gathered when follows from the
+order of touches alone, never from how much room there is just then: processes whose batches are of other lengths stay
+in step. A copy that somebody holds on to stays charged until it is let go, but counts as gone, for the same reason:
+when it is let go may be the garbage collector's business.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class ShardResidency(Residency):
         self._together = together
         self._held: list[tuple[Slot, list[Bound]]] = []
         """Copies that count as gone, but for their memory."""
+        self._spare: dict[int, list[Slot]] = {}
+        """By size."""
         self._whole: tuple[Home, int, torch.Tensor] | None = None
         """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
         store.queues = (*store.queues, Queue.COLL)
@@ -42,7 +45,7 @@ class ShardResidency(Residency):
         slot = home.newest(0)
         if slot is not None:
             return slot
-        slot = home.copies.setdefault(0, home.copies.get(0) or self.store.reserve(0, home.bytes))
+        slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes))
         whole = slot.flat(group.dtype, group.chunk_numel)
         numel = group.shard_numel
         own = whole[group.rank * numel : (group.rank + 1) * numel]
@@ -99,7 +102,33 @@ class ShardResidency(Residency):
             if any(_used(bound) for bound in bounds):
                 self._held.append((slot, bounds))
             else:
+                self.lend(slot)
+
+    # Memory of one tier, which is taken anew for every slot, is kept for the next group of that size.
+
+    def borrow(self, size: int) -> Slot:
+        """A slot on the compute tier."""
+        spare = self._spare.get(size)
+        return spare.pop() if spare else self.store.reserve(0, size)
+
+    def lend(self, slot: Slot) -> None:
+        """What `borrow` gave is not needed any more."""
+        if slot.offset >= 0 or self.store.poison:
+            self.give_back(slot)
+        else:
+            slot.extent, slot.stamp = None, -1
+            self._spare.setdefault(slot.bytes, []).append(slot)
+
+    def has_spare(self, size: int) -> bool:
+        """Whether `borrow` takes no memory."""
+        return bool(self._spare.get(size))
+
+    def free_spare(self) -> None:
+        """Give back what is kept."""
+        for slots in self._spare.values():
+            for slot in slots:
                 self.give_back(slot)
+        self._spare.clear()
 
     # For the host thread.
 
