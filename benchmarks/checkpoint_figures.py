@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics as numbers
 import subprocess
 import tempfile
@@ -76,7 +77,7 @@ def spread(values: list[float]) -> str:
 def figures(folder: Path, millions: float, rounds: int) -> dict[str, float]:
     """Print rates and ratios; their medians."""
     model, optimizer = make(millions)
-    path, zeros = folder / "checkpoint", folder / "zeros"
+    path, fresh, zeros = folder / "checkpoint", folder / "fresh", folder / "zeros"
     save_checkpoint(path, model, optimizer)
     files = [each for each in path.iterdir() if each.suffix == ".safetensors"]
     size = sum(each.stat().st_size for each in files)
@@ -85,7 +86,7 @@ def figures(folder: Path, millions: float, rounds: int) -> dict[str, float]:
     contenders: dict[str, Callable[[], object]] = {
         "dd conv=fsync": lambda: dd("if=/dev/zero", f"of={zeros}", count, "conv=fsync"),
         "dd oflag=direct conv=fsync": lambda: dd("if=/dev/zero", f"of={zeros}", count, "oflag=direct", "conv=fsync"),
-        "save": lambda: save_checkpoint(path, model, optimizer, overwrite=True),
+        "save": lambda: save_checkpoint(fresh, model, optimizer),
         "dd iflag=direct": lambda: [dd(f"if={each}", "of=/dev/null", "iflag=direct") for each in path.glob("*tensors")],
         "load": lambda: load_checkpoint(path, model, optimizer),
     }
@@ -94,6 +95,7 @@ def figures(folder: Path, millions: float, rounds: int) -> dict[str, float]:
     for turn in range(rounds):
         for name in sorted(contenders, reverse=bool(turn % 2)):
             zeros.unlink(missing_ok=True)
+            shutil.rmtree(fresh, ignore_errors=True)
             forget(path)
             taken, memory = timed(contenders[name])
             seconds[name].append(taken)

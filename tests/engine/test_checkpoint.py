@@ -16,7 +16,7 @@ from torch import nn
 
 from _checkpoints import SPEC, TIERS, Net, Run, assert_same
 from ps_core import SGD, Adam, AdamW, CheckpointMismatch, Group, InvalidInput
-from ps_core.engine import _checkpoint, load_checkpoint, save_checkpoint, statistics
+from ps_core.engine import _checkpoint, load_checkpoint, load_weights, save_checkpoint, statistics
 from ps_core.engine._checkpoint_random import random_state, restore_random_state
 from ps_core.engine._checkpoint_values import decode, encode
 
@@ -364,6 +364,21 @@ def test_with_whom(tmp_path: Path) -> None:
         values = run.values()
         load_checkpoint(tmp_path / "a", other.model.blocks[0], other.optimizer)
         assert_same(values, other.values())
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    with Run("cpu") as run:
+        save(run, tmp_path / "a")
+        engine = run.model.table.weight._keeper
+        engine.together = object()
+        for call in (
+            lambda: save(run, tmp_path / "b"),
+            lambda: load(run, tmp_path / "a"),
+            lambda: load_weights(run.model, tmp_path / "a"),
+        ):
+            with pytest.raises(InvalidInput, match=r"shared by several processes .* and checkpoints are for one"):
+                call()
+        engine.together = None
 
 
 class Wider(Net):

@@ -29,6 +29,7 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
         raise InvalidInput(
             f"only this {type(model).__name__} is left of the model that chunked(...) was given: keep it"
         )
+    check_alone(engine)
     if optimizer is None and not any(record.trainable for record in engine.records):
         return whole, engine
     if not isinstance(optimizer, ChunkedOptimizer):
@@ -37,6 +38,15 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
     if optimizer._gradients is not engine:
         raise InvalidInput("this optimizer is another model's: pass the one that chunked(...) returned with this model")
     return whole, engine
+
+
+def check_alone(engine: Engine) -> None:
+    """`InvalidInput` where several processes have a part each."""
+    if engine.together is not None:
+        raise InvalidInput(
+            "this model is shared by several processes (collectives=...), and checkpoints are for one: let every rank "
+            "call model.state_dict() and optimizer.state_dict(masters=True), and one of them save what they give"
+        )
 
 
 def settle(engine: Engine, what: str) -> None:

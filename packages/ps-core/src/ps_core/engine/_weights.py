@@ -14,7 +14,7 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint_access import changing, settle
+from ps_core.engine._checkpoint_access import changing, check_alone, settle
 from ps_core.engine._checkpoint_contents import BUFFERS, MASTERS, WEIGHTS, Chunks, Held, largest_chunk_bytes
 from ps_core.engine._checkpoint_direct import Buffers, buffers
 from ps_core.engine._checkpoint_files import Source
@@ -46,6 +46,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     have; with ``strict`` such names raise `CheckpointMismatch`, before anything is changed.
     """
     engine = management_of(model).engine
+    check_alone(engine)
     engine.check_usable(loading=engine.half_loaded.startswith("load_weights("))
     settle(engine, "loaded")
     path = Path(path).absolute()
