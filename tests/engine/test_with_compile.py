@@ -15,7 +15,7 @@ from _cases import ADAMW, finish, next_token, rows, square, tokens
 from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget, chunked_model
 from ps_core import Budget, UnsupportedParameter
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._parameter import ManagedParameter
 
 pytestmark = [  # of PyTorch's own making
@@ -144,6 +144,15 @@ def test_a_compiled_block_that_raises_leaves_nothing_open() -> None:
         assert all(type(parameter) is ManagedParameter for parameter in model.parameters())
         square(model, *rows(0)).backward()
         finish(optimizer)
+
+
+def test_a_compiled_block_runs_on_materialized_parameters() -> None:
+    model = models.stack()
+    model[1].compile(backend="eager")
+    with chunked_model(model, precision="fp32") as (model, _), torch.no_grad():
+        expected = square(model, *rows(0))
+        with materialized(model):
+            assert torch.equal(square(model, *rows(0)), expected)
 
 
 def test_release_leaves_the_block_compiled() -> None:

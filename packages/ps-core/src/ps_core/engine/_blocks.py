@@ -40,7 +40,7 @@ class Block:
         self.around = Around(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if self._running:
+        if self._running or self._engine.surgery:  # or its parameters are plain already
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
         engine.touch(self._records)

@@ -17,6 +17,7 @@ from ps_core.engine._around import Around, Call
 from ps_core.engine._blocks import Blocks
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
+from ps_core.engine._interrupts import take_out
 from ps_core.engine._joining import Unplanned
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
@@ -114,6 +115,8 @@ class Management:
                     self.engine.residency.unbind(record)
                 self._give_back(group)
             self.engine.passes.tide.stop()  # the last backward pass may have left its mode on
+            if self.engine.passes.recording is not None:
+                take_out()
             self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

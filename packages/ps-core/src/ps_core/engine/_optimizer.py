@@ -21,7 +21,7 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._options import SGD, Adam, AdamW, Optimizer
 from ps_core._program import Kind
-from ps_core.engine._interrupts import undisturbed
+from ps_core.engine._interrupts import alone
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Gradients, Outcome, Rule, Settings
 
@@ -73,7 +73,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # ---- training ----
 
-    @undisturbed
+    @alone
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is refused
         """Update the parameters from the gradients that backward left; nothing if one of them is not finite."""
@@ -95,7 +95,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaler.update(skipped=self._outcome.skipped)
 
-    @undisturbed
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
         if not set_to_none:
@@ -205,7 +205,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         moments = {name: self._gradients.read_state(record, kind) for name, kind in STATES[self._rule].items()}
         return moments if self._rule is Rule.SGD else {"step": torch.tensor(float(record.steps)), **moments}
 
-    @undisturbed
+    @alone
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` of this, or of torch's optimizer of the same kind and groups, gave.
 

@@ -15,7 +15,7 @@ from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core.engine._counters import Counters
 from ps_core.engine._demand import Demand
 from ps_core.engine._gradients import GradientKeeper
-from ps_core.engine._interrupts import undisturbed
+from ps_core.engine._interrupts import put_in, take_out, undisturbed
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import changed_in_place, compute_tier_too_small, everything_too_large
@@ -244,6 +244,7 @@ class Passes:
 
     def _begin(self, *, backward: bool) -> None:
         self.check_tampered()
+        put_in()
         training = backward or torch.is_grad_enabled()
         self.recording = Recording(regular=not backward, training=training)
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)
@@ -287,6 +288,7 @@ class Passes:
         self._store.tide_bytes = 0
         recording.regular &= not any(record.handles for record in self._records)
         self._counters.passes += 1
+        take_out()
         self.guide.observe(recording)
 
     def _go_home(self, recording: Recording) -> None:

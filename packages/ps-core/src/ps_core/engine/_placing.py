@@ -10,7 +10,7 @@ from torch import nn
 
 from ps_core._program import Kind
 from ps_core.engine._disk import blocks
-from ps_core.engine._interrupts import undisturbed
+from ps_core.engine._interrupts import alone
 from ps_core.engine._parameter import ManagedParameter, changes, clear_grad, point_at
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
@@ -139,7 +139,7 @@ def fill(
         adopt(record, parameter, keeper)
 
 
-@undisturbed
+@alone
 def adopt(record: TensorRecord, parameter: nn.Parameter, keeper: Any) -> None:
     """Let a plain parameter be a managed one."""
     clear_grad(parameter)

@@ -11,7 +11,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._engine import Engine
-from ps_core.engine._interrupts import undisturbed
+from ps_core.engine._interrupts import alone
 from ps_core.engine._management import management_of
 from ps_core.engine._parameter import ManagedParameter, make_plain, point_at
 from ps_core.engine._records import TensorRecord
@@ -29,6 +29,17 @@ def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write:
     engine.check_usable()
     engine.finish_pass()
     given: dict[TensorRecord, torch.Tensor | None] = {}
+    try:
+        _take(engine, wanted, given, write=write)
+        yield model
+    finally:
+        _put_back(engine, given)
+
+
+@alone
+def _take(
+    engine: Engine, wanted: list[TensorRecord], given: dict[TensorRecord, torch.Tensor | None], *, write: bool
+) -> None:
     for record in wanted:
         value = engine.read(record)
         engine.residency.unbind(record)
@@ -36,22 +47,23 @@ def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write:
         point_at(record.parameter, value)
         given[record] = value.clone() if write else None
     engine.surgery = True
-    try:
-        yield model
-    finally:
-        engine.surgery = False
-        found = {record: record.parameter.detach() for record in given}
-        for record in given:
-            record.parameter.__class__ = ManagedParameter
-            point_at(record.parameter, record.placeholder)
-            engine.forget_version(record)
-        for record, before in given.items():
-            after = found[record]
-            if before is not None and not (after.shape == before.shape and bool((after == before).all())):
-                _write(engine, record, after)
 
 
-@undisturbed
+@alone
+def _put_back(engine: Engine, given: dict[TensorRecord, torch.Tensor | None]) -> None:
+    engine.surgery = False
+    found = {record: record.parameter.detach() for record in given}
+    for record in given:
+        record.parameter.__class__ = ManagedParameter
+        point_at(record.parameter, record.placeholder)
+        engine.forget_version(record)
+    for record, before in given.items():
+        after = found[record]
+        if before is not None and not (after.shape == before.shape and bool((after == before).all())):
+            _write(engine, record, after)
+
+
+@alone
 def undo(engine: Engine) -> None:
     """`chunked` was broken off: what was packed so far becomes plain parameters again, of the types they came with.
 
