@@ -88,12 +88,16 @@ NO_SUCH_QUEUE = {
     Fault.DISK_WRITE_BEFORE_COPY_OUT: Queue.DISK_W,
     Fault.COPY_OUT_OVER_DISK_WRITE: Queue.DISK_W,
     Fault.DISK_READ_BEFORE_WRITE: Queue.DISK_R,
+    Fault.COMPUTE_BEFORE_DISK_READ: Queue.DISK_R,
+    Fault.COMPUTE_OVER_DISK_WRITE: Queue.DISK_W,
+    Fault.DISK_READ_OVER_COMPUTE: Queue.DISK_R,
+    Fault.DISK_WRITE_BEFORE_COMPUTE: Queue.DISK_W,
     Fault.COMPUTE_BEFORE_GATHER: Queue.COLL,
     Fault.GATHER_BEFORE_FETCH: Queue.COLL,
     Fault.GATHER_OVER_COMPUTE: Queue.COLL,
     Fault.FETCH_OVER_GATHER: Queue.COLL,
 }
-"""The engine has two tiers and one process, so it launches nothing on these."""
+"""Here are two tiers and one process, so nothing is launched on these; `test_disk_faults` has a disk."""
 
 
 class Device(StandIn):

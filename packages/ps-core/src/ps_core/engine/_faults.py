@@ -84,6 +84,22 @@ class Fault(StrEnum):
         *("disk-read-before-write", Queue.DISK_R, Queue.DISK_W),
         "the disk is read before what was written there is complete",
     )
+    COMPUTE_BEFORE_DISK_READ = (
+        *("compute-before-disk-read", Queue.COMPUTE, Queue.DISK_R),
+        "where the host computes: it reads a slot that has not come from the disk",
+    )
+    COMPUTE_OVER_DISK_WRITE = (
+        *("compute-over-disk-write", Queue.COMPUTE, Queue.DISK_W),
+        "where the host computes: it writes a slot that is still being written to the disk",
+    )
+    DISK_READ_OVER_COMPUTE = (
+        *("disk-read-over-compute", Queue.DISK_R, Queue.COMPUTE),
+        "where the host computes: a disk read lands in a slot that is still computed on",
+    )
+    DISK_WRITE_BEFORE_COMPUTE = (
+        *("disk-write-before-compute", Queue.DISK_W, Queue.COMPUTE),
+        "where the host computes: a slot is written to the disk before it is computed",
+    )
     COMPUTE_BEFORE_GATHER = (
         *("compute-before-gather", Queue.COMPUTE, Queue.COLL),
         "compute reads a group that is still being gathered",
