@@ -29,8 +29,8 @@ from ps_core.engine._together import Pending, Together
 
 _ON_WAY = 2
 """Sums that may be on their way at once: each holds a group's memory."""
-_PARTS_KEPT = 2
-"""Groups stay gathered from forward to backward where all of them take at most one part in so many of what is left."""
+_MARGIN = 2
+"""Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""
 _BITS = 32
 """Tensors that one number speaks for, when processes say which got gradients."""
 
@@ -78,15 +78,13 @@ class ShardDriver(Demand):
         """Of those, the ones whose sum was begun."""
         self._backward = False
         self._keeps: bool | None = None
-        """Whether groups stay until their gradients leave; None: not agreed on yet."""
+        """Whether groups stay until their gradients leave; None: not agreed on yet, for the first pass is to show."""
 
     # Moments.
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """Gather what the moment reads, and keep nothing else (or everything, where there is plenty of room)."""
         self._backward |= torch._C._current_graph_task_id() != -1
-        if self._keeps is None:
-            self._keeps = self._agree_to_keep()
         groups = list(dict.fromkeys(record.group for record in reads))
         if groups and not self._keeps:
             for group in [group for group in self._in if group not in groups]:
@@ -99,13 +97,12 @@ class ShardDriver(Demand):
             self._in[group] = None
             self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
 
-    def _agree_to_keep(self) -> bool:
-        """Whether every process has room for all groups; settled once, so that all gather the same."""
-        sizes = [group.home.bytes for group in self._shards.groups]
-        left = self._store.tiers[0].capacity_bytes - self._store.used_bytes[0]
-        work = (_ON_WAY + 3) * max(sizes)
-        roomy = _PARTS_KEPT * (sum(sizes) + work) <= left
-        return all(row[0] for row in self._together.all_values([float(roomy)], "room to keep groups"))
+    def _has_plenty(self) -> bool:
+        """Whether all groups fit together, with twice what a pass took besides that kept none."""
+        store, groups = self._store, self._shards.groups
+        states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
+        besides = _MARGIN * (store.peak_bytes[0] - states)
+        return states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes
 
     def _let_go(self, group: GroupRecord) -> None:
         self._shards.drop(group)
@@ -220,8 +217,12 @@ class ShardDriver(Demand):
         for record in self._arrived:
             words[record.index // _BITS] |= 1 << record.index % _BITS
         union = [0] * len(words)
-        for row in self._together.all_values([float(word) for word in words], "which gradients there are"):
-            union = [one | int(other) for one, other in zip(union, row, strict=True)]
+        words.append(self._has_plenty())
+        rows = self._together.all_values([float(word) for word in words], "which gradients there are")
+        if self._keeps is None:
+            self._keeps = all(row[-1] for row in rows)
+        for row in rows:
+            union = [one | int(other) for one, other in zip(union, row[:-1], strict=True)]
         return {index for index in range(count) if union[index // _BITS] >> index % _BITS & 1}
 
     def _send_rest(self, union: set[int]) -> None:
