@@ -91,7 +91,7 @@ def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent,
 
 
 def _check_compute_tier(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
-    """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs all of one."""
+    """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
     pinned = sum(
         bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False)
     )
