@@ -14,6 +14,7 @@ anything is changed. What was issued is then finished, and demand takes over fro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -220,10 +221,12 @@ class Replay:
         return any(isinstance(event, DiskEvent) and not event.done for event in events)
 
     def _await(self, instr: Instr) -> None:
-        for wait in instr.after:
-            event = self._events.get(wait)
-            if event is not None:
+        events = [event for wait in instr.after if (event := self._events.get(wait)) is not None]
+        if events:
+            started = time.perf_counter()
+            for event in events:
                 self._device.wait(instr.queue, event)
+            self._counters.waited(time.perf_counter() - started)
 
     def _complete(self, instr: Instr) -> None:
         self._done.add(instr.id)

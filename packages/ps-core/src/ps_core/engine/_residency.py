@@ -6,6 +6,7 @@ same store, homes and stamps, so either can take over from the other between two
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import torch
@@ -28,6 +29,9 @@ class Watcher(Protocol):
 
     def evicted(self) -> None:
         """A group left the compute tier."""
+
+    def waited(self, seconds: float) -> None:
+        """The host thread waited for moves."""
 
 
 class Residency:
@@ -122,17 +126,19 @@ class Residency:
 
     def _arrived(self, queue: Queue) -> None:
         """Let what comes next find a move done."""
-        device = self.store.device
+        device, started = self.store.device, time.perf_counter()
         event = device.record(queue)
         for other in (Queue.COMPUTE, Queue.CPU):
             device.wait(other, event)
+        self.watcher.waited(time.perf_counter() - started)
 
     def await_all(self, queue: Queue) -> None:
         """Let whatever comes next on a queue find every other queue's work done."""
-        device = self.store.device
+        device, started = self.store.device, time.perf_counter()
         for other in self.store.queues:
             if other is not queue:
                 device.wait(queue, device.record(other))
+        self.watcher.waited(time.perf_counter() - started)
 
     def write_home(self, home: Home) -> None:
         """Have the newest bytes at home; but not on a disk that failed."""
