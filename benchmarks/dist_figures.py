@@ -108,10 +108,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=CONTENDERS)
+    parser.add_argument("--small", action="store_true", help="to see that it runs")
     told = parser.parse_args()
     torch.set_num_threads(1)
     together = ps_dist.connect(timeout_s=300)
-    shape = Shape()
+    shape = Shape(layers=2, hidden=64, heads=2, vocabulary=96, batch=4, length=16) if told.small else Shape()
     taken = figures(shape, together, [told.only] if told.only else list(CONTENDERS), told.rounds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peaks = [row[0] for row in together.all_values([peak], "peak")]

@@ -1,0 +1,23 @@
+"""The figures of several processes, once and small, so that they do not rot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_contenders_take_turns() -> None:
+    program = Path(__file__).with_name("dist_figures.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "--small"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ours fp32 / FSDP2 fp32: " in done.stdout
+    assert "ours bf16: 9." in done.stdout
