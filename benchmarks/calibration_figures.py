@@ -22,7 +22,7 @@ from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import Machine, machine
 from ps_core.engine import chunked
 from ps_core.engine._calibrate import calibrate
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.standin import StandIn
 from ps_models import build
 
 LINK_BYTES_PER_S = 400e6

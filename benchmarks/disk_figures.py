@@ -32,8 +32,8 @@ from ps_core import AdamW, Budget
 from ps_core._plan import Copy
 from ps_core._program import SegmentName
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._disk import DiskFile
-from ps_core.engine._disk_streams import DiskStreams
+from ps_core.engine._disk.file import DiskFile
+from ps_core.engine._disk.streams import DiskStreams
 from ps_core.engine._management import management_of
 
 BYTES_PER_PARAMETER = 14

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.standin import StandIn
 from ps_core.engine._tide import Tide
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

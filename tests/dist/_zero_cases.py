@@ -17,7 +17,7 @@ import ps_dist
 from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._management import management_of
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.standin import StandIn
 
 WIDTH, ROWS = 24, 8
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ps_core.engine._cuda_runtime import Allocated, Failure
+from ps_core.engine._cuda.runtime import Allocated, Failure
 from ps_core.engine._tide import Tide
 from ps_kernels import PinnedArena
 

@@ -16,9 +16,10 @@ from torch import nn
 
 from _checkpoints import SPEC, TIERS, Net, Run, assert_same
 from ps_core import SGD, Adam, AdamW, CheckpointMismatch, Group, InvalidInput
-from ps_core.engine import _checkpoint, load_checkpoint, load_weights, save_checkpoint, statistics
-from ps_core.engine._checkpoint_random import random_state, restore_random_state
-from ps_core.engine._checkpoint_values import decode, encode
+from ps_core.engine import load_checkpoint, load_weights, save_checkpoint, statistics
+from ps_core.engine._checkpoint import checkpoint as _checkpoint
+from ps_core.engine._checkpoint.random import random_state, restore_random_state
+from ps_core.engine._checkpoint.values import decode, encode
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SPECS = {"adamw": SPEC, "adam": Adam(lr=1e-2), "sgd": SGD(lr=0.1, momentum=0.9)}

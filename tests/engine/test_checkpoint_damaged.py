@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from _checkpoints import Run, assert_same
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, TierFailure
-from ps_core.engine import _checkpoint, load_checkpoint, load_weights, save_checkpoint
-from ps_core.engine._safetensors import read_table
+from ps_core.engine import load_checkpoint, load_weights, save_checkpoint
+from ps_core.engine._checkpoint import checkpoint as _checkpoint
+from ps_core.engine._checkpoint.safetensors import read_table
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_what_was_half_loaded_is_not_trained(whole: tuple[Run, Path, dict[str, A
 
 
 def test_a_newer_format_is_not_damage(whole: tuple[Run, Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ps_core.engine import _checkpoint_manifest
+    from ps_core.engine._checkpoint import manifest as _checkpoint_manifest
 
     run, path, _ = whole
     monkeypatch.setattr(_checkpoint_manifest, "VERSION", 0)

@@ -20,9 +20,9 @@ from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
 from ps_core.engine._bystanders import bring_along
-from ps_core.engine._cuda import CudaDevice, cuda_device
-from ps_core.engine._cuda_memory import AllocatorTide
-from ps_core.engine._standin import StandIn
+from ps_core.engine._cuda.device import CudaDevice, cuda_device
+from ps_core.engine._cuda.memory import AllocatorTide
+from ps_core.engine._emulated.standin import StandIn
 
 CASE = {each.name: each for each in CASES}
 NAMES = ("tied", "lstm", "frozen", "mixed_dtypes", "two_forwards", "detached_weight", "evaluation_before_step")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ps_core import InvalidInput, TierFailure
 from ps_core._plan import Queue
-from ps_core.engine import _disk
-from ps_core.engine._disk import BLOCK_BYTES, DiskFile, Place
-from ps_core.engine._disk_streams import DiskStreams
+from ps_core.engine._disk import file as _disk
+from ps_core.engine._disk.file import BLOCK_BYTES, DiskFile, Place
+from ps_core.engine._disk.streams import DiskStreams
 
 
 @pytest.fixture

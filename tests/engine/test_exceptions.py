@@ -16,7 +16,7 @@ from _runs import HOST, check_same, managed, tightest
 from ps_core import Budget
 from ps_core._plan import Queue
 from ps_core.engine import statistics
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.standin import StandIn
 
 
 class Boom(Exception):

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core import InvalidInput, Moment, Phase, Setup, Tier, Trace, find_plan, machine
 from ps_core.cli import main
-from ps_core.engine._child import ChildFailed, in_child
-from ps_core.engine._fake import CannotTrace, trace
 from ps_core.engine._tide import Tide
+from ps_core.engine._tracing.child import ChildFailed, in_child
+from ps_core.engine._tracing.fake import CannotTrace, trace
 
 FP32 = 4
 IDS = torch.arange(2 * 48).reshape(2, 48) % 90
@@ -440,7 +440,7 @@ def test_a_long_answer_and_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) 
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ps_core.engine._child.select.select", interrupt)
+    monkeypatch.setattr("ps_core.engine._tracing.child.select.select", interrupt)
     with pytest.raises(KeyboardInterrupt):
         in_child(lambda: time.sleep(60) or "", 60)
     assert no_children()

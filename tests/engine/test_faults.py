@@ -26,8 +26,8 @@ from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
 from ps_core.engine._device import Event
-from ps_core.engine._faults import Fault
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.faults import Fault
+from ps_core.engine._emulated.standin import StandIn
 
 STEPS = 3
 FAULT_SEEDS, DELAY_SEEDS, QUIET_SEEDS = range(5), range(8), range(20)

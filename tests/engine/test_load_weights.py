@@ -19,9 +19,9 @@ from _models import VOCABULARY, Language
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, Options
 from ps_core._program import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
-from ps_core.engine._checkpoint_direct import buffers
-from ps_core.engine._checkpoint_files import Sink, Source
-from ps_core.engine._safetensors import TYPES, Entry, in_order, read_table
+from ps_core.engine._checkpoint.direct import buffers
+from ps_core.engine._checkpoint.files import Sink, Source
+from ps_core.engine._checkpoint.safetensors import TYPES, Entry, in_order, read_table
 
 # The format.
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ps_core import PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._device import Event
-from ps_core.engine._ordering import Access, History
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.ordering import Access, History
+from ps_core.engine._emulated.standin import StandIn
 
 BYTES = 12
 

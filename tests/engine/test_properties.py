@@ -18,7 +18,7 @@ from _reference import Loop, Make, Result, Settings, resident
 from _runs import HOST, check_same, check_under_the_tightest_budget, chunked_model, managed, stand_in, tightest
 from ps_core import SGD, Adam, AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._standin import StandIn
+from ps_core.engine._emulated.standin import StandIn
 
 STACK = case("stack", models.stack)
 LANGUAGE = case("language", models.Language, inputs=tokens, loss=next_token)

@@ -17,7 +17,7 @@ from torch import Tensor
 import _on_cuda as on
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._cuda_runtime import TorchRuntime
+from ps_core.engine._cuda.runtime import TorchRuntime
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,12 +1,12 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
-from ps_core.engine._checkpoint import load_checkpoint, save_checkpoint
+from ps_core.engine._checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ps_core.engine._checkpoint.weights import load_weights
 from ps_core.engine._chunked import chunked
-from ps_core.engine._fake import CannotTrace, trace
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._surgery import materialized, release
-from ps_core.engine._weights import load_weights
+from ps_core.engine._tracing.fake import CannotTrace, trace
 
 __all__ = [
     "CannotTrace",

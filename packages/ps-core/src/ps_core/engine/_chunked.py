@@ -16,25 +16,25 @@ from ps_core._plan import Tier
 from ps_core._program import Precision
 from ps_core.engine._blocks import refuse_compiled
 from ps_core.engine._bystanders import bring_along
-from ps_core.engine._cuda import cuda_device
+from ps_core.engine._cuda.device import cuda_device
 from ps_core.engine._device import Device
-from ps_core.engine._disk import DiskFile
+from ps_core.engine._disk.file import DiskFile
 from ps_core.engine._eager import Eager
+from ps_core.engine._emulated.standin import StandIn
 from ps_core.engine._engine import Engine
-from ps_core.engine._joining import Alone, Joining, Unplanned
 from ps_core.engine._management import Management
-from ps_core.engine._materialise import initial_values
 from ps_core.engine._messages import say
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._packing import DTYPES, pack
 from ps_core.engine._parameter import ManagedParameter
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._placing import fill, place
+from ps_core.engine._processes.joining import Alone, Joining, Unplanned
+from ps_core.engine._processes.together import Together
 from ps_core.engine._scaler import LossScale
-from ps_core.engine._standin import StandIn
 from ps_core.engine._store import Store
 from ps_core.engine._surgery import undo
-from ps_core.engine._together import Together
+from ps_core.engine._tracing.materialise import initial_values
 
 _WEIGHTS_OF_GROUP = 7
 """A group's bytes over those of its weights, in 16 bits."""

@@ -17,7 +17,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
-from ps_core.engine._disk import DiskFile, Place
+from ps_core.engine._disk.file import DiskFile, Place
 
 
 class Event(Protocol):

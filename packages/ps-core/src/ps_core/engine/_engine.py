@@ -22,15 +22,15 @@ from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._parameter import Function, changes, clear_grad
 from ps_core.engine._parts import whole
 from ps_core.engine._passes import Passes
+from ps_core.engine._processes.driver import sharded
+from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._refusals import changed_in_place
 from ps_core.engine._saved import SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
-from ps_core.engine._shard_driver import sharded
 from ps_core.engine._stepping import Decision, SettingsOf, decide
 from ps_core.engine._store import Store
-from ps_core.engine._together import Together
 
 
 class Engine:

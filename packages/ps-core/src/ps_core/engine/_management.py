@@ -18,10 +18,10 @@ from ps_core.engine._blocks import Blocks
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import take_out
-from ps_core.engine._joining import Unplanned
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
 from ps_core.engine._pilot import Pilot
+from ps_core.engine._processes.joining import Unplanned
 from ps_core.engine._records import GroupRecord, TensorRecord
 
 

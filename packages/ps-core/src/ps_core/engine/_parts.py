@@ -1,4 +1,4 @@
-"""The engine's rooms, as they are for one process; `_shard_driver` has those for several."""
+"""The engine's rooms, as they are for one process; `_processes.driver` has those for several."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
 from ps_core.engine._arrange import arrange
+from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
-from ps_core.engine._foresight import foresee
 from ps_core.engine._messages import say
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._passes import Driver
@@ -38,9 +38,9 @@ from ps_core.engine._plans import EnginePlan, lay_groups
 from ps_core.engine._records import Gradient, Payload
 from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._replay import Replay
-from ps_core.engine._room import level
 from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._still import Still
+from ps_core.engine._tracing.foresight import foresee
 
 THIS_COMPUTER = Machine(
     name="this computer, not calibrated",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ps_core._program import Kind
-from ps_core.engine._disk import blocks
+from ps_core.engine._disk.file import blocks
 from ps_core.engine._interrupts import alone
 from ps_core.engine._parameter import ManagedParameter, changes, clear_grad, point_at
 from ps_core.engine._records import GroupRecord, TensorRecord

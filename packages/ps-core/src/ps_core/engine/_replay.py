@@ -38,7 +38,7 @@ from ps_core._plan import (
 from ps_core._program import Kind, SegmentName
 from ps_core.engine._counters import Counters
 from ps_core.engine._device import Event
-from ps_core.engine._disk_streams import DISK_QUEUES, DiskEvent
+from ps_core.engine._disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._plans import EnginePlan
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord

@@ -17,8 +17,8 @@ from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier, link
 from ps_core._program import Extent
 from ps_core.engine._device import Device
-from ps_core.engine._disk import DiskFile, Place
-from ps_core.engine._disk_streams import DISK_QUEUES
+from ps_core.engine._disk.file import DiskFile, Place
+from ps_core.engine._disk.streams import DISK_QUEUES
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import torch
 
 from ps_core._plan import Queue
-from ps_core.engine._disk import DiskFile, Piece, Place, pieces
+from ps_core.engine._disk.file import DiskFile, Piece, Place, pieces
 
 DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
 _WORKERS = 4

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_core.engine._disk import Place
-from ps_core.engine._ordering import Range
+from ps_core.engine._disk.file import Place
+from ps_core.engine._emulated.ordering import Range
 
 _DISK = 1 << 62
 """The disk's first byte among the addresses: beyond all memory."""

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from ps_core.engine._cuda_runtime import Allocated, Runtime
+from ps_core.engine._cuda.runtime import Allocated, Runtime
 from ps_kernels import PinnedArena
 
 _SPARES = 8

@@ -15,10 +15,10 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
+from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, GroupRecord, TensorRecord
 from ps_core.engine._residency import Residency, Watcher
 from ps_core.engine._store import Home, Slot, Store
-from ps_core.engine._together import Together
 
 
 class ShardResidency(Residency):

@@ -1,7 +1,7 @@
 """A trace without running anything: one forward and backward on fake tensors, which have shapes but no memory.
 
 [Note: where it happens]
-In a forked copy of the process (`_child`). There every parameter and buffer *becomes* a fake one under its own
+In a forked copy of the process (`child`). There every parameter and buffer *becomes* a fake one under its own
 identity, so that lists, closures and tied modules which also hold it see the fake as well, and whatever the model's
 own code leaves behind disappears with the copy. A fake pass that aborts the process, as one on a device that this
 build of torch lacks does, ends the copy only.
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ps_core._errors import InvalidInput
 from ps_core._program import Precision
 from ps_core._trace import Tensor, Trace
-from ps_core.engine._child import ChildFailed, in_child
-from ps_core.engine._fake_moments import Recorder
+from ps_core.engine._tracing.child import ChildFailed, in_child
+from ps_core.engine._tracing.fake_moments import Recorder
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

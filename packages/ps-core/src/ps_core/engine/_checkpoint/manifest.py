@@ -16,9 +16,9 @@ from typing import Any
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
-from ps_core.engine._checkpoint_direct import Checksum
-from ps_core.engine._checkpoint_folder import MANIFEST
-from ps_core.engine._safetensors import TYPES, Entry, damaged, table_of, type_name, write_all
+from ps_core.engine._checkpoint.direct import Checksum
+from ps_core.engine._checkpoint.folder import MANIFEST
+from ps_core.engine._checkpoint.safetensors import TYPES, Entry, damaged, table_of, type_name, write_all
 
 SUMS = "checksums.sfv"
 FORMAT, VERSION = "ps-core checkpoint", 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ps_core.engine._safetensors import bytes_of
+from ps_core.engine._checkpoint.safetensors import bytes_of
 
 
 def random_state() -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _outcome(work: Callable[[], str]) -> dict[str, str]:
 
 def _where(error: Exception) -> str:
     """The innermost line outside torch and this package: most often the model's."""
-    ours = str(Path(__file__).parent)
+    ours = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_TORCH, ours, "<")):
             return f" ({frame.filename}, line {frame.lineno})"

@@ -19,13 +19,13 @@ from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
 from ps_core.engine._demand import Demand
 from ps_core.engine._parts import Parts
+from ps_core.engine._processes.shards import ShardResidency
+from ps_core.engine._processes.sums import ShardGradients, ShardUpdater
+from ps_core.engine._processes.together import Pending, Together
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import compute_tier_too_small
 from ps_core.engine._residency import Watcher
-from ps_core.engine._shard_sums import ShardGradients, ShardUpdater
-from ps_core.engine._shards import ShardResidency
 from ps_core.engine._store import Slot, Store
-from ps_core.engine._together import Pending, Together
 
 _ON_WAY = 2
 """Sums that may be on their way at once: each holds a group's memory."""

@@ -14,15 +14,15 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint_access import changing, check_alone, settle
-from ps_core.engine._checkpoint_contents import BUFFERS, MASTERS, WEIGHTS, Chunks, Held, largest_chunk_bytes
-from ps_core.engine._checkpoint_direct import Buffers, buffers
-from ps_core.engine._checkpoint_files import Source
-from ps_core.engine._checkpoint_folder import Folder
-from ps_core.engine._checkpoint_manifest import is_checkpoint, read_manifest
+from ps_core.engine._checkpoint.access import changing, check_alone, settle
+from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, Chunks, Held, largest_chunk_bytes
+from ps_core.engine._checkpoint.direct import Buffers, buffers
+from ps_core.engine._checkpoint.files import Source
+from ps_core.engine._checkpoint.folder import Folder
+from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
+from ps_core.engine._checkpoint.safetensors import Entry, damaged, read_table
 from ps_core.engine._management import management_of
 from ps_core.engine._parameter import ManagedParameter
-from ps_core.engine._safetensors import Entry, damaged, read_table
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 8

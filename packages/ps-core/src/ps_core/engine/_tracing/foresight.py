@@ -10,10 +10,10 @@ from torch import nn
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Phase, Trace
-from ps_core.engine._child import ChildFailed, in_child
-from ps_core.engine._fake import Wanted, fake_pass
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._records import TensorRecord
+from ps_core.engine._tracing.child import ChildFailed, in_child
+from ps_core.engine._tracing.fake import Wanted, fake_pass
 
 _TIMEOUT_S = 120.0
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from ps_core._errors import CheckpointMismatch
-from ps_core.engine._checkpoint_contents import BUFFERS, Sections, entries, extra_states
-from ps_core.engine._checkpoint_manifest import Saved
+from ps_core.engine._checkpoint.contents import BUFFERS, Sections, entries, extra_states
+from ps_core.engine._checkpoint.manifest import Saved
+from ps_core.engine._checkpoint.safetensors import type_name
 from ps_core.engine._engine import Engine
 from ps_core.engine._optimizer import ChunkedOptimizer
-from ps_core.engine._safetensors import type_name
 
 SHOWN = 8
 """So many differences are told; the rest is counted."""

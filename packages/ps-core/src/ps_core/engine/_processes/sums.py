@@ -8,16 +8,16 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._processes.shards import ShardResidency
+from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Gradient, GroupRecord, TensorRecord
-from ps_core.engine._shards import ShardResidency
 from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._store import Home, Slot
-from ps_core.engine._together import Together
 from ps_core.engine._update import Updater
 
 
 class ShardGradients(GradientKeeper):
-    """Sums over processes, in fp32; see [Note: who sums what when] in `_shard_driver`."""
+    """Sums over processes, in fp32; see [Note: who sums what when] in `driver`."""
 
     def __init__(self, residency: ShardResidency, together: Together) -> None:
         super().__init__(residency, overwrites=False)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ps_core.engine._safetensors import damaged
+from ps_core.engine._checkpoint.safetensors import damaged
 
 BUFFER_BYTES = 8 * 2**20
 """Of each of the two, where chunks are not smaller."""

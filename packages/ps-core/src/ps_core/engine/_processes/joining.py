@@ -14,7 +14,7 @@ from ps_core._errors import InvalidInput
 from ps_core._options import Budget, Optimizer, Options
 from ps_core.engine._device import Device
 from ps_core.engine._packing import Packing
-from ps_core.engine._together import Together
+from ps_core.engine._processes.together import Together
 
 Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
 """Of `initial_values`."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ps_core.engine._checkpoint_direct import Buffers, Inlet, Outlet
-from ps_core.engine._safetensors import Entry, by_rows, bytes_of, damaged, is_plain, table_of
+from ps_core.engine._checkpoint.direct import Buffers, Inlet, Outlet
+from ps_core.engine._checkpoint.safetensors import Entry, by_rows, bytes_of, damaged, is_plain, table_of
 
 PIECE_BYTES = 4 * 2**20
 

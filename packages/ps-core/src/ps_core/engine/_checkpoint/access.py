@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._checkpoint_contents import EXTRA, Chunks, Held, Sections, largest_chunk_bytes
-from ps_core.engine._checkpoint_direct import buffers
-from ps_core.engine._checkpoint_files import Source
-from ps_core.engine._checkpoint_manifest import Saved
+from ps_core.engine._checkpoint.contents import EXTRA, Chunks, Held, Sections, largest_chunk_bytes
+from ps_core.engine._checkpoint.direct import buffers
+from ps_core.engine._checkpoint.files import Source
+from ps_core.engine._checkpoint.manifest import Saved
+from ps_core.engine._checkpoint.safetensors import damaged
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import management_of
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._records import Gradient
-from ps_core.engine._safetensors import damaged
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:

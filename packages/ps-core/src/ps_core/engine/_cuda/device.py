@@ -27,11 +27,11 @@ from ps_core._errors import DeviceOutOfMemory, InvalidInput
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
 from ps_core._units import format_bytes
-from ps_core.engine._cuda_memory import AllocatorTide, HostMemory
-from ps_core.engine._cuda_runtime import RawEvent, Runtime, Stream, TorchRuntime
+from ps_core.engine._cuda.memory import AllocatorTide, HostMemory
+from ps_core.engine._cuda.runtime import RawEvent, Runtime, Stream, TorchRuntime
 from ps_core.engine._device import Event
-from ps_core.engine._disk import DiskFile, Place
-from ps_core.engine._disk_streams import DISK_QUEUES, DiskEvent, DiskStreams
+from ps_core.engine._disk.file import DiskFile, Place
+from ps_core.engine._disk.streams import DISK_QUEUES, DiskEvent, DiskStreams
 
 
 class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):

@@ -12,11 +12,11 @@ from torch import nn
 
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
+from ps_core.engine._checkpoint.safetensors import Entry, in_order
 from ps_core.engine._engine import Engine
 from ps_core.engine._optimizer import STATES, ChunkedOptimizer
 from ps_core.engine._parameter import ManagedParameter
 from ps_core.engine._records import GroupRecord, Payload, TensorRecord
-from ps_core.engine._safetensors import Entry, in_order
 
 MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
 Held = tuple[TensorRecord, Kind] | torch.Tensor

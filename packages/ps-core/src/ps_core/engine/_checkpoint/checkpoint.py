@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._checkpoint_access import changing, check_outside, load_files, managed_pair, settle, targets_of
-from ps_core.engine._checkpoint_compare import check, parameters_of
-from ps_core.engine._checkpoint_contents import (
+from ps_core.engine._checkpoint.access import changing, check_outside, load_files, managed_pair, settle, targets_of
+from ps_core.engine._checkpoint.compare import check, parameters_of
+from ps_core.engine._checkpoint.contents import (
     EXTRA,
     Chunks,
     Held,
@@ -23,12 +23,12 @@ from ps_core.engine._checkpoint_contents import (
     extra_states,
     largest_chunk_bytes,
 )
-from ps_core.engine._checkpoint_direct import Buffers, buffers
-from ps_core.engine._checkpoint_files import Sink
-from ps_core.engine._checkpoint_folder import Folder
-from ps_core.engine._checkpoint_manifest import File, cut, read_manifest, write_manifest
-from ps_core.engine._checkpoint_random import random_state, restore_random_state
-from ps_core.engine._checkpoint_values import decode, encode
+from ps_core.engine._checkpoint.direct import Buffers, buffers
+from ps_core.engine._checkpoint.files import Sink
+from ps_core.engine._checkpoint.folder import Folder
+from ps_core.engine._checkpoint.manifest import File, cut, read_manifest, write_manifest
+from ps_core.engine._checkpoint.random import random_state, restore_random_state
+from ps_core.engine._checkpoint.values import decode, encode
 from ps_core.engine._engine import Engine
 from ps_core.engine._optimizer import ChunkedOptimizer
 

@@ -1,7 +1,7 @@
 """A stand-in for an accelerator on the CPU: the streams and events of one, and a check that they are used rightly.
 
 Work is really done by the host thread, at once, so a wait that the engine forgot would never show. Hence two lines of
-defence, for tests: ``check`` compares what is declared by vector clocks (see [Note: clocks] in `_ordering`), and
+defence, for tests: ``check`` compares what is declared by vector clocks (see [Note: clocks] in `ordering`), and
 ``seed`` delays copies for as long as the waits allow, so that reading without waiting sees old bytes. And
 ``link_bytes_per_s`` holds copies to and from tier 0 to a rate, for benchmarks.
 """
@@ -21,14 +21,14 @@ import torch
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._device import Event
-from ps_core.engine._disk import DiskFile, Place
-from ps_core.engine._disk_streams import DISK_QUEUES, DiskEvent, DiskStreams
-from ps_core.engine._faults import Fault
-from ps_core.engine._links import Links
-from ps_core.engine._ordering import START, Clock, Ordering, Range
-from ps_core.engine._pages import give_back_pages
-from ps_core.engine._places import Places
+from ps_core.engine._disk.file import DiskFile, Place
+from ps_core.engine._disk.pages import give_back_pages
+from ps_core.engine._disk.streams import DISK_QUEUES, DiskEvent, DiskStreams
+from ps_core.engine._emulated.faults import Fault
+from ps_core.engine._emulated.links import Links
+from ps_core.engine._emulated.ordering import START, Clock, Ordering, Range
 from ps_core.engine._tide import Tide
+from ps_core.engine._tracing.places import Places
 from ps_kernels import PinnedArena
 
 

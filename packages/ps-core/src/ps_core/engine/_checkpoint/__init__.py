@@ -1,0 +1,1 @@
+"""Training runs and weights on disk."""

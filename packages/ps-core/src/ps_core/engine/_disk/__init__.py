@@ -1,0 +1,1 @@
+"""The disk tier's file, and what moves its bytes."""

@@ -1,0 +1,1 @@
+"""One model shared by several processes: shards, gathers and sums, on demand."""

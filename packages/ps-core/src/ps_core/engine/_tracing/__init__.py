@@ -1,0 +1,1 @@
+"""Models before they have memory: traced on fake tensors, and given their initial values."""
