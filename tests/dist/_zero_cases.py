@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import ps_dist
 from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._management import management_of
 from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._management import management_of
 
 WIDTH, ROWS = 24, 8
 
