@@ -28,8 +28,9 @@ def commands(block: str) -> list[list[str]]:
 
 
 CONSOLE = [(page, block) for page in PAGES for block in blocks(page, "console") if commands(block)]
-PYTHON = [(page, block) for page in PAGES if page.parent.name != "tutorials" for block in blocks(page, "python")]
-"""Tutorials run as a whole, in `test_tutorials`."""
+WHOLE = [*ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "recipes.md", ROOT / "docs" / "migration.md"]
+"""Pages whose blocks go on from one another: they run as a whole, in `test_tutorials` and `test_recipes`."""
+PYTHON = [(page, block) for page in PAGES if page not in WHOLE for block in blocks(page, "python")]
 
 
 def name(value: object) -> str | None:

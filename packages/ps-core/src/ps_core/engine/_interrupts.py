@@ -43,10 +43,13 @@ class _State:
 
     def settle(self) -> None:
         """Nothing is undisturbed any more: what came meanwhile comes now, and the handler goes if it was to go."""
-        if self.leaving:
-            self.leaving = False
-            if signal.getsignal(signal.SIGINT) is _HANDLER:  # else somebody has put in another one since
+        self.depth += 1  # or an interrupt could come between the two lines that belong together
+        try:
+            if self.leaving and signal.getsignal(signal.SIGINT) is _HANDLER:  # else somebody has put in another since
                 signal.signal(signal.SIGINT, self.before)
+        finally:
+            self.leaving = False
+            self.depth -= 1
         if self.came:
             frame = self.came.pop()
             self.came.clear()
@@ -100,15 +103,20 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
 def alone(function: Callable[P, R]) -> Callable[P, R]:
     """As `undisturbed`, for what is called rarely and perhaps outside of a pass: the handler is put in for it."""
-    inner = undisturbed(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        ours = put_in()
+        if threading.get_ident() != _MAIN:
+            return function(*args, **kwargs)
+        ours = False
+        _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
         try:
-            return inner(*args, **kwargs)
+            ours = put_in()
+            return function(*args, **kwargs)
         finally:
-            if ours:
-                take_out()
+            _STATE.leaving |= ours
+            _STATE.depth -= 1
+            if not _STATE.depth and (_STATE.came or _STATE.leaving):
+                _STATE.settle()
 
     return call
