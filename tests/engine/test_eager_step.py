@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import _models as models
 from _cases import rows, square
@@ -104,7 +105,7 @@ def test_what_may_be_read_again_waits(device: str) -> None:
 def test_a_second_backward_is_refused(device: str) -> None:
     with chunked_model(models.stack(), options=eager(), **where(device)) as (model, optimizer):
         square(model, *rows(0)).backward()
-        with pytest.raises(InvalidInput, match=r"a second gradient of '.*' before optimizer.step\(\)"):
+        with pytest.raises(InvalidInput, match=r"before optimizer.step\(\)"):
             square(model, *rows(1)).backward()
         optimizer.zero_grad()
         square(model, *rows(1)).backward()
@@ -128,12 +129,46 @@ def test_gradients_cannot_be_looked_at() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+class ReadsAnother(nn.Module):
+    """A recomputed block that reads another layer's weight outside of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def block(h: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layers[0](h)) * self.layers[3].weight.detach().sum() * h.cos()
+
+        h = checkpoint(block, x.requires_grad_(), use_reentrant=False)
+        for layer in list(self.layers)[1:]:
+            h = h + layer(h)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_has_been_stepped_is_not_read_in_the_same_backward(device: str) -> None:
+    with chunked_model(ReadsAnother(), options=eager(), precision="fp32", **where(device)) as (model, _):
+        loss = model(torch.ones(4, 32))
+        with pytest.raises(InvalidInput, match=r"backward reads 'layers.3.weight' after its step"):
+            loss.backward()
+
+
+def test_what_has_been_stepped_cannot_be_forgotten() -> None:
+    with chunked_model(models.stack(), options=eager(), **where("cpu")) as (model, optimizer):
+        square(model, *rows(0)).backward()
+        with pytest.raises(InvalidInput, match="cannot be replaced or forgotten"):
+            next(iter(model.parameters())).grad = None
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
         ({"precision": "fp16"}, "fp16"),
         ({"accumulation_steps": 2}, "accumulation_steps"),
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"budget": Budget(host="1GiB", disk="1GiB", disk_dir="/tmp")}, "Budget.disk"),
     ],
 )
 def test_what_it_cannot_do_is_refused(told: dict[str, Any], said: str) -> None:

@@ -78,6 +78,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(way: str, tmp_path: Path, monkey
     assert len({row[1] for row in whole}) == 7, "each step's loss is another"
 
 
+def test_the_optimizers_numbers_may_change(tmp_path: Path) -> None:
+    words = (*WAYS["cpu"], "--lr", "1e-2", "--schedule", "constant")
+    for folder in ("same", "other"):
+        assert train(tmp_path / folder, *words, "--steps", 3) == 0
+    assert train(tmp_path / "same", *words, "--steps", 6) == 0
+    assert train(tmp_path / "other", *words, "--steps", 6, "--weight-decay", 50) == 0
+    same, other = numbers(tmp_path / "same"), numbers(tmp_path / "other")
+    assert same[:4] == other[:4]  # a loss is taken before its update
+    assert all(one[1] != two[1] for one, two in zip(same[4:], other[4:], strict=True))
+
+
 def test_after_an_epoch_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The position in the data is that of the uninterrupted run, also where the data have been gone through."""
     words = (*WAYS["cpu"], "--steps", 12, "--batch", 20)

@@ -65,7 +65,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     mode = _precision(precision)
     _check(model, accumulation_steps)
     if options.eager_step:
-        _check_eager(mode, accumulation_steps, max_grad_norm)
+        _check_eager(mode, accumulation_steps, max_grad_norm, disk=budget.disk is not None)
     _check_claims(budget)
     where = _device(device, pin=options.pin)
     joining = Alone() if collectives is None else Joining(collectives)
@@ -157,8 +157,10 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
         raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
 
 
-def _check_eager(mode: Precision, accumulation_steps: int, max_grad_norm: float | None) -> None:
+def _check_eager(mode: Precision, accumulation_steps: int, max_grad_norm: float | None, *, disk: bool) -> None:
     """Stepping during backward leaves out what only the end of backward can tell."""
+    if disk:
+        raise InvalidInput("Options.eager_step with Budget.disk: steps amid a pass would wait for it; choose one")
     if mode is Precision.FP16:
         raise InvalidInput("Options.eager_step with precision='fp16': no step could be skipped; use 'bf16' or 'fp32'")
     if accumulation_steps != 1:

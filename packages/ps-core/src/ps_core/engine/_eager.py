@@ -4,6 +4,7 @@
 The global norm is not known yet, so nothing can be clipped, and a gradient that is not finite cannot undo the steps
 before it: it raises. In return no gradient outlives its group's turn, so that in fp32 a parameter takes 12 bytes, not
 16. A group that something may still read (a saved tensor, an alias, a retained graph) waits for ``optimizer.step()``.
+What was stepped stays stepped: neither an exception later in backward nor ``zero_grad()`` undoes it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ class Eager:
     def stepped(self, record: TensorRecord) -> bool:
         """Whether its gradient has come and gone since the last step."""
         return record in self._parts
+
+    def check_read(self, records: list[TensorRecord]) -> None:
+        """Refuse to read in backward what this backward has stepped."""
+        if not self._parts or torch._C._current_graph_task_id() == -1:
+            return
+        for record in records:
+            if record in self._parts:
+                raise InvalidInput(
+                    f"backward reads {record.name!r} after its step (a second backward before optimizer.step(), or a "
+                    "recomputed block that reads it outside of the graph), and with eager_step=True it has changed "
+                    "already: leave eager_step out"
+                )
 
     def check(self, record: TensorRecord) -> None:
         """Refuse a second gradient."""

@@ -108,7 +108,8 @@ class Engine:
         if self.eager is not None and self.has_gradient(record):
             raise InvalidInput(
                 f"the gradient of {record.name!r} is stepped during backward (eager_step=True) and cannot be looked at "
-                "or clipped: leave eager_step out, and clip by chunked(..., max_grad_norm=...)"
+                "or clipped: use optimizer.zero_grad(); to clip leave eager_step out, and use "
+                "chunked(..., max_grad_norm=...)"
             )
         if record.gradient is Gradient.NONE:
             return None
@@ -120,6 +121,11 @@ class Engine:
         """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if value is record.face and value is not None:
             return
+        if self.eager is not None and self.eager.stepped(record):
+            raise InvalidInput(
+                f"the gradient of {record.name!r} has been stepped during backward (eager_step=True) and cannot be "
+                "replaced or forgotten any more: leave eager_step out"
+            )
         self.discard_gradients([record])
         if value is not None:
             if value.shape != record.shape:
@@ -192,6 +198,8 @@ class Engine:
     def touch(self, records: list[TensorRecord]) -> None:
         """Have these parameters in, and keep them in for the moment."""
         self.check_usable()
+        if self.eager is not None:
+            self.eager.check_read(records)
         passes = self.passes
         passes.join()
         if self.still:
@@ -291,7 +299,7 @@ class Engine:
         chosen = list(records) if records is not None else self.records
         for record in chosen:
             clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
-        if self.eager is not None:
+        if self.eager is not None and records is None:
             self.eager.forget()
         beat = self.passes.beat
         if beat is None or beat.backward or self.still or any(r.gradient is not Gradient.NONE for r in chosen):

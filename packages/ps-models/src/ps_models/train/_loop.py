@@ -73,7 +73,11 @@ class Loop:
         return True
 
     def _load(self, path: Path) -> Mapping[str, Any]:
+        groups = self.optimizer.param_groups
+        numbers = [{name: group[name] for name in ("betas", "eps", "weight_decay")} for group in groups]
         found: Mapping[str, Any] = load_checkpoint(path, self.model, self.optimizer)
+        for group, told in zip(self.optimizer.param_groups, numbers, strict=True):
+            group.update(told)  # as this call's options have them: they may change from call to call
         return found
 
     def run(self, asked: Callable[[], bool]) -> None:

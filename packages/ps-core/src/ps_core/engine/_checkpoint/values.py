@@ -27,6 +27,11 @@ def encode(where: str, value: Any, keep: Callable[[torch.Tensor], str]) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise InvalidInput(
+                f"{where} is a tensor of layout {value.layout} on {value.device}, which a checkpoint cannot hold: "
+                "expected a dense one with memory: try .to_dense()"
+            )
         return {"$tensor": keep(value)}
     if isinstance(value, list | tuple):
         rows = [encode(f"{where}[{index}]", each, keep) for index, each in enumerate(value)]
