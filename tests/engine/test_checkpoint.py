@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from _checkpoints import SPEC, TIERS, Net, Run, assert_same
-from ps_core import SGD, Adam, AdamW, CheckpointMismatch, Group, InvalidInput
-from ps_core.engine import load_checkpoint, load_weights, save_checkpoint, statistics
+from ps_core import SGD, Adam, AdamW, Budget, CheckpointMismatch, Group, InvalidInput
+from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, statistics
 from ps_core.engine._checkpoint import checkpoint as _checkpoint
 from ps_core.engine._checkpoint.random import random_state, restore_random_state
 from ps_core.engine._checkpoint.values import decode, encode
@@ -435,3 +435,12 @@ def test_something_else_is_told_apart_and_nothing_is_changed(tmp_path: Path, wha
         assert_same(values, run.values())
         assert random.getstate() == state
         run.train(1)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
+def test_a_tensor_without_dense_memory_is_refused_by_name(tensor: torch.Tensor, tmp_path: Path) -> None:
+    model, optimizer = chunked(nn.Linear(8, 8), AdamW(), budget=Budget(host="64MiB"))
+    with pytest.raises(InvalidInput, match=r"extra\['key'\] is a tensor of layout"):
+        save_checkpoint(tmp_path / "saved", model, optimizer, extra={"key": tensor})
+    assert not list(tmp_path.iterdir())
+    release(model)
