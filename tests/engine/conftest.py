@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,3 +44,16 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     assert _get_current_dispatch_mode_stack() == before, "a dispatch mode stayed on"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks for saved tensors stayed on"
+
+
+def children() -> set[str]:
+    """Processes that this one has, whoever began them (torch's compiler keeps some)."""
+    return {pid for thread in Path("/proc/self/task").iterdir() for pid in (thread / "children").read_text().split()}
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    """A test that leaves no process behind."""
+    before = children()
+    yield
+    assert children() <= before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -387,20 +387,6 @@ def say_and_abort(_: torch.Tensor) -> None:
     os.abort()
 
 
-def children() -> set[str]:
-    """Of this process, whoever began them (torch's compiler keeps some)."""
-    return {pid for thread in Path("/proc/self/task").iterdir() for pid in (thread / "children").read_text().split()}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A test that leaves no process behind."""
-    before = children()
-    yield
-    assert children() <= before
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -425,7 +411,7 @@ def test_what_ends_the_copy_is_one_clear_error(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_process_left")
 def test_a_copy_that_hangs_is_ended() -> None:
     begin = time.monotonic()
     with pytest.raises(CannotTrace, match=r"it was not done after 0.5 s$"):
@@ -438,7 +424,7 @@ def test_an_operator_a_device_lacks() -> None:
         trace(Does(lambda y: torch.zeros(2, device="cuda") + y), torch.ones(2, 2))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_process_left")
 def test_a_long_answer_and_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     long = "x" * 3_000_000
     assert in_child(lambda: long, 60) == long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
 
@@ -66,5 +67,6 @@ def _let_read(store: Any, rank: int, other: int) -> None:
     """Stay until the other process has seen it too: the store may end with this one."""
     store.set(f"told/{rank}", "")
     deadline = monotonic() + _STAY_S
-    while not store.check([f"told/{other}"]) and monotonic() < deadline:
-        sleep(_LOOK_S)
+    with suppress(RuntimeError):  # it has seen that we know, and is gone, with the store
+        while not store.check([f"told/{other}"]) and monotonic() < deadline:
+            sleep(_LOOK_S)
