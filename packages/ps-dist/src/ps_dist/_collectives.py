@@ -55,6 +55,8 @@ class TorchCollectives:
         """This process's shard, from 0; without ``replicate`` its rank."""
         self.ranks = mesh.shards
         """How many shards there are; without ``replicate`` how many processes."""
+        self.copy = mesh.rank // mesh.shards
+        """Which copy of the model this process has a part of; without ``replicate`` 0."""
         self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)
         """Processes on this computer, as torchrun says; all of them where it did not start them."""
 

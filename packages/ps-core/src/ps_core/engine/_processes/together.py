@@ -21,6 +21,10 @@ class Together(Collectives[torch.Tensor], Protocol):
     """Collectives that run beside the computation; see `ps_dist.TorchCollectives`."""
 
     @property
+    def copy(self) -> int:
+        """Which copy of the model this process has a part of, from 0."""
+
+    @property
     def local_ranks(self) -> int:
         """Processes on this computer."""
 
