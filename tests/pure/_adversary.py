@@ -54,6 +54,8 @@ class Room:
     offset: int
     size: int
     token: Token = POISON
+    moves: int = 0
+    """How often it was put somewhere else."""
 
     @property
     def end(self) -> int:
@@ -75,6 +77,8 @@ class Machine:
     parts: set[int] = field(default_factory=set)
     tide: int = 0
     moving: dict[int, Token] = field(default_factory=dict)
+    used: dict[Extent, tuple[int, int]] = field(default_factory=dict)
+    """Slots of the last moment, and how often each had moved."""
     declared: list[int] = field(default_factory=list)
 
     def start(self, instrs: Sequence[Instr]) -> None:
@@ -198,7 +202,7 @@ class Machine:
         if offset != room.offset:
             self.rooms[_ghost(number)] = room  # the old range is not free before the move is over
             self.rooms[number] = Room(room.tier, room.offset, room.size)
-            self._place(number, Room(room.tier, offset, room.size, "half a move"))
+            self._place(number, Room(room.tier, offset, room.size, "half a move", room.moves + 1))
 
     def end_shift(self, number: int) -> None:
         """A move is over: what was read when it began is now in its place."""
@@ -229,10 +233,14 @@ class Machine:
             raise Broken(f"moment {op.visit} has {len(uses)} uses")
         if uses:
             self._together(queue, *op.slots, tier=0)
+        now = {use.extent: (number, self._room(number).moves) for number, use in zip(op.slots, uses, strict=True)}
         for number, use in zip(op.slots, uses, strict=True):
+            if use.held and self.used.get(use.extent) != now[use.extent]:
+                raise Broken(f"{use.extent} is held on to, and was moved from {self.used.get(use.extent)}")
             if use.before is not None:
                 self._take(number, use.extent, use.before)
             self._put(number, use.extent, use.after)
+        self.used = now
         self.done_visits += 1
         following = self.declared[self.done_visits : self.done_visits + 1]
         self._tide_to(min(op.nonmodel_bytes, *following) if following else 0)

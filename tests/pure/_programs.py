@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 from hypothesis import strategies as st
@@ -85,6 +86,17 @@ def random_trace(choose: Choose, bounds: Bounds = SMALL) -> Trace:
     )
     maker: Maker = wild if flag(choose, 25) else network
     return maker(choose, tensors, bounds, layers)
+
+
+def holding(choose: Choose, trace: Trace) -> Trace:
+    """Somebody holds on to some of what two neighbouring moments read."""
+    if not flag(choose, 40):
+        return trace
+    moments = list(trace.moments)
+    for place, (before, moment) in enumerate(pairwise(trace.moments), start=1):
+        both = tuple(index for index in moment.reads if index in before.reads)
+        moments[place] = replace(moment, holds=some(choose, both, 60))
+    return replace(trace, moments=tuple(moments))
 
 
 def network(choose: Choose, tensors: tuple[Tensor, ...], bounds: Bounds, layers: int) -> Trace:
@@ -192,10 +204,18 @@ def random_layout(choose: Choose, trace: Trace, *, most_ranks: int = 4) -> Layou
 
 
 def make_program(
-    choose: Choose, bounds: Bounds = SMALL, *, most_ranks: int = 4, training: bool | None = None
+    choose: Choose,
+    bounds: Bounds = SMALL,
+    *,
+    most_ranks: int = 4,
+    training: bool | None = None,
+    apart: Choose | None = None,
 ) -> Program:
-    """A program over a random trace; ``training`` None leaves that to chance too."""
-    trace = random_trace(choose, bounds)
+    """A program over a random trace; ``training`` None leaves that to chance too.
+
+    ``apart`` chooses what is held from moment to moment, so that whatever else a seed stands for stays the same.
+    """
+    trace = holding(apart or choose, random_trace(choose, bounds))
     return Program(
         trace=trace,
         layout=random_layout(choose, trace, most_ranks=most_ranks),
@@ -210,7 +230,10 @@ def random_program(
     rng: random.Random, bounds: Bounds = SMALL, *, most_ranks: int = 4, training: bool | None = None
 ) -> Program:
     """A program by a plain seeded generator."""
-    return make_program(by_random(rng), bounds, most_ranks=most_ranks, training=training)
+    apart = random.Random()
+    apart.setstate(rng.getstate())
+    apart.seed(apart.random())
+    return make_program(by_random(rng), bounds, most_ranks=most_ranks, training=training, apart=by_random(apart))
 
 
 # ---------------------------------------------------------------- tiers
@@ -267,7 +290,7 @@ def random_tiers(rng: random.Random, program: Program, stack: tuple[str, ...] | 
 
 def traces(bounds: Bounds = SMALL) -> SearchStrategy[Trace]:
     """Random traces."""
-    return st.composite(lambda draw: random_trace(by_draw(draw), bounds))()
+    return st.composite(lambda draw: holding(by_draw(draw), random_trace(by_draw(draw), bounds)))()
 
 
 def programs(bounds: Bounds = SMALL, *, most_ranks: int = 4, training: bool | None = None) -> SearchStrategy[Program]:

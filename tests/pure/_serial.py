@@ -141,6 +141,8 @@ class Serial:
         self.places: dict[int, Place] = {}
         self.number = len(home)
         self.seq = 0
+        self.held: dict[Extent, int] = {}
+        """What the next moment must find in the same place."""
         for slot, held in enumerate(home):
             version = self.latest.get(held.extent)
             content = None if version is None else (held.extent, version)
@@ -229,6 +231,8 @@ class Serial:
         """Drop most of what nobody needs, move some of the rest, leave home here and there."""
         for slot in list(self.places):
             place = self.places[slot]
+            if slot in self.held.values():
+                continue
             if not self.precious(slot):
                 if self.rng.random() < (self.restless if place.home else 0.8):
                     self.release(slot)
@@ -243,8 +247,9 @@ class Serial:
 
     def walk(self) -> list[Row]:
         self.tidy()
-        for visit in self.program.segment_visits(self.segment):
-            self.visit(visit)
+        visits = self.program.segment_visits(self.segment)
+        for place, visit in enumerate(visits):
+            self.visit(visit, *visits[place + 1 : place + 2])
             self.tidy()
         if self.segment is SegmentName.MICRO_LAST:
             for group in self.program.stepped:
@@ -268,11 +273,14 @@ class Serial:
         """A tier that computes."""
         return self.rng.choice([tier for tier, row in enumerate(self.tiers) if tier == 0 or row.name == "host"])
 
-    def visit(self, visit: Visit) -> None:
+    def visit(self, visit: Visit, after: Visit | None = None) -> None:
         uses = self.program.uses(self.segment, visit)
+        following = self.program.uses(self.segment, after) if after is not None else ()
         slots = []
         for use in uses:
-            if use.before is None:
+            if use.held:
+                slots.append(self.held[use.extent])
+            elif use.before is None:
                 slots.append(self.reserve(0, self.program.bytes_of(use.extent)))
             elif use.extent.kind is Kind.FULL and use.before == 0 and self.lost(use.extent):
                 slots.append(self.gather(use.extent.index))
@@ -283,6 +291,8 @@ class Serial:
         self.add(Queue.COMPUTE, Run(visit.index, tuple(slots), visit.nonmodel_bytes), reads, writes)
         for slot, use in zip(slots, uses, strict=True):
             self.put(slot, (use.extent, use.after))
+        stays = {use.extent for use in following if use.held}
+        self.held = {use.extent: slot for slot, use in zip(slots, uses, strict=True) if use.extent in stays}
         if self.segment.is_micro:
             for group in visit.grads:
                 if self.program.gradient_visits[group][-1] == visit.index:

@@ -13,6 +13,7 @@ from ps_core._errors import DoesNotFit
 from ps_core._layout import lay_out
 from ps_core._plan import TIER_STACKS, Tier
 from ps_core._planner.bounds import check_fits, home_bytes, largest_extent_bytes, lower_bounds
+from ps_core._planner.holds import gap_bytes
 from ps_core._planner.search import Setup, find_plan
 from ps_core._planner.tight import tight_plan
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
@@ -40,10 +41,15 @@ def budgets(program, stack, slack, split):
     return tuple(Tier(name, align_up(size)) for name, size in zip(stack, sizes, strict=True))
 
 
+def enough(program):
+    """One largest extent, alignment, and what lies idle between slots that must not be moved."""
+    return largest_extent_bytes(program) + gap_bytes(program) + 128
+
+
 @given(programs(), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.booleans())
 @settings(max_examples=400)
 def test_one_largest_extent_above_the_bound_there_is_always_a_plan(program, stack, split, tight):
-    tiers = budgets(program, stack, largest_extent_bytes(program) + 128, split)
+    tiers = budgets(program, stack, enough(program), split)
     check_fits(program, tiers)
     if tight:
         verify(program, tight_plan(program, tiers))
@@ -87,7 +93,7 @@ def test_below_the_bound_every_budget_is_refused_with_proof(program, stack, spli
 @given(programs(), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.floats(0, 1))
 @settings(max_examples=300)
 def test_in_between_a_plan_is_sound_or_refused_without_proof(program, stack, split, part):
-    tiers = budgets(program, stack, int((largest_extent_bytes(program) + 128) * part), split)
+    tiers = budgets(program, stack, int(enough(program) * part), split)
     try:
         plan = tight_plan(program, tiers)
     except DoesNotFit as refusal:
@@ -102,7 +108,7 @@ def test_tight_plans_of_many_random_programs():
         rng = random.Random(seed)
         program = random_program(rng)
         stack = ("device", "host", "disk") if seed % 3 else ("device", "host")
-        tiers = budgets(program, stack, largest_extent_bytes(program) + 128, rng.randint(0, 100))
+        tiers = budgets(program, stack, enough(program), rng.randint(0, 100))
         verify(program, tight_plan(program, tiers))
 
 
@@ -165,7 +171,7 @@ def test_a_refusal_says_where_when_and_how_much():
 
 def test_a_tight_plan_says_so_and_where_steps_run():
     program = small()
-    plan = tight_plan(program, budgets(program, ("device", "host"), largest_extent_bytes(program) + 128, 50))
+    plan = tight_plan(program, budgets(program, ("device", "host"), enough(program), 50))
     assert "one at a time" in plan.notes[0]
     assert set(plan.step_tiers) <= {0, 1}
     assert plan.segment(SegmentName.STEP).instrs

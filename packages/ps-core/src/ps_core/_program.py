@@ -85,6 +85,8 @@ class Use(NamedTuple):
     extent: Extent
     before: int | None
     after: int
+    held: bool = False
+    """Somebody holds on to its memory since the moment before: it is in the same slot, which has not been moved."""
 
 
 class SegmentName(StrEnum):
@@ -114,6 +116,7 @@ class Visit(NamedTuple):
     grads: tuple[int, ...]
     makes: tuple[int, ...]
     takes: tuple[int, ...]
+    holds: tuple[int, ...]
     nonmodel_bytes: int
     flops: float
 
@@ -178,6 +181,7 @@ class Program:
                 tuple(dict.fromkeys(owner[tensor] for tensor in moment.grads)) if self.training else (),
                 moment.makes if self.training else (),
                 moment.takes if self.training else (),
+                tuple(dict.fromkeys(owner[tensor] for tensor in moment.holds)),
                 moment.nonmodel_bytes + int(moment.nonmodel_bytes * self.nonmodel_overhead),
                 moment.flops,
             )
@@ -319,7 +323,10 @@ class Program:
     @cached_property
     def _eval_uses(self) -> tuple[tuple[Use, ...], ...]:
         weight = self.compute_weight
-        return tuple(tuple(Use(Extent(weight, group), 0, 0) for group in visit.reads) for visit in self.visits)
+        return tuple(
+            tuple(Use(Extent(weight, group), 0, 0, group in visit.holds) for group in visit.reads)
+            for visit in self.visits
+        )
 
     @cached_property
     def _micro_uses(self) -> tuple[tuple[Use, ...], ...]:
@@ -334,13 +341,13 @@ class Program:
     def _training_uses(self, visit: Visit, arrived: list[int]) -> tuple[Use, ...]:
         weight, uses = self.compute_weight, []
         for group in dict.fromkeys((*visit.reads, *visit.grads)):
-            count, gains = arrived[group], group in visit.grads
+            count, gains, held = arrived[group], group in visit.grads, group in visit.holds
             if self.overwrites:
                 dead = count == 0 and visit.index > self.last_reads[group]
-                uses.append(Use(Extent(weight, group), None if dead else count, count + gains))
+                uses.append(Use(Extent(weight, group), None if dead else count, count + gains, held))
                 continue
             if group in visit.reads:
-                uses.append(Use(Extent(weight, group), 0, 0))
+                uses.append(Use(Extent(weight, group), 0, 0, held))
             if gains:
                 uses.append(Use(Extent(Kind.GRAD, group), count or None, count + 1))
         uses += [Use(Extent(Kind.ACT, index), None, 0) for index in visit.makes]

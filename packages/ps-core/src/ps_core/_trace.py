@@ -56,6 +56,9 @@ class Moment:
     """Activations born here."""
     takes: tuple[int, ...] = ()
     """Activations read here. One dies after the last moment that takes it."""
+    holds: tuple[int, ...] = ()
+    """Tensors whose payload somebody has held on to since the moment before (a recomputed block): it must not move in
+    between. They are among the ``reads`` of both moments."""
     nonmodel_bytes: int = 0
     """Peak bytes on the compute tier during the moment besides model data and listed activations."""
     flops: float = 0.0
@@ -117,7 +120,7 @@ def _text(value: object) -> str:
 
 
 def _moment(row: Any) -> Moment:
-    tuples = {key: tuple(row.pop(key, ())) for key in ("reads", "grads", "makes", "takes")}
+    tuples = {key: tuple(row.pop(key, ())) for key in ("reads", "grads", "makes", "takes", "holds")}
     return Moment(**{**row, **tuples, "phase": Phase(row["phase"])})
 
 
@@ -148,8 +151,11 @@ def _check(trace: Trace) -> None:
     for activation in trace.activations:
         _whole(activation.bytes, f"bytes of {_text(activation.name)!r}", 1)
     backward = False
+    before: tuple[int, ...] = ()
     for moment in trace.moments:
         backward = _check_moment(trace, moment, backward)
+        _check_holds(trace, moment, before)
+        before = moment.reads
     _check_lives(trace)
 
 
@@ -174,6 +180,15 @@ def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
         if not trace.tensors[index].trainable:
             raise InvalidInput(f"trace: a gradient arrives for the frozen {trace.tensors[index].name!r} in {name!r}")
     return backward
+
+
+def _check_holds(trace: Trace, moment: Moment, before: tuple[int, ...]) -> None:
+    _indices(moment.holds, len(trace.tensors), f"holds of {moment.name!r}")
+    for index in moment.holds:
+        if index not in moment.reads or index not in before:
+            raise InvalidInput(
+                f"trace: {moment.name!r} holds {trace.tensors[index].name!r} from the moment before: both must read it"
+            )
 
 
 def _check_lives(trace: Trace) -> None:

@@ -1,17 +1,27 @@
 """Who sits where when every extent has one copy, and the chain of instructions that changes it.
 
-Used for tight memory; why room can always be made is in the note of `tight`.
+Used for tight memory; why room can always be made is in the notes of `tight` and `holds`.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Copy, Held, Instr, Op, Queue, Release, Reserve, Shift, Tier, link, worker
 from ps_core._planner.bounds import largest_extent_bytes
+from ps_core._planner.holds import Holds, Span, lowest
 from ps_core._program import Extent, Program, SegmentName
+
+
+class Victims(StrEnum):
+    """Who leaves first where room has to be made. Any will do but where tiers have room for one more and no other."""
+
+    LATEST = "wanted again last"
+    SMALLEST = "smallest"
+    LARGEST = "largest"
 
 
 def failure(tier: str, moment: str, needed: int, available: int) -> DoesNotFit:
@@ -32,8 +42,16 @@ class Seat:
 class Arrangement:
     """Who sits where, and the chain of instructions that changes it."""
 
-    def __init__(self, program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], name: SegmentName) -> None:
+    def __init__(
+        self,
+        program: Program,
+        tiers: tuple[Tier, ...],
+        home: tuple[Held, ...],
+        name: SegmentName,
+        victims: Victims = Victims.LATEST,
+    ) -> None:
         self.program = program
+        self._victims = victims
         self.tiers = tiers
         self.segment = name
         self.instrs: list[Instr] = []
@@ -41,6 +59,9 @@ class Arrangement:
         self.seats = {held.extent: Seat(slot, held.tier, held.offset, held.bytes) for slot, held in enumerate(home)}
         self.homed = frozenset(self.seats)
         self.pins: set[Extent] = set()
+        self.holds = Holds(program, name)
+        self.fixed: frozenset[Extent] = frozenset()
+        """Of the pinned ones, those that must not be shifted either: somebody holds on to their memory."""
         self.tide_bytes = 0
         self.now = -1
         self.place = "between segments"
@@ -76,15 +97,39 @@ class Arrangement:
         """Bytes below the limit that nobody has; negative while the tide stands over someone."""
         return self.limit(tier) - sum(seat.bytes for seat in self.seats.values() if seat.tier == tier)
 
+    def room(self, tier: int) -> int:
+        """The most bytes in one piece that a tier has, or would have if it were pushed together; negative as `free`."""
+        if tier or not self.fixed:
+            return self.free(tier)
+        packed = self._packed(tier)
+        end = packed[-1][1][1]
+        if end > self.limit(tier):
+            return self.limit(tier) - end
+        spans = [(seat.offset, seat.offset + seat.bytes) for _, seat in self.sitting(tier)]
+        return max(self._widest(tier, spans), self._widest(tier, [span for _, span in packed]))
+
+    def _widest(self, tier: int, spans: list[Span]) -> int:
+        ends = [0, *(end for _, end in spans)]
+        starts = [*(start for start, _ in spans), self.limit(tier)]
+        return max(min(start, self.limit(tier)) - end for start, end in zip(starts, ends, strict=True))
+
     # Room.
 
     def clear(self, tier: int, size: int, barred: frozenset[int] = frozenset()) -> None:
-        """Move others away until ``size`` bytes of a tier are free."""
-        while self.free(tier) < size:
-            victims = [extent for extent, _ in self.sitting(tier) if extent not in self.pins]
-            victims.sort(key=self._next_use, reverse=True)
-            if not any(self._send(extent, tier, barred) for extent in victims):
-                raise failure(self.tiers[tier].name, self.place, size, max(0, self.free(tier)))
+        """Move others away until there can be ``size`` bytes of a tier in one piece."""
+        while self.room(tier) < size:
+            self._evict(tier, size, barred)
+
+    def _evict(self, tier: int, size: int, barred: frozenset[int] = frozenset()) -> None:
+        """Move one away, or fail."""
+        victims = [extent for extent, _ in self.sitting(tier) if extent not in self.pins]
+        victims.sort(key=self._merit, reverse=True)
+        if not any(self._send(extent, tier, barred) for extent in victims):
+            raise failure(self.tiers[tier].name, self.place, size, max(0, self.room(tier)))
+
+    def _merit(self, extent: Extent) -> int:
+        size = self.seats[extent].bytes
+        return {Victims.LATEST: self._next_use(extent), Victims.SMALLEST: -size, Victims.LARGEST: size}[self._victims]
 
     def _next_use(self, extent: Extent) -> int:
         later = self._later.get(extent, ())
@@ -95,7 +140,7 @@ class Arrangement:
         near = [other for other in (tier + 1, tier - 1) if 0 <= other < len(self.tiers) and other not in barred]
         for other in near:
             kept, bytes_kept = self._kept
-            if self.free(other) >= size + (bytes_kept if kept == other else 0):
+            if self.room(other) >= size + (bytes_kept if kept == other else 0):
                 self.move(victim, other)
                 return True
         if len(near) == 1 and 0 < near[0] < len(self.tiers) - 1:
@@ -122,12 +167,52 @@ class Arrangement:
         return end if end + size <= self.limit(tier) else None
 
     def compact(self, tier: int) -> None:
-        """Push a tier's extents together at the bottom."""
-        end = 0
-        for extent, seat in self.sitting(tier):
-            if seat.offset != end:
-                self._shift(extent, end)
-            end += seat.bytes
+        """Push a tier's extents together at the bottom, around those that must not move."""
+        for extent, (start, _) in self._packed(tier):
+            if self.seats[extent].offset != start:
+                self._shift(extent, start)
+
+    def _packed(self, tier: int) -> list[tuple[Extent, Span]]:
+        """Where a tier's extents would be then, by address."""
+        rows = self.sitting(tier)
+        still = [(seat.offset, seat.offset + seat.bytes) for extent, seat in rows if extent in self.fixed]
+        found, end = [], 0
+        for extent, seat in rows:
+            start = seat.offset if extent in self.fixed else lowest(still, seat.bytes, end)
+            found.append((extent, (start, start + seat.bytes)))
+            if extent not in self.fixed:
+                end = start + seat.bytes
+        return sorted(found, key=lambda row: row[1])
+
+    def anchor(self, extent: Extent) -> None:
+        """Put an extent of the compute tier on ground, to stay there; see [Note: ground] in `holds`."""
+        seat = self.seats[extent]
+        still = sorted((other.offset, other.offset + other.bytes) for other in map(self.seats.__getitem__, self.fixed))
+        start = lowest(still, seat.bytes)
+        while (other := self._in_the_way(extent, start)) is not None:
+            self.compact(0)
+            if self._in_the_way(extent, start) == other:
+                self._to_the_top(other)
+        if seat.offset != start:
+            self._shift(extent, start)
+        self.fixed |= {extent}
+
+    def _in_the_way(self, extent: Extent, start: int) -> Extent | None:
+        """The first of the others on addresses that an extent is to have."""
+        end = start + self.seats[extent].bytes
+        for other, seat in self.sitting(0):
+            if other != extent and seat.offset < end and start < seat.offset + seat.bytes:
+                return other
+        return None
+
+    def _to_the_top(self, extent: Extent) -> None:
+        """Put one above all others; or move one away, where there is no room for that."""
+        size = self.seats[extent].bytes
+        end = max(seat.offset + seat.bytes for _, seat in self.sitting(0))
+        if end + size <= self.limit(0):
+            self._shift(extent, end)
+        else:
+            self._evict(0, size)
 
     # Moves.
 

@@ -4,13 +4,14 @@
 Every extent has one copy, and moves are exclusive, so an arrangement is just who sits where. Room on a tier is made by
 moving victims to a neighbour that has some; with one largest extent free per tier in total, some tier always has
 (were each short of a largest extent, together they would be short of what is free). Addresses never stand in the way:
-a tier can be pushed together. Every move of an extent with a home can be undone, and once the homeless ones are dead
-(at a segment's end) undoing all moves, last first, leads back to home exactly. All instructions form one chain, so
-no order has to be thought about.
+a tier can be pushed together, around what somebody holds on to (see [Note: ground] in `holds`). Every move of an
+extent with a home can be undone, and once the homeless ones are dead (at a segment's end) undoing all moves, last
+first, leads back to home exactly. All instructions form one chain, so no order has to be thought about.
 """
 
 from __future__ import annotations
 
+from ps_core._errors import DoesNotFit
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -27,20 +28,31 @@ from ps_core._plan import (
     Tier,
     worker,
 )
-from ps_core._planner.arrangement import Arrangement, failure
+from ps_core._planner.arrangement import Arrangement, Victims, failure
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
 def tight_plan(program: Program, tiers: tuple[Tier, ...]) -> Plan:
     """A plan that lives within little more than the lower bound; `DoesNotFit` (not proven) if even this fails."""
     home = _pack(program, tiers)
-    segments = tuple(_Chain(program, tiers, home, name).walk() for name in program.segments)
+    segments = tuple(_segment(program, tiers, home, name) for name in program.segments)
     steps = [-1] * len(program.layout.groups)
     for instr in next((s.instrs for s in segments if s.name is SegmentName.STEP), ()):
         if isinstance(instr.op, Step):
             steps[instr.op.group] = 0 if instr.queue is Queue.COMPUTE else 1
     note = "memory is so short that extents move one at a time, without overlap"
     return Plan(tiers=tiers, home=home, segments=segments, step_tiers=tuple(steps), notes=(note,))
+
+
+def _segment(program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], name: SegmentName) -> Segment:
+    """One segment, by the first rule of who leaves that comes to its end."""
+    refusals = []
+    for victims in Victims:
+        try:
+            return _Chain(program, tiers, home, name, victims).walk()
+        except DoesNotFit as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _pack(program: Program, tiers: tuple[Tier, ...]) -> tuple[Held, ...]:
@@ -90,8 +102,12 @@ class _Chain(Arrangement):
         self.pins = {use.extent for use in uses if self._here(use.extent)} | self._half_way()
         self.tide_bytes = visit.nonmodel_bytes
         self.clear(0, 0)
-        for use in uses:
-            self._ready(use.extent, use.before)
+        before = {use.extent: use.before for use in uses}
+        for extent in self.holds.starting(visit.index):
+            self._ready(extent, before.pop(extent))
+            self.anchor(extent)
+        for extent, version in before.items():
+            self._ready(extent, version)
         self.clear(0, 0)
         if any(seat.offset + seat.bytes > self.limit(0) for _, seat in self.sitting(0)):
             self.compact(0)
@@ -99,6 +115,7 @@ class _Chain(Arrangement):
         self.emit(Queue.COMPUTE, Run(visit.index, slots, visit.nonmodel_bytes))
         for use in uses:
             self.versions[use.extent] = use.after
+        self.fixed = self.holds.into(visit.index + 1)
         if self.segment.is_micro:
             for group in self.program.completions[visit.index]:
                 self._complete(group)
@@ -129,7 +146,7 @@ class _Chain(Arrangement):
 
     def _drop(self, visit: Visit, used: list[Extent]) -> None:
         for extent in used:
-            if extent.kind is Kind.FULL and self.versions.get(extent) == 0:
+            if extent.kind is Kind.FULL and self.versions.get(extent) == 0 and extent not in self.fixed:
                 self.bury(extent)
         for index in visit.takes if self.segment.is_micro else ():
             if self.program.last_takes[index] == visit.index:
@@ -161,7 +178,7 @@ class _Chain(Arrangement):
     def _accumulate(self, group: int, gradient: Extent) -> None:
         total = Extent(Kind.ACC, group)
         tier = self._roomy((total, gradient))
-        self.pins = self._half_way()
+        self.pins = self._half_way() | self.fixed
         for extent in (gradient, total):
             self.fetch(extent, tier)
         added, sums = (self.seats[extent].slot for extent in (gradient, total))
@@ -172,13 +189,15 @@ class _Chain(Arrangement):
         if self.segment is SegmentName.MICRO_LAST:
             self.emit(queue, Norm(group, sums))
         self.bury(gradient)
-        self.pins = self._half_way()
+        self.pins = self._half_way() | self.fixed
 
     def _roomy(self, extents: tuple[Extent, ...]) -> int:
         """The tier with a processor that holds the most of these already, of those that can hold all."""
         need = sum(map(self.program.bytes_of, extents))
         work = [tier for tier, row in enumerate(self.tiers) if row.name != "disk"]
-        stuck = sum(self.seats[extent].bytes for extent in self._half_way() - set(extents))
+        loose = self._half_way() - self.fixed - set(extents)
+        ground = max((self.seats[extent].offset + self.seats[extent].bytes for extent in self.fixed), default=0)
+        stuck = ground + sum(self.seats[extent].bytes for extent in loose)
 
         def merit(tier: int) -> tuple[bool, bool, int]:
             room = self.limit(tier) - need - (stuck if tier == 0 else 0)

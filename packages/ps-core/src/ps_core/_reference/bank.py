@@ -33,6 +33,8 @@ class Slot:
     offset: int
     bytes: int
     tag: Tag | None = None
+    moves: int = 0
+    """How often it was put somewhere else."""
 
 
 class Bank:
@@ -95,6 +97,7 @@ class Bank:
         self._own(slot.tier, op.offset, slot.bytes, but=slot)
         data = bytes(self.view(slot))
         self._poison(slot.tier, slot.offset, slot.bytes)
+        slot.moves += slot.offset != op.offset
         slot.offset = op.offset
         self.view(slot)[:] = data
 

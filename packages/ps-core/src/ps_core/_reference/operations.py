@@ -96,6 +96,7 @@ def _run(process: Process, leg: Leg, op: Run) -> None:
         use.extent: process.holding(leg, number, use.extent, use.before, 0)
         for use, number in zip(uses, op.slots, strict=True)
     }
+    _check_held(process, leg, uses, slots)
     if process.lifecycle is not None:
         process.lifecycle.before_run(visit)
     outcome = process.network.run(_call(process, leg, visit, slots))
@@ -106,6 +107,19 @@ def _run(process: Process, leg: Leg, op: Run) -> None:
         process.write(leg, slots[use.extent], use.extent, use.after)
     following = visits[visits.index(visit) + 1 :]
     process.bank.rise(min(visit.nonmodel_bytes, following[0].nonmodel_bytes) if following else 0)
+
+
+def _check_held(process: Process, leg: Leg, uses: Sequence[Use], slots: Mapping[Extent, Slot]) -> None:
+    """What somebody has held on to since the moment before is where it was, and was all the while."""
+    for use in uses:
+        slot, moves = process.used.get(use.extent, (None, 0))
+        here = slots[use.extent]
+        if use.held and (slot is not here or moves != here.moves):
+            raise PlanMismatch(
+                f"{leg.name.value}: {use.extent.kind.value} of {use.extent.index}, held on to since the moment before, "
+                f"was moved to {here.offset}"
+            )
+    process.used = {extent: (slot, slot.moves) for extent, slot in slots.items()}
 
 
 def _call(process: Process, leg: Leg, visit: Visit, slots: Mapping[Extent, Slot]) -> Call:

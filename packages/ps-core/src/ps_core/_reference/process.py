@@ -54,6 +54,8 @@ class Process:
     """Tensors whose gradient lies over their payload by now."""
     running: int = -1
     """Serial number of the pass whose moments are being run."""
+    used: dict[Extent, tuple[Slot, int]] = field(default_factory=dict)
+    """Slots of its last moment, and how often each had been moved."""
     last_reads: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +142,7 @@ class Process:
     def begin(self, leg: Leg) -> None:
         """A pass over the moments begins with nothing saved."""
         self.running = leg.serial
-        self.saved, self.aside, self.over = {}, {}, set()
+        self.saved, self.aside, self.over, self.used = {}, {}, set(), {}
         if leg.name is not SegmentName.EVAL:
             self.parts.clear()
 

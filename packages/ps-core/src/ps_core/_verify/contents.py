@@ -79,6 +79,8 @@ class Contents:
         self._workers = [worker(plan.tiers, tier) for tier in range(len(plan.tiers))]
         self._visits = program.segment_visits(segment.name)
         self._ran = 0
+        self._used: dict[Extent, tuple[int, Stamp]] = {}
+        """By what the last moment used: the slot, and since when it has been where it is."""
         self._tides = [instr.op.nonmodel_bytes for instr in segment.instrs if isinstance(instr.op, Run)]
         self._tide_bytes = 0
         self._seq = 0
@@ -220,11 +222,25 @@ class Contents:
         if len(op.slots) != len(uses):
             raise Fault(f"{len(uses)} slots", f"{len(op.slots)}")
         slots = self._slots_on(0, *op.slots)
-        for slot, (extent, before, after) in zip(slots, uses, strict=True):
+        for slot, (extent, before, after, held) in zip(slots, uses, strict=True):
+            if held:
+                self._check_held(slot, extent)
             if before is not None:
                 self._read(slot, extent, before)
             if before != after:
                 self._write(slot, extent, after)
+        self._used = {use.extent: (slot.number, slot.since) for slot, use in zip(slots, uses, strict=True)}
+
+    def _check_held(self, slot: Slot, extent: Extent) -> None:
+        """`Fault` unless it is where the moment before had it, and was all the while.
+
+        Whatever moves or releases a slot is ordered against the moments that use it, so one order tells of all.
+        """
+        number, since = self._used.get(extent, (-1, BEGINNING))
+        if (slot.number, slot.since) != (number, since):
+            name = f"{extent.kind.value} of {extent.index}, held on to since the moment before,"
+            moved = f"slot {slot.number}" if slot.number != number else f"moved by instruction {slot.since.id}"
+            raise Fault(f"{name} to stay in slot {number}", moved, others=ids([slot.since]))
 
     def _raise_tide(self, tide_bytes: int, wanted_bytes: int) -> None:
         """Give non-model data its bytes for this moment, and take back what it will not need until the next."""

@@ -3,8 +3,9 @@
 [Note: moments]
 A moment begins when a call touches a group that the moment before did not read, or a gradient arrives for a group that
 it neither read nor brought gradients for. So a moment is a run of work on one group or a few, about a layer; the same
-model on the same kind of batch makes the same moments again. Groups whose memory somebody still holds on to (a
-checkpoint's recomputed block) are *held*: they belong to the moment although it does not touch them.
+model on the same kind of batch makes the same moments again. Parameters whose memory somebody still holds on to (a
+checkpoint's recomputed block) are *held*: they belong to the moment although it does not touch them, and where they
+lie they stay.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Beat:
     gains: tuple[int, ...]
     """Groups it was begun for because a gradient arrived."""
     held: tuple[int, ...] = ()
+    """Parameters whose memory somebody has held on to since the moment before."""
     name: str = ""
     touched: dict[int, None] = field(default_factory=dict)
     """Tensors, in order."""
@@ -45,7 +47,7 @@ class Recording:
     """Whether it was to have a backward pass."""
 
     def begin(
-        self, *, backward: bool, reads: list[GroupRecord], gains: list[GroupRecord], held: list[GroupRecord]
+        self, *, backward: bool, reads: list[GroupRecord], gains: list[GroupRecord], held: list[TensorRecord]
     ) -> Beat:
         """A moment begins."""
         if not backward and self.beats and self.beats[-1].backward:
@@ -55,7 +57,7 @@ class Recording:
             backward,
             tuple(group.index for group in reads),
             tuple(group.index for group in gains),
-            tuple(group.index for group in held if group not in reads),
+            tuple(record.index for record in held),
             f"{'backward' if backward else 'forward'} of {first.name}",
         )
         self.beats.append(beat)
@@ -75,18 +77,20 @@ class Recording:
             Tensor(name=record.name, numel=record.numel, trainable=record.group.trainable) for record in records
         )
         place = {record.index: number for number, record in enumerate(records)}
-        moments = []
+        moments: list[Moment] = []
         for beat, work in zip(self.beats, self._work(records, tokens), strict=True):
-            read = [place[index] for index in beat.touched if index in place]
-            for index in (*beat.reads, *beat.held):
-                if not any(place[record.index] in read for record in groups[index].tensors):
-                    read.append(place[groups[index].tensors[0].index])
+            read = [place[index] for index in dict.fromkeys((*beat.touched, *beat.held)) if index in place]
+            for group in beat.reads:
+                if not any(place[record.index] in read for record in groups[group].tensors):
+                    read.append(place[groups[group].tensors[0].index])
+            before = moments[-1].reads if moments else ()
             moments.append(
                 Moment(
                     name=beat.name,
                     phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
                     reads=tuple(read),
                     grads=tuple(place[index] for index in beat.grads if index in place),
+                    holds=tuple(place[index] for index in beat.held if place.get(index) in before),
                     nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
                     flops=work,
                 )
@@ -99,7 +103,9 @@ class Recording:
         What backward holds on to was recomputed there: 2 more.
         """
         of = {record.index: record for record in records}
-        recomputed = {group for beat in self.beats if beat.backward for group in beat.held}
+        backward = [beat for beat in self.beats if beat.backward]
+        held = [(of[index].group.index, beat) for beat in backward for index in beat.held if index in of]
+        recomputed = {group for group, beat in held if group not in beat.reads}
         seen: set[tuple[bool, int]] = set()
         for beat in self.beats:
             new = {(beat.backward, index) for index in (*beat.touched, *beat.grads) if index in of} - seen

@@ -12,6 +12,7 @@ import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core.engine._carrying import Diverged
 from ps_core.engine._counters import Counters
 from ps_core.engine._demand import Demand
 from ps_core.engine._gradients import GradientKeeper
@@ -19,7 +20,7 @@ from ps_core.engine._interrupts import put_in, take_out, undisturbed
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import changed_in_place, compute_tier_too_small, everything_too_large
-from ps_core.engine._replay import Diverged, Replay
+from ps_core.engine._replay import Replay
 from ps_core.engine._residency import Residency
 from ps_core.engine._stepping import SettingsOf
 
@@ -91,6 +92,7 @@ class Passes:
     ) -> None:
         self._residency, self._gradients = residency, gradients
         self._store, self._groups, self._records = residency.store, residency.groups, records
+        self._record_of = {record.index: record for record in records}
         self._counters = counters
         self._clock = counters.clock
         self._constant_bytes = constant_bytes
@@ -207,8 +209,8 @@ class Passes:
         self.demand.adopt(self._groups)
         self.tide.start()
 
-    def _close_moment(self, *, strict: bool = True) -> list[GroupRecord]:
-        """Settle what the moment leaves behind; the groups that are held on to. ``strict``: keep to the budget."""
+    def _close_moment(self, *, strict: bool = True) -> list[TensorRecord]:
+        """Settle what the moment leaves behind; the parameters that are held on to. ``strict``: keep to the budget."""
         beat = self.beat
         if beat is None:
             return []
@@ -221,8 +223,9 @@ class Passes:
                 if not isinstance(self.driver, Replay):
                     raise self._too_large(beat, needed)
                 self._diverge(Diverged(f"{beat.name} takes more than fake tensors said"))
-        open_groups = {self._groups[index] for index in (*beat.reads, *beat.held)}
-        return [group for group in open_groups if group.aliased]
+        groups = dict.fromkeys((*beat.reads, *(self._record_of[index].group.index for index in beat.held)))
+        records = (record for index in groups for record in self._groups[index].tensors)
+        return [record for record in records if record.bound is not None and record.bound.aliased]
 
     def _measure_tide(self, beat: Beat) -> int:
         """The most that the moment took of the compute tier."""

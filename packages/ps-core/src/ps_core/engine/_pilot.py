@@ -337,10 +337,14 @@ class Pilot:
 
 def _as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
     """Whether a pass went as fake tensors said, and held no more besides."""
-    ran = [(beat.backward, set(beat.touched), set(beat.grads)) for beat in recording.beats]
-    foreseen = [(beat.backward, set(beat.touched), set(beat.grads)) for beat in beats]
+    ran, foreseen = map(_outline, recording.beats), map(_outline, beats)
     peak = max(beat.nonmodel_bytes for beat in recording.beats)
-    return ran == foreseen and peak <= max(beat.nonmodel_bytes for beat in beats)
+    return list(ran) == list(foreseen) and peak <= max(beat.nonmodel_bytes for beat in beats)
+
+
+def _outline(beat: Beat) -> tuple[bool, set[int], set[int], set[int]]:
+    """What a moment does, however high the tide."""
+    return beat.backward, {*beat.touched, *beat.held}, set(beat.held), set(beat.grads)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

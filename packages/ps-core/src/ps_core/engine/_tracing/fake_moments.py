@@ -4,9 +4,9 @@
 They are the engine's (`_moments`), with a *unit* for its groups: by default, the module that owns the parameter. A
 moment begins when a function is called on a parameter, or a backward node takes one out of what was saved, whose unit
 the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor brought
-gradients for. A unit somebody still holds an alias of (a checkpoint's recomputed block) is read by the next moment,
-too. What comes before the first moment belongs to it, and what lies between the last touch of forward and the first of
-backward (the loss) to the former.
+gradients for. A parameter somebody still holds an alias of (a checkpoint's recomputed block) is read by the next
+moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies between
+the last touch of forward and the first of backward (the loss) to the former.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Beat:
     reads: frozenset[int]
     """Units it was begun for."""
     held: frozenset[int]
-    """Units that were still held on to when it began."""
+    """Parameters that were still held on to when it began."""
     gains: set[int] = field(default_factory=set)
     """Units gradients arrived for."""
     touched: dict[int, None] = field(default_factory=dict)
@@ -115,39 +115,44 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         held = self.close()
         backward = _in_backward()
         name = f"{'backward' if backward else 'forward'} of {_owner(self._names[first]) or self._names[first]}"
-        beat = _Beat(backward, name, reads, held - reads)
+        beat = _Beat(backward, name, reads, held)
         beat.flops, self._flops_before = self._flops_before, 0.0
         self._beats.append(beat)
         return beat
 
     def close(self) -> frozenset[int]:
-        """The moment is over; the units of it that somebody holds on to."""
+        """The moment is over; the parameters of it that somebody holds on to."""
         if not self._beats:
             return frozenset()
         beat = self._beats[-1]
         beat.nonmodel_bytes = self.take_peak()
         counts = (torch._C._storage_Use_Count(storage._cdata) for storage in self._storages)
-        aliased = {unit for unit, count, uses in zip(self._units, counts, self._uses, strict=True) if count > uses}
-        return (beat.reads | beat.held) & aliased
+        aliased = (index for index, (count, uses) in enumerate(zip(counts, self._uses, strict=True)) if count > uses)
+        units = beat.reads | {self._units[index] for index in beat.held}
+        return frozenset(index for index in aliased if self._units[index] in units)
 
     def moments(self) -> tuple[Moment, ...]:
         """All that was recorded."""
-        return tuple(
-            Moment(
-                name=beat.name,
-                phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
-                reads=tuple(self._reads(beat)),
-                grads=tuple(beat.grads),
-                nonmodel_bytes=beat.nonmodel_bytes,
-                flops=beat.flops,
+        found: list[Moment] = []
+        for beat in self._beats:
+            before = found[-1].reads if found else ()
+            found.append(
+                Moment(
+                    name=beat.name,
+                    phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
+                    reads=tuple(self._reads(beat)),
+                    grads=tuple(beat.grads),
+                    holds=tuple(sorted(beat.held.intersection(before))),
+                    nonmodel_bytes=beat.nonmodel_bytes,
+                    flops=beat.flops,
+                )
             )
-            for beat in self._beats
-        )
+        return tuple(found)
 
     def _reads(self, beat: _Beat) -> dict[int, None]:
-        """What it touched, and the first parameter of each unit that it kept without touching it."""
-        reads = dict(beat.touched)
-        kept = (beat.reads | beat.held) - {self._units[index] for index in reads}
+        """What it touched or kept, and the first parameter of each unit that it was begun for without touching it."""
+        reads = dict.fromkeys((*beat.touched, *sorted(beat.held)))
+        kept = beat.reads - {self._units[index] for index in reads}
         reads.update(dict.fromkeys(self._units.index(unit) for unit in sorted(kept)))
         return reads
 

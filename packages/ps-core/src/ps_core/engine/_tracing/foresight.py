@@ -65,6 +65,7 @@ def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording
                 moment.phase is Phase.BACKWARD,
                 tuple(groups),
                 tuple(gains),
+                tuple(record.index for index in moment.holds if (record := found[index]) is not None),
                 name=f"{moment.phase.value} of {(reads or grads)[0].name}",
                 touched=dict.fromkeys(record.index for record in reads),
                 grads=dict.fromkeys(record.index for record in grads),

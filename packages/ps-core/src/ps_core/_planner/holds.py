@@ -1,0 +1,76 @@
+"""What must stay where it is from one moment to the next, because somebody holds on to its memory.
+
+[Note: ground]
+A tier can be pushed together only around what must not move. So before something is held it is put on *ground*: the
+lowest address that those held already leave free. Where whatever is held last is let go of first (a block that is
+recomputed, and then goes backward), they stand on each other without a gap, and as much room can be made as if
+everything could move. Where they take turns there are gaps, and a plan is surely found only with so much room more on
+the compute tier: `gap_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ps_core._program import Extent, Program, SegmentName
+
+Span = tuple[int, int]
+"""Addresses, from and up to."""
+
+
+class Holds:
+    """What is held in one segment's moments."""
+
+    def __init__(self, program: Program, segment: SegmentName) -> None:
+        self._rows = [
+            frozenset(use.extent for use in program.uses(segment, visit) if use.held)
+            for visit in program.segment_visits(segment)
+        ]
+
+    def into(self, moment: int) -> frozenset[Extent]:
+        """What must not have moved since the moment before this one."""
+        return self._rows[moment] if moment < len(self._rows) else frozenset()
+
+    def starting(self, moment: int) -> list[Extent]:
+        """What is held from this moment on; first what is held longest."""
+        found = self.into(moment + 1) - self.into(moment)
+        return sorted(found, key=lambda extent: (-self._until(moment + 1, extent), extent))
+
+    def _until(self, moment: int, extent: Extent) -> int:
+        while extent in self.into(moment):
+            moment += 1
+        return moment
+
+
+def lowest(spans: Iterable[Span], size: int, start: int = 0) -> int:
+    """The lowest address from ``start`` on with so many bytes behind it that none of the spans, in order, has."""
+    for begin, end in spans:
+        if begin >= start + size:
+            break
+        start = max(start, end)
+    return start
+
+
+def gap_bytes(program: Program) -> int:
+    """The most bytes that lie between what is held; see [Note: ground]."""
+    segments = (name for name in program.segments if name in (SegmentName.MICRO_LAST, SegmentName.EVAL))
+    return max((_gaps(program, name) for name in segments), default=0)
+
+
+def _gaps(program: Program, segment: SegmentName) -> int:
+    holds, most = Holds(program, segment), 0
+    taken: dict[Extent, Span] = {}
+    for place in range(len(program.segment_visits(segment))):
+        taken = {extent: span for extent, span in taken.items() if extent in holds.into(place)}
+        most = max(most, _between(taken.values()))
+        for extent in holds.starting(place):
+            size = program.bytes_of(extent)
+            start = lowest(sorted(taken.values()), size)
+            taken[extent] = start, start + size
+        most = max(most, _between(taken.values()))
+    return most
+
+
+def _between(spans: Iterable[Span]) -> int:
+    rows = list(spans)
+    return max((end for _, end in rows), default=0) - sum(end - start for start, end in rows)
