@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ import _models as models
 from _cases import finish, next_token, tokens
 from _reference import Settings
 from _reference import plain as run_plain
-from ps_core import AdamW, Budget, InvalidInput, Options
+from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import chunked, materialized, release, statistics
 
 SPEC, STEPS, HOST = AdamW(lr=0.01), 5, "64MiB"
@@ -22,10 +26,10 @@ OPTIONS = Options(poison=True, group_bytes=2048)
 
 
 class Parts:
-    """Manages models, each within its part of a budget, and remembers them."""
+    """Manages models, each within its part of a budget (all within one, without parts), and remembers them."""
 
     def __init__(self, budget: Budget, *parts: float) -> None:
-        self.whole, self._parts = budget, iter(budget.split(*parts))
+        self.whole, self._parts = budget, iter(budget.split(*parts)) if parts else repeat(budget)
         self.made: list[nn.Module] = []
 
     def __call__(self, model: nn.Module, spec: Any) -> tuple[nn.Module, Any]:
@@ -38,7 +42,8 @@ class Parts:
         counted = [statistics(model) for model in self.made]
         assert all(each.evictions for each in counted)
         for tier, size in (("device", self.whole.device_bytes), ("host", self.whole.host_bytes)):
-            assert sum(each.tiers[tier].peak_bytes for each in counted) <= size
+            assert sum(each.tiers[tier].budget_bytes for each in counted) <= size
+            assert all(each.tiers[tier].peak_bytes <= each.tiers[tier].budget_bytes for each in counted)
 
 
 def distilled(make: Any) -> list[Tensor]:
@@ -81,7 +86,8 @@ def preferred(make: Any) -> list[Tensor]:
     return logs
 
 
-@pytest.mark.parametrize(("train", "parts"), [(distilled, (1, 2)), (preferred, (1, 2))])
+@pytest.mark.parametrize("train", [distilled, preferred])
+@pytest.mark.parametrize("parts", [(1, 2), ()])
 def test_two_models_under_one_budget(train: Any, parts: tuple[float, ...]) -> None:
     settings = Settings(precision="bf16")
     make = Parts(Budget(device=180_000, host="2MiB"), *parts)
@@ -95,16 +101,109 @@ def test_two_models_under_one_budget(train: Any, parts: tuple[float, ...]) -> No
     assert got[-1] < got[0]
 
 
-def test_a_budget_that_a_model_keeps_to_is_not_given_twice() -> None:
-    budget = Budget(host=HOST)
-    first, _ = chunked(models.stack(), SPEC, budget=budget)
-    with pytest.raises(InvalidInput, match=r"is Sequential's[\s\S]*budget\.split\(3, 1\)[\s\S]*release"):
-        chunked(models.stack(), SPEC, budget=budget)
+def trained(model: nn.Module, optimizer: Any, indices: range) -> list[Tensor]:
+    """Losses and norms of these steps."""
+    logs = []
+    for index in indices:
+        loss = next_token(model, *tokens(index))
+        loss.backward()
+        finish(optimizer)
+        logs += [loss.detach(), torch.tensor(optimizer.last_norm)]
+    return logs
+
+
+TIERS = {
+    "cpu": ("cpu", Budget(host="8MiB")),
+    "emulated": ("emulated", Budget(device=400_000, host="8MiB")),
+    "disk": ("emulated", Budget(device=400_000, host=700_000, disk="8MiB", disk_dir=".")),
+}
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_makes_room_for_one_that_joins(
+    tiers: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    device, budget = TIERS[tiers][0], replace(TIERS[tiers][1])
+    told = {"device": device, "precision": precision, "options": replace(OPTIONS, keep_fp32=("*norm*",))}
+
+    def run(budget: Budget, *, joined: bool) -> tuple[list[Tensor], nn.Module, nn.Module | None]:
+        torch.manual_seed(3)
+        first, optimizer = chunked(models.Language(layers=2), SPEC, budget=budget, **told)
+        logs = trained(first, optimizer, range(3))
+        second = None
+        if joined:
+            second, other = chunked(models.Language(layers=2), SPEC, budget=budget, **told)
+            trained(second, other, range(2))
+        return logs + trained(first, optimizer, range(3, 6)), first, second
+
+    expected, alone, _ = run(replace(budget), joined=False)
+    released = {name: value.clone() for name, value in release(alone).named_parameters()}
+    got, first, second = run(budget, joined=True)
+    assert second is not None
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    counted = [statistics(model) for model in (first, second)]
+    for name, tier in counted[0].tiers.items():
+        assert 0 < tier.budget_bytes <= getattr(budget, f"{name}_bytes") // 2
+        assert all(each.tiers[name].peak_bytes <= each.tiers[name].budget_bytes for each in counted)
+    if device == "emulated":
+        assert counted[0].planned_passes >= 4, counted[0].last_divergence
+    release(second)
+    for name, value in release(first).named_parameters():
+        assert torch.equal(value, released[name])
+
+
+def test_parts_go_by_the_bytes_of_model_data_and_fall_to_who_joins_next() -> None:
+    budget = Budget(host=6000 * 128)
+    first, _ = chunked(models.stack(), SPEC, budget=budget, precision="bf16")
+    frozen, _ = chunked(models.stack(), None, budget=budget, precision="bf16")
+    assert statistics(first).tiers["host"].budget_bytes == 5250 * 128  # 14 of 16
+    assert statistics(frozen).tiers["host"].budget_bytes == 750 * 128
     release(first)
-    second, _ = chunked(models.stack(), SPEC, budget=budget)  # nobody's any more
-    del second
+    del frozen
+    gc.collect()
     third, _ = chunked(models.stack(), SPEC, budget=budget)
+    assert statistics(third).tiers["host"].budget_bytes == 6000 * 128
     release(third)
+
+
+def test_who_does_not_fit_beside_another_leaves_it_as_it_was() -> None:
+    budget = Budget(device=150_000, host="2MiB")
+    first, optimizer = chunked(models.Language(layers=2), SPEC, device="emulated", budget=budget, options=OPTIONS)
+    before = statistics(first).tiers
+    trained(first, optimizer, range(2))
+    with pytest.raises(DoesNotFit) as refused:
+        chunked(models.Language(layers=40), SPEC, device="emulated", budget=budget, options=OPTIONS)
+    assert {name: tier.budget_bytes for name, tier in statistics(first).tiers.items()} == {
+        name: tier.budget_bytes for name, tier in before.items()
+    }
+    assert "budget.split(3, 1)" in " ".join(getattr(refused.value, "__notes__", [])) or "host" in str(refused.value)
+    trained(first, optimizer, range(2, 4))
+    release(first)
+
+
+def test_a_model_makes_room_between_forward_and_backward_but_not_while_somebody_holds_its_memory() -> None:
+    def run(*, joined: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        budget = Budget(device=400_000, host="2MiB")
+        first, optimizer = chunked(models.Language(layers=2), SPEC, device="emulated", budget=budget, options=OPTIONS)
+        loss = next_token(first, *tokens(0))
+        if joined:
+            held = first.head.weight[:1]
+            with pytest.raises(InvalidInput, match=r"holds on to memory[\s\S]*let go of that first"):
+                chunked(models.Language(layers=2), None, device="emulated", budget=budget, options=OPTIONS)
+            assert statistics(first).tiers["device"].budget_bytes == 400_000
+            del held
+            second, _ = chunked(models.Language(layers=2), None, device="emulated", budget=budget, options=OPTIONS)
+            assert statistics(first).tiers["device"].budget_bytes < 400_000
+        loss.backward()
+        finish(optimizer)
+        logs = [loss.detach(), *trained(first, optimizer, range(1, 3))]
+        release(first)
+        return logs
+
+    assert all(torch.equal(one, other) for one, other in zip(run(joined=True), run(joined=False), strict=True))
 
 
 # An average of the weights

@@ -36,7 +36,7 @@ def test_texts_and_folders() -> None:
 
 def test_parts_are_budgets_of_their_own() -> None:
     whole = Budget(device="4GiB")
-    whole.claims.append(lambda: "it")
+    whole.claims.append("a part")
     student, teacher = whole.split(1, 1)
     assert student.claims == teacher.claims == []
     assert student == teacher

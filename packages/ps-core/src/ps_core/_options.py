@@ -95,16 +95,16 @@ class Budget:
     """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
     ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
-    processes of a node share it. ``disk`` None: no disk tier. One model keeps to a budget; several that shall keep to
-    one together get parts of it, by `split`.
+    processes of a node share it. ``disk`` None: no disk tier. Several models that are given the same object keep to it
+    together, each to a part by the bytes of its model data; `split` gives other parts.
     """
 
     device: int | str | None = None
     host: int | str | None = None
     disk: int | str | None = None
     disk_dir: str | None = None
-    claims: list[Callable[[], str | None]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Each tells the name of a model that keeps to it, or None once it does no more."""
+    claims: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The parts of the models that keep to it (the engine's)."""
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):

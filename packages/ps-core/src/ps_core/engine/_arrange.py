@@ -33,7 +33,7 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
                 _move(engine, plan.home(held.extent), held)
                 pending.remove(held)
         if not ready:
-            _put_aside(engine, plan.home(pending[0].extent))
+            put_aside(engine, plan.home(pending[0].extent))
     return True
 
 
@@ -54,8 +54,8 @@ def _move(engine: Engine, home: Home, held: Held) -> None:
     engine.residency.give_back(old)
 
 
-def _put_aside(engine: Engine, home: Home) -> None:
-    """Break a circle: one extent waits outside every tier."""
+def put_aside(engine: Engine, home: Home) -> None:
+    """Let an extent wait outside every tier."""
     old = home.slot
     memory = old.in_host_memory() if old.place is None else engine.residency.contents(home)
     home.slot = Slot(engine.store.work_tier(old.tier), -1, 0, memory, home.extent, old.stamp)

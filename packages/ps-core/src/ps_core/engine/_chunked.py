@@ -32,6 +32,7 @@ from ps_core.engine._placing import fill, place
 from ps_core.engine._processes.joining import Alone, Joining, Unplanned
 from ps_core.engine._processes.together import Together
 from ps_core.engine._scaler import LossScale
+from ps_core.engine._sharing import Sharing, data_bytes
 from ps_core.engine._store import Store
 from ps_core.engine._surgery import undo
 from ps_core.engine._tracing.materialise import initial_values
@@ -66,67 +67,62 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     _check(model, accumulation_steps)
     if options.eager_step:
         _check_eager(mode, accumulation_steps, max_grad_norm, disk=budget.disk is not None)
-    _check_claims(budget)
     where = _device(device, pin=options.pin)
     joining = Alone() if collectives is None else Joining(collectives)
-    joining.check(where, budget, options)
-    tiers = _tiers(where, budget, joining.sharers)
-    device_bytes = _passing_bytes(tiers) if len(tiers) > 1 else None
+    joining.check(where, options)
     training = optimizer is not None
-    packing = pack(model, options, mode, training=training, device_bytes=device_bytes)
-    joining.share(packing, optimizer, f"{mode.value}, {accumulation_steps=}, {max_grad_norm=}")
-    store = Store(where, tiers, poison=options.poison, file=_disk_file(budget))
-    overwrites = mode is not Precision.FP32 and accumulation_steps == 1
-    sums = training and not overwrites and not options.eager_step and len(tiers) > 1
-    if collectives is not None:
-        store.still, sums = False, training
-    place(store, packing.groups, accumulates=sums)
-    loss_scale = LossScale() if mode is Precision.FP16 and training else None
-    engine = Engine(
-        store,
-        packing.groups,
-        overwrites=overwrites,
-        loss_scale=loss_scale,
-        constant_bytes=sum(buffer.nbytes for buffer in model.buffers()) if where.lazy else 0,  # else its tide sees them
-        together=collectives,
-    )
-    cast = DTYPES[mode] if options.cast_inputs else None
-    pilot: Pilot | Unplanned = Unplanned(training=training)
-    if collectives is None:
-        pilot = Pilot(
-            engine,
-            model_name=type(model).__name__,
-            precision=mode,
-            accumulate=accumulation_steps,
-            training=training,
-            options=options,
-            cast=cast,
+    size = data_bytes(model, mode, training=training, accumulates=accumulation_steps > 1)
+    whole = _tiers(where, budget, joining.sharers)
+    with Sharing(budget, type(model).__name__, size, whole, alone=collectives is None) as sharing:
+        tiers = sharing.begin()
+        device_bytes = _passing_bytes(tiers) if len(tiers) > 1 else None
+        packing = pack(model, options, mode, training=training, device_bytes=device_bytes)
+        joining.share(packing, optimizer, f"{mode.value}, {accumulation_steps=}, {max_grad_norm=}")
+        store = Store(where, tiers, poison=options.poison, file=_disk_file(budget))
+        overwrites = mode is not Precision.FP32 and accumulation_steps == 1
+        sums = training and not overwrites and not options.eager_step and len(tiers) > 1
+        if collectives is not None:
+            store.still, sums = False, training and not overwrites
+        place(store, packing.groups, accumulates=sums)
+        loss_scale = LossScale() if mode is Precision.FP16 and training else None
+        engine = Engine(
+            store,
+            packing.groups,
+            overwrites=overwrites,
+            loss_scale=loss_scale,
+            constant_bytes=sum(buffer.nbytes for buffer in model.buffers())
+            if where.lazy
+            else 0,  # else its tide sees them
+            together=collectives,
+            prefetch=options.prefetch,
         )
-    front = None
-    if optimizer is not None:
-        order = sorted(packing.records.values(), key=lambda record: record.index)
-        front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
-        if options.eager_step:
-            engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
-    try:
-        fill(packing.records, joining.values(initial_values(model)), engine)
-        bring_along(model, where.torch_device)
-        Management(model, engine, pilot, cast=cast).install()
-    except BaseException:
-        undo(engine)
-        raise
-    budget.claims.append(engine.management.claim())
-    return model, front
-
-
-def _check_claims(budget: Budget) -> None:
-    for claim in budget.claims:
-        name = claim()
-        if name is not None:
-            raise InvalidInput(
-                f"this Budget is {name}'s, and a second model that kept to it would make it twice as much: give each "
-                "its part, as in `student, teacher = budget.split(3, 1)`, or release(...) the first"
+        cast = DTYPES[mode] if options.cast_inputs else None
+        pilot: Pilot | Unplanned = Unplanned(training=training)
+        if collectives is None:
+            pilot = Pilot(
+                engine,
+                model_name=type(model).__name__,
+                precision=mode,
+                accumulate=accumulation_steps,
+                training=training,
+                options=options,
+                cast=cast,
             )
+        front = None
+        if optimizer is not None:
+            order = sorted(packing.records.values(), key=lambda record: record.index)
+            front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
+            if options.eager_step:
+                engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
+        try:
+            fill(packing.records, joining.values(initial_values(model)), engine)
+            bring_along(model, where.torch_device)
+            Management(model, engine, pilot, cast=cast).install()
+        except BaseException:
+            undo(engine)
+            raise
+        sharing.join(engine)
+    return model, front
 
 
 def _precision(precision: str | Precision) -> Precision:
@@ -185,7 +181,7 @@ def _tiers(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ...]:
         free = available_bytes()
         host = free - free // _KEPT_FREE
     host //= sharers
-    disk = () if budget.disk_bytes is None else (Tier("disk", budget.disk_bytes & -128),)
+    disk = () if budget.disk_bytes is None else (Tier("disk", budget.disk_bytes // sharers & -128),)
     if device.name == "cpu":
         if budget.device is not None:
             raise InvalidInput("Budget.device must be None for device='cpu': its memory is Budget.host")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -74,16 +74,6 @@ class Management:
     def has_compiled_blocks(self) -> bool:
         """Whether ``torch.compile`` made a part of the model one piece."""
         return len(self._blocks) > 0
-
-    def claim(self) -> Callable[[], str | None]:
-        """What tells this model's name for as long as it is managed, and keeps nothing alive."""
-        engine, name = weakref.ref(self.engine), self.name
-
-        def claimed() -> str | None:
-            found = engine()
-            return None if found is None or found.released else name
-
-        return claimed
 
     def remove(self) -> None:
         """Take everything off."""

@@ -53,6 +53,9 @@ class Guide(Protocol):
     def consider(self) -> None:
         """A step is asked for, and nothing is changed yet: time to plan."""
 
+    def resized(self) -> None:
+        """The tiers are of other sizes, so that no plan holds."""
+
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out a step by a plan, if there is one for it."""
 
@@ -74,6 +77,9 @@ class Unguided:
         """There is nothing to plan."""
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
+    def resized(self) -> None:
+        """There was no plan."""
+
         """By no plan."""
         return False
 

@@ -325,6 +325,13 @@ class Pilot:
         if error.tier != store.tiers[0].name:
             return everything_too_large(store, groups, error.needed_bytes)
         tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes
+    def resized(self) -> None:
+        """Plan anew, for tiers of other sizes."""
+        self._found, self._plan, self._estimated = self._found or self._source, None, False
+        micro = self._micro
+        self.consider()
+        self._micro = micro
+
         return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
 
     def _tiers(self) -> tuple[Tier, ...]:

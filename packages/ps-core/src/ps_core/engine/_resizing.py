@@ -1,0 +1,82 @@
+"""Having an engine keep to other sizes of its tiers than it began with, between passes."""
+
+from __future__ import annotations
+
+import torch
+
+from ps_core._errors import InvalidInput
+from ps_core._plan import Queue, Tier
+from ps_core.engine._arrange import put_aside
+from ps_core.engine._engine import Engine
+from ps_core.engine._interrupts import alone
+from ps_core.engine._refusals import everything_too_large
+from ps_core.engine._store import Home
+
+
+@alone
+def resize(engine: Engine, tiers: tuple[Tier, ...]) -> None:
+    """Keep to these from now on; where that cannot be (`DoesNotFit`, `InvalidInput`), everything stays as it was."""
+    if tiers == engine.store.tiers:
+        return
+    engine.finish_pass()
+    with torch.no_grad():
+        engine.passes.demand.finish()  # of what somebody held on to when its pass ended
+    _check_let_go(engine)
+    before = engine.store.tiers
+    _check_lower(engine, tiers)
+    try:
+        _apply(engine, tiers)
+        engine.passes.guide.resized()
+    except Exception:
+        _apply(engine, before)
+        engine.passes.guide.resized()
+        raise
+
+
+def _check_let_go(engine: Engine) -> None:
+    for group in engine.groups:
+        if not engine.still and (0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased)):
+            raise InvalidInput(
+                f"somebody holds on to memory of {group.name} (a view of a parameter?), so its model cannot make "
+                "room in its Budget now: let go of that first, or give each model a part of its own, budget.split(3, 1)"
+            )
+
+
+def _check_lower(engine: Engine, tiers: tuple[Tier, ...]) -> None:
+    """What is not on the compute tier stays where it is; on a single one, everything does."""
+    store = engine.store
+    store_used = [*store.used_bytes]
+    if engine.still:
+        store_used[0] += store.highest_tide_bytes
+    first = 0 if engine.still else 1
+    if any(used > tier.capacity_bytes for used, tier in zip(store_used[first:], tiers[first:], strict=True)):
+        raise everything_too_large(store, engine.groups, sum(store_used))
+
+
+def _apply(engine: Engine, tiers: tuple[Tier, ...]) -> None:
+    store, residency = engine.store, engine.residency
+    if engine.still:
+        store.resize(tiers)
+        return
+    for record in engine.records:
+        residency.unbind(record)
+    for queue in (*store.queues, Queue.CPU):
+        residency.await_all(queue)
+    moved = [(group, home) for group in engine.groups for home in group.homes.values() if home.slot.tier == 0]
+    for group, home in moved:
+        group.reading = -1
+        put_aside(engine, home)
+    store.resize(tiers)
+    top = tiers[0].capacity_bytes
+    for _, home in (row for row in moved if row[0].pinned):
+        top = (top - home.bytes) & -128
+        _put(engine, home, 0, top)
+    for _, home in (row for row in moved if not row[0].pinned):
+        _put(engine, home, 1 if store.free_bytes(1) >= home.bytes else 0)
+
+
+def _put(engine: Engine, home: Home, tier: int, offset: int = -1) -> None:
+    target = engine.store.reserve(tier, home.bytes, offset)
+    engine.residency.copy_to(home, target)
+    old, home.slot = home.slot, target
+    engine.residency.give_back(old)
