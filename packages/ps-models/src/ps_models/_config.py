@@ -16,6 +16,8 @@ class ModelConfig:
     shape: TransformerShape
     checkpoint_blocks: bool | Collection[int] = False
     """Blocks that keep only their input for backward and recompute the rest: all, none, or these numbers."""
+    offload_checkpoints: bool = False
+    """Keep these inputs in the computer's memory until backward asks for them."""
     dropout: float = 0.0
     """Of embeddings and of what each block adds."""
     attention_dropout: float = 0.0
@@ -33,6 +35,8 @@ class ModelConfig:
             raise InvalidInput(f"loss_chunk_tokens must be at least 1, or None, found {self.loss_chunk_tokens!r}")
         if self.tiles < 1:
             raise InvalidInput(f"tiles must be at least 1, found {self.tiles!r}")
+        if self.offload_checkpoints and not self.checkpoint_blocks:
+            raise InvalidInput("offload_checkpoints needs checkpoint_blocks, of which none are chosen")
         if not isinstance(self.checkpoint_blocks, bool):
             beyond = sorted(set(self.checkpoint_blocks) - set(range(self.shape.layers)))
             if beyond:

@@ -7,6 +7,7 @@ after it was made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ps_core._errors import InvalidInput
+from ps_core.engine import offloaded
 from ps_models._config import ModelConfig
 
 
@@ -129,7 +131,8 @@ def run_blocks(
     balances: list[Tensor] = []
     for index, block in enumerate(blocks):
         if torch.is_grad_enabled() and config.checkpointed(index):
-            x_blh, balance = checkpoint(block, x_blh, *rest, use_reentrant=False)
+            with offloaded(block, x_blh) if config.offload_checkpoints else nullcontext():
+                x_blh, balance = checkpoint(block, x_blh, *rest, use_reentrant=False)
         else:
             x_blh, balance = block(x_blh, *rest)
         if balance is not None:

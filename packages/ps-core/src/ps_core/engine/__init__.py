@@ -3,6 +3,7 @@
 from ps_core.engine._checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ps_core.engine._checkpoint.weights import load_weights
 from ps_core.engine._chunked import chunked
+from ps_core.engine._offload import offloaded
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._surgery import materialized, release
@@ -17,6 +18,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "materialized",
+    "offloaded",
     "release",
     "save_checkpoint",
     "statistics",

@@ -335,8 +335,11 @@ class Pilot:
         return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
 
     def _tiers(self) -> tuple[Tier, ...]:
-        """The tiers, less what is pinned at the top of the first."""
+        """The tiers, less what is pinned at the top of the first, and less what activations have of the second."""
         first, *others = self._engine.store.tiers
+        room = self._engine.saved.room
+        if room is not None:
+            others[0] = Tier(others[0].name, others[0].capacity_bytes - room.bytes)
         pinned = [home.slot for group in self._engine.groups if group.pinned for home in group.homes.values()]
         end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
         return (Tier(first.name, end & -128), *others)

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ps_core.engine._away import HostRoom
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._records import Bound, TensorRecord
 
@@ -58,6 +59,8 @@ class SavedTensors:
         self._pushed: list[saved_tensors_hooks] = []
         self.seen: Callable[[torch.Tensor], None] | None = None
         """Told of every tensor that is kept as it is."""
+        self.room: HostRoom | None = None
+        """Where activations wait in the host's memory, once any did."""
 
     @property
     def depth(self) -> int:
@@ -68,7 +71,7 @@ class SavedTensors:
     def push(self) -> None:
         """Make ours the innermost pair, unless another is active."""
         if not active():
-            context = saved_tensors_hooks(self._pack, self._unpack)
+            context = saved_tensors_hooks(self.pack, self.unpack)
             context.__enter__()
             self._pushed.append(context)
 
@@ -78,7 +81,8 @@ class SavedTensors:
         while len(self._pushed) > depth:
             self._pushed.pop().__exit__(None, None, None)
 
-    def _pack(self, tensor: torch.Tensor) -> Packed:
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """What is kept of a tensor that backward will want."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -91,7 +95,8 @@ class SavedTensors:
             self.seen(tensor)
         return tensor
 
-    def _unpack(self, packed: Packed) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """The tensor again."""
         if isinstance(packed, torch.Tensor):
             return packed
         record = packed.record
