@@ -16,8 +16,8 @@ from torch import nn
 
 from _checkpoints import SPEC, TIERS, Net, Run, assert_same
 from ps_core import SGD, Adam, AdamW, Budget, CheckpointMismatch, Group, InvalidInput
-from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, statistics
-from ps_core.engine._checkpoint import checkpoint as _checkpoint
+from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint, statistics
+from ps_core.engine._checkpoint import writing as _writing
 from ps_core.engine._checkpoint.random import random_state, restore_random_state
 from ps_core.engine._checkpoint.values import decode, encode
 
@@ -95,7 +95,7 @@ def test_the_same_training_gives_the_same_bytes_wherever_it_ran(tmp_path: Path) 
 
 
 def test_files_are_cut_at_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checkpoint, "FILE_BYTES", 12_000)
+    monkeypatch.setattr(_writing, "FILE_BYTES", 12_000)
     with Run("emulated") as run:
         run.train(1)
         save(run, tmp_path / "a")
@@ -343,6 +343,19 @@ def test_where_it_may_be(tmp_path: Path) -> None:
             with pytest.raises(InvalidInput, match="is not a checkpoint, so it is not overwritten"):
                 save(run, tmp_path / name, overwrite=True)
         assert (tmp_path / "precious" / "work.txt").read_text() == "years of it"
+        with_notes = tmp_path / "new" / "folder" / "a"
+        for name in ("notes.txt", "old.safetensors", ".hidden"):
+            (with_notes / name).write_text("mine")
+        with pytest.raises(
+            InvalidInput, match=r"what is none of it \('.hidden', 'notes.txt', 'old.safetensors'\), so it is not over"
+        ):
+            save(run, with_notes, overwrite=True)
+        for name in ("notes.txt", "old.safetensors", ".hidden"):
+            assert (with_notes / name).read_text() == "mine"
+            (with_notes / name).unlink()
+        (tmp_path / "precious" / "manifest.json").write_text('{"name": "somebody\'s page"}')
+        with pytest.raises(InvalidInput, match="is not a checkpoint, so it is not overwritten"):
+            save(run, tmp_path / "precious", overwrite=True)
         (tmp_path / "link").symlink_to(tmp_path / "new" / "folder" / "a")
         run.train(1)
         save(run, str(tmp_path / "link"), overwrite=True)
@@ -365,21 +378,6 @@ def test_with_whom(tmp_path: Path) -> None:
         values = run.values()
         load_checkpoint(tmp_path / "a", other.model.blocks[0], other.optimizer)
         assert_same(values, other.values())
-
-
-def test_several_processes(tmp_path: Path) -> None:
-    with Run("cpu") as run:
-        save(run, tmp_path / "a")
-        engine = run.model.table.weight._keeper
-        engine.together = object()
-        for call in (
-            lambda: save(run, tmp_path / "b"),
-            lambda: load(run, tmp_path / "a"),
-            lambda: load_weights(run.model, tmp_path / "a"),
-        ):
-            with pytest.raises(InvalidInput, match=r"shared by several processes .* and checkpoints are for one"):
-                call()
-        engine.together = None
 
 
 class Wider(Net):

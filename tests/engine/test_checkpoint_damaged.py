@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from _checkpoints import Run, assert_same
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, TierFailure
 from ps_core.engine import load_checkpoint, load_weights, save_checkpoint
-from ps_core.engine._checkpoint import checkpoint as _checkpoint
+from ps_core.engine._checkpoint import writing as _writing
 from ps_core.engine._checkpoint.safetensors import read_table
 
 
@@ -27,7 +27,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Path,
     """A run, its checkpoint of several files a section, and what is in it."""
     path = tmp_path_factory.mktemp("damaged") / "a"
     with pytest.MonkeyPatch.context() as patch, Run("emulated") as run:
-        patch.setattr(_checkpoint, "FILE_BYTES", 12_000)
+        patch.setattr(_writing, "FILE_BYTES", 12_000)
         run.train(1)
         save_checkpoint(path, run.model, run.optimizer, extra={"weights": torch.ones(7)})
         yield run, path, run.values()
@@ -126,8 +126,8 @@ def test_a_newer_format_is_not_damage(whole: tuple[Run, Path, dict[str, Any]], m
     from ps_core.engine._checkpoint import manifest as _checkpoint_manifest
 
     run, path, _ = whole
-    monkeypatch.setattr(_checkpoint_manifest, "VERSION", 0)
-    with pytest.raises(CheckpointMismatch, match=r"of version 1, expected .* of version 0: .*\(ps-core"):
+    monkeypatch.setattr(_checkpoint_manifest, "VERSIONS", (0, 3))
+    with pytest.raises(CheckpointMismatch, match=r"of version 1, expected .* of version 0 or 3: .*\(ps-core"):
         load_checkpoint(path, run.model, run.optimizer)
 
 
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_read(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     if name == "masters":
-        monkeypatch.setattr(os, "readv", fail)
+        monkeypatch.setattr(os, "preadv", fail)
     else:
         monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(CheckpointDamaged, match=r"it cannot be read \(Input/output error\)"):
@@ -190,10 +190,10 @@ def test_file_systems_without_direct_transfers(tmp_path: Path, monkeypatch: pyte
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return control(file, command, flags)
 
-    write, read = os.write, os.readv
+    write, read = os.write, os.preadv
     monkeypatch.setattr(fcntl, "fcntl", set_flags)
     monkeypatch.setattr(os, "write", lambda *given: refuse(*given) or write(*given))
-    monkeypatch.setattr(os, "readv", lambda *given: refuse(*given) or read(*given))
+    monkeypatch.setattr(os, "preadv", lambda *given: refuse(*given) or read(*given))
     with Run("cpu") as run:
         run.train(1)
         values = run.values()

@@ -21,7 +21,7 @@ from ps_core._program import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
 from ps_core.engine._checkpoint.direct import buffers
 from ps_core.engine._checkpoint.files import Sink, Source
-from ps_core.engine._checkpoint.safetensors import TYPES, Entry, in_order, read_table
+from ps_core.engine._checkpoint.safetensors import TYPES, Entry, in_order, read_table, table_of
 
 # The format.
 
@@ -45,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def write(path: Path, given: dict[str, torch.Tensor]) -> None:
     entries = in_order(Entry(name, value.dtype, tuple(value.shape)) for name, value in given.items())
     with buffers(100_000) as pair:
-        sink = Sink(path, entries, pair)
+        sink = Sink(path, table_of(entries), pair)
         for entry in entries:
             sink.put(given[entry.name])
         sink.finish()
@@ -73,10 +73,10 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     start, entries = read_table(tmp_path / "a.safetensors")
     assert {entry.name for entry in entries} == given.keys()
     with buffers(10**9) as pair:
-        source = Source(tmp_path / "a.safetensors", start, pair)
+        source = Source(tmp_path / "a.safetensors", [(start, (tmp_path / "a.safetensors").stat().st_size)], pair)
         for entry in entries:
             target = torch.empty(entry.shape, dtype=entry.dtype)
-            source.take(entry, target)
+            source.take(entry.dtype, target)
             assert same(target, given[entry.name]), entry.name
         source.close()
 
@@ -239,6 +239,23 @@ def test_names_that_are_missing_or_left_over(tmp_path: Path) -> None:
         assert torch.equal(after["blocks.2.wide.bias"], weights["blocks.2.wide.bias"].bfloat16())
 
 
+def test_two_values_for_one_parameter(tmp_path: Path) -> None:
+    weights = plain_weights(torch.float16)
+    weights["head.weight"] = weights["table.weight"].clone()
+    weights["head.weight"][-1, -1] += 1
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file(weights, path)
+    what = "'table.weight' and 'head.weight' are one parameter in the model, and have different values in the files"
+    with Run("emulated", build=lambda: Language(tied=True)) as run:
+        before = run.values()
+        with pytest.raises(CheckpointMismatch, match=f"{what}; try: a model in which they are not tied .*strict=False"):
+            load_weights(run.model, path)
+        assert_same(before, run.values())
+        with pytest.warns(UserWarning, match=f"{what}: 'table.weight' is taken"):
+            assert load_weights(run.model, path, strict=False) == ([], [])
+        assert torch.equal(run.model.state_dict()["head.weight"], weights["table.weight"].bfloat16())
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -301,7 +318,7 @@ def test_a_load_that_failed_can_be_done_again(tmp_path: Path, monkeypatch: pytes
             raise OSError(5, "Input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr("os.readv", fail)
+            patch.setattr("os.preadv", fail)
             with pytest.raises(CheckpointDamaged, match="cannot be read"):
                 load_weights(run.model, path)
         with pytest.raises(InvalidInput, match=r"load_weights\(.*\) failed half way"):

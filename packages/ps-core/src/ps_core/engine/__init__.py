@@ -1,6 +1,7 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
 from ps_core.engine._checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ps_core.engine._checkpoint.export import export_checkpoint, save_weights
 from ps_core.engine._checkpoint.weights import load_weights
 from ps_core.engine._chunked import chunked
 from ps_core.engine._offload import offloaded
@@ -15,12 +16,14 @@ __all__ = [
     "Statistics",
     "TierStatistics",
     "chunked",
+    "export_checkpoint",
     "load_checkpoint",
     "load_weights",
     "materialized",
     "offloaded",
     "release",
     "save_checkpoint",
+    "save_weights",
     "statistics",
     "trace",
 ]

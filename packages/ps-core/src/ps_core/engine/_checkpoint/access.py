@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._checkpoint.contents import EXTRA, Chunks, Held, Sections, largest_chunk_bytes
-from ps_core.engine._checkpoint.direct import buffers
-from ps_core.engine._checkpoint.files import Source
+from ps_core.engine._checkpoint.contents import EXTRA, Held, Sections
 from ps_core.engine._checkpoint.manifest import Saved
-from ps_core.engine._checkpoint.safetensors import damaged
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import management_of
 from ps_core.engine._optimizer import ChunkedOptimizer
@@ -29,7 +26,6 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
         raise InvalidInput(
             f"only this {type(model).__name__} is left of the model that chunked(...) was given: keep it"
         )
-    check_alone(engine)
     if optimizer is None and not any(record.trainable for record in engine.records):
         return whole, engine
     if not isinstance(optimizer, ChunkedOptimizer):
@@ -38,15 +34,6 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
     if optimizer._gradients is not engine:
         raise InvalidInput("this optimizer is another model's: pass the one that chunked(...) returned with this model")
     return whole, engine
-
-
-def check_alone(engine: Engine) -> None:
-    """`InvalidInput` where several processes have a part each."""
-    if engine.together is not None:
-        raise InvalidInput(
-            "this model is shared by several processes (collectives=...), and checkpoints are for one: let every rank "
-            "call model.state_dict() and optimizer.state_dict(masters=True), and one of them save what they give"
-        )
 
 
 def settle(engine: Engine, what: str) -> None:
@@ -73,22 +60,6 @@ def changing(engine: Engine, what: str) -> Iterator[None]:
     engine.half_loaded = what
     yield
     engine.half_loaded = ""
-
-
-def load_files(saved: Saved, targets: Sections, engine: Engine) -> None:
-    """Read the sections that are wanted, each file once from its beginning to its end, and check every byte of it."""
-    with buffers(largest_chunk_bytes(engine)) as pair, Chunks(engine, write=True) as chunks:
-        for file in saved.files:
-            wanted, path = targets.get(file.section), saved.path / file.name
-            if wanted is None:
-                continue
-            try:
-                with closing(Source(path, len(file.table), pair)) as source:
-                    for entry in file.entries:
-                        source.take(entry, chunks.tensor(wanted[entry.name]))
-                    source.check(saved.sums[file.name])
-            except OSError as error:
-                raise damaged(path, f"it cannot be read ({error.strerror})") from error
 
 
 def targets_of(saved: Saved, held: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:

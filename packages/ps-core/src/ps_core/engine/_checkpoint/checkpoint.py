@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ps_core._errors import InvalidInput
-from ps_core.engine._checkpoint.access import changing, check_outside, load_files, managed_pair, settle, targets_of
+from ps_core.engine._checkpoint.access import changing, check_outside, managed_pair, settle, targets_of
 from ps_core.engine._checkpoint.compare import check, parameters_of
-from ps_core.engine._checkpoint.contents import (
-    EXTRA,
-    Chunks,
-    Held,
-    contents,
-    entries,
-    extra_states,
-    largest_chunk_bytes,
-)
-from ps_core.engine._checkpoint.direct import Buffers, buffers
-from ps_core.engine._checkpoint.files import Sink
+from ps_core.engine._checkpoint.contents import EXTRA, Held, contents, extra_states
 from ps_core.engine._checkpoint.folder import Folder
-from ps_core.engine._checkpoint.manifest import File, cut, read_manifest, write_manifest
+from ps_core.engine._checkpoint.manifest import read_manifest
+from ps_core.engine._checkpoint.peers import Peers
 from ps_core.engine._checkpoint.random import random_state, restore_random_state
+from ps_core.engine._checkpoint.reading import Reader, stored
 from ps_core.engine._checkpoint.values import decode, encode
+from ps_core.engine._checkpoint.writing import agree, save, share_out
 from ps_core.engine._engine import Engine
+from ps_core.engine._management import management_of
+from ps_core.engine._messages import say
 from ps_core.engine._optimizer import ChunkedOptimizer
-
-FILE_BYTES = 4 * 2**30
-"""Of tensors, in one file; a larger tensor has a file to itself."""
 
 
 def save_checkpoint(
@@ -49,25 +38,22 @@ def save_checkpoint(
     The folder appears when everything is on the disk. With ``overwrite`` it takes the place of the checkpoint that is
     there; a process killed at whatever instant leaves that one or the new one.
     """
-    model, engine = managed_pair(model, optimizer)
-    engine.check_usable()
-    if engine.together is not None:
-        raise InvalidInput(
-            "save_checkpoint of a model shared by several processes: save model.state_dict() and "
-            "optimizer.state_dict(masters=True), taken on every rank, from rank 0"
-        )
+    peers = Peers(management_of(model).engine.together)
+    with peers.step("save_checkpoint"):
+        model, engine = managed_pair(model, optimizer)
+        engine.check_usable()
+        check_outside("saved")
     settle(engine, "saved")
-    held = contents(model, engine, optimizer)
-    manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))
-    files = [file for name, section in held.items() for file in cut(name, entries(section), FILE_BYTES) if section]
-    with Folder(path).replaced(overwrite=overwrite) as folder:
-        with buffers(largest_chunk_bytes(engine)) as pair, Chunks(engine, write=False) as chunks:
-            sums = {file.name: _write(folder, file, held[file.section], chunks, pair) for file in files}
-        write_manifest(folder, manifest, files, sums)
+    with peers.step("save_checkpoint"):
+        held = contents(model, engine, optimizer)
+        manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}), alone=peers.alone)
+    if not peers.alone:
+        agree(peers, manifest, held[EXTRA], overwrite=overwrite)
+    save(Folder(path), engine, share_out(peers, engine, manifest, held), overwrite=overwrite)
 
 
 def _manifest(
-    model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any]
+    model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any], *, alone: bool
 ) -> tuple[dict[str, Any], dict[str, Held]]:
     """What is not a tensor of the model's or the optimizer's; and the tensors among that."""
     kept: dict[str, Held] = {}
@@ -92,15 +78,9 @@ def _manifest(
             "steps": {record.name: record.steps for record in engine.records if record.trainable},
             "loss_scale": None if scaler is None else scaler.state_dict(),
         }
-        manifest["random"] = encode("the state of random numbers", random_state(), keep)
+        if alone:
+            manifest["random"] = encode("the state of random numbers", random_state(), keep)
     return manifest, kept
-
-
-def _write(folder: Path, file: File, section: Mapping[str, Held], chunks: Chunks, pair: Buffers) -> str:
-    with closing(Sink(folder / file.name, file.entries, pair)) as sink:
-        for entry in file.entries:
-            sink.put(chunks.tensor(section[entry.name]))
-        return sink.finish()
 
 
 def load_checkpoint(
@@ -110,27 +90,39 @@ def load_checkpoint(
 
     Budget, device and group size may be others. For a model without an optimizer, only weights and buffers are taken.
     """
-    model, engine = managed_pair(model, optimizer)
-    engine.check_usable(loading=True)
-    check_outside("loaded")
-    folder = Folder(path)
-    folder.recover()
-    saved = read_manifest(folder.path)
-    held = contents(model, engine, optimizer)
-    check(saved, model, engine, optimizer, held)
+    peers = Peers(management_of(model).engine.together)
+    with peers.step("load_checkpoint"):
+        model, engine = managed_pair(model, optimizer)
+        engine.check_usable(loading=True)
+        check_outside("loaded")
+        folder = Folder(path)
+        if peers.leads:
+            folder.recover()
+    with peers.step("load_checkpoint"):
+        saved = read_manifest(folder.path, files_too=peers.leads)
+    peers.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.print})")
+    with peers.step("load_checkpoint"):
+        held = contents(model, engine, optimizer)
+        check(saved, model, engine, optimizer, held)
     targets, extra_tensors = targets_of(saved, held)
     engine.discard_gradients()
     engine.finish_pass()
+    find = extra_tensors.__getitem__
     with changing(engine, f"load_checkpoint({str(saved.path)!r}, ...)"):
-        load_files(saved, targets, engine)
-        find = extra_tensors.__getitem__
-        if optimizer is not None:
-            _restore(engine, optimizer, decode(saved.manifest["optimizer"], find))
-        modules = dict(model.named_modules())
-        for name, state in decode(saved.manifest["modules"], find).items():
-            modules[name].set_extra_state(state)
-        if optimizer is not None:
-            restore_random_state(decode(saved.manifest["random"], find))
+        Reader(engine, peers).read(stored(saved, targets, peers.rank))
+        with peers.step("load_checkpoint"):
+            if optimizer is not None:
+                _restore(engine, optimizer, decode(saved.manifest["optimizer"], find))
+            modules = dict(model.named_modules())
+            for name, state in decode(saved.manifest["modules"], find).items():
+                modules[name].set_extra_state(state)
+            if optimizer is not None:
+                restore_random_state(decode(saved.random_of(peers.rank), find))
+    if optimizer is not None and (ranks := peers.size()) != saved.ranks and peers.leads:
+        say(
+            f"{saved.path} was saved by {saved.ranks} processes, and {ranks} load it: rank i goes on with the "
+            f"random numbers of rank i modulo {saved.ranks}"
+        )
     extra: dict[str, Any] = decode(saved.manifest["extra"], find)
     return extra
 

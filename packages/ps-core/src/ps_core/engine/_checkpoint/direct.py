@@ -3,12 +3,6 @@
 [Note: past the page cache]
 A checkpoint is larger than what it should push out of memory, and is wanted on the disk, not near it; besides, direct
 transfers were several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
-
-[Note: the checksum]
-CRC-32, of zlib, which is in the standard library: it has to find damage, not forgery, and to be faster than a disk. It
-finds every change within 32 bits in a row; of others one in four billion escapes it. SHA-256 took three to four times
-as long, and halved the rate of a save. One thread takes it of each buffer while another has that written, or the next
-one read. `cksfv` and `rhash` check the list of them.
 """
 
 from __future__ import annotations
@@ -17,14 +11,14 @@ import errno
 import fcntl
 import mmap
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ps_core.engine._checkpoint.safetensors import damaged
+from ps_core.engine._checkpoint.sums import Checksum
 
 BUFFER_BYTES = 8 * 2**20
 """Of each of the two, where chunks are not smaller."""
@@ -58,6 +52,12 @@ def wait(going: list[Future[Any]]) -> list[Any]:
     return [each.result() for each in going]
 
 
+def open_new(path: Path, folder: int | None = None) -> int:
+    """A new file to write to."""
+    how = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.open(path, how, 0o666) if folder is None else os.open(path.name, how, 0o666, dir_fd=folder)
+
+
 def set_direct(file: int, on: bool) -> bool:
     """Have a file's transfers go past the page cache, or not; whether that could be done."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
@@ -74,31 +74,16 @@ def _was_direct(file: int, error: OSError) -> bool:
     return error.errno == errno.EINVAL and direct and set_direct(file, False)
 
 
-class Checksum:
-    """Of bytes as they come; see [Note: the checksum]."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take in more."""
-        self._value = zlib.crc32(data, self._value)
-
-    @property
-    def text(self) -> str:
-        """As it is written down."""
-        return f"{self._value:08X}"
-
-
 class Outlet:
     """A new file, written from its beginning to its end."""
 
-    def __init__(self, path: Path, pair: Buffers) -> None:
+    def __init__(self, path: Path, pair: Buffers, folder: int | None = None) -> None:
+        """``folder``: where it is to be, if that was opened; whatever becomes of its name."""
         self._buffers = pair
         self._checksum = Checksum()
         self._filled = 0
         self._going: list[Future[object]] = []
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = open_new(path, folder)
         set_direct(self._file, True)
 
     def write(self, data: memoryview) -> None:
@@ -127,12 +112,12 @@ class Outlet:
                 if not _was_direct(self._file, error):
                     raise
 
-    def finish(self) -> str:
+    def finish(self) -> int:
         """Have everything on the disk; the checksum."""
         self._flush()
         wait(self._going)
         os.fsync(self._file)
-        return self._checksum.text
+        return self._checksum.value
 
     def close(self) -> None:
         """Let go of the file."""
@@ -147,63 +132,80 @@ def wait_quietly(going: list[Future[Any]]) -> None:
 
 
 class Inlet:
-    """A file, read from its beginning to its end."""
+    """Runs of bytes of a file, each from its beginning to its end, one after another."""
 
-    def __init__(self, path: Path, pair: Buffers) -> None:
+    def __init__(self, path: Path, pair: Buffers, runs: Sequence[tuple[int, int]]) -> None:
+        """``runs``: first bytes and ends, ascending."""
         self._path, self._buffers = path, pair
-        self._checksum = Checksum()
+        self._checksums = [Checksum() for _ in runs]
+        self._windows = _windows(runs, len(pair.pair[0]))
         self._file = os.open(path, os.O_RDONLY)
         set_direct(self._file, True)
         self._current = memoryview(b"")
-        self._position = 0
         self._summing: list[Future[object]] = []
         self._reading = self._buffers.start(self._get)
 
-    def _get(self) -> memoryview:
-        """The next buffer's worth."""
+    def _get(self) -> tuple[int, memoryview] | None:
+        """The next buffer's worth, and the run it is of; None at the end."""
+        window = next(self._windows, None)
+        if window is None:
+            return None
         buffer, filled = self._buffers.pair[1], 0
-        while filled < len(buffer):
+        room = -(-window.end // PAGE_BYTES) * PAGE_BYTES
+        while filled < window.end:
             try:
-                count = os.readv(self._file, [buffer[filled:]])
+                count = os.preadv(self._file, [buffer[filled:room]], window.at + filled)
             except OSError as error:
                 if not _was_direct(self._file, error):
                     raise
                 continue
             if not count:
-                break
+                raise damaged(self._path, f"it ends after {window.at + filled:,} bytes, in the midst of a tensor")
             filled += count
-        return buffer[:filled]
+        return window.run, buffer[window.begin : window.end]
 
     def read(self, target: memoryview) -> None:
-        """The next bytes; `CheckpointDamaged` if there are none left."""
+        """The next bytes."""
         while target:
             if not self._current:
                 self._advance()
-            if not self._current:
-                raise damaged(self._path, f"it ends after {self._position:,} bytes, in the midst of a tensor")
             count = min(len(target), len(self._current))
             target[:count] = self._current[:count]
             target, self._current = target[count:], self._current[count:]
-            self._position += count
 
     def _advance(self) -> None:
         wait(self._summing)
         (found,) = wait(self._reading)
-        self._current = found
+        assert found is not None, "nobody reads more than was said"
+        run, self._current = found
+        data, checksum = self._current, self._checksums[run]
         self._buffers.pair.reverse()
-        self._summing = self._buffers.start(lambda: self._checksum.update(found))
+        self._summing = self._buffers.start(lambda: checksum.update(data))
         self._reading = self._buffers.start(self._get)
 
-    def checksum(self) -> str:
-        """Of the whole file."""
-        while True:
-            self._advance()
-            if not self._current:
-                wait(self._summing)
-                return self._checksum.text
+    def sums(self) -> list[int]:
+        """The checksum of each run, once all was read."""
+        wait(self._summing)
+        return [each.value for each in self._checksums]
 
     def close(self) -> None:
         """Let go of the file."""
         wait_quietly(self._summing)
         wait_quietly(self._reading)
         os.close(self._file)
+
+
+class _Window(NamedTuple):
+    """A buffer's worth: read from ``at`` on, of which the bytes from ``begin`` to ``end`` are wanted."""
+
+    run: int
+    at: int
+    begin: int
+    end: int
+
+
+def _windows(runs: Iterable[tuple[int, int]], size: int) -> Iterator[_Window]:
+    """On whole pages, as direct transfers have to be."""
+    for run, (start, stop) in enumerate(runs):
+        for at in range(start - start % PAGE_BYTES, stop, size):
+            yield _Window(run, at, max(start - at, 0), min(stop - at, size))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ps_core.engine._checkpoint.direct import Buffers, Inlet, Outlet
-from ps_core.engine._checkpoint.safetensors import Entry, by_rows, bytes_of, damaged, is_plain, table_of
+from ps_core.engine._checkpoint.safetensors import by_rows, bytes_of, is_plain
 
 PIECE_BYTES = 4 * 2**20
 
@@ -16,9 +16,9 @@ PIECE_BYTES = 4 * 2**20
 class Sink:
     """A file being written: the table, then each tensor as it comes."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry], pair: Buffers) -> None:
-        table = table_of(entries)
-        self._out = Outlet(path, pair)
+    def __init__(self, path: Path, table: bytes, pair: Buffers, folder: int | None = None) -> None:
+        """``folder``: see `Outlet`."""
+        self._out = Outlet(path, pair, folder)
         try:
             self._out.write(memoryview(table))
         except BaseException:
@@ -34,7 +34,7 @@ class Sink:
             plain = piece.to("cpu").contiguous()
             self._out.write(bytes_of(plain))
 
-    def finish(self) -> str:
+    def finish(self) -> int:
         """Have it on the disk; the checksum."""
         return self._out.finish()
 
@@ -44,41 +44,32 @@ class Sink:
 
 
 class Source:
-    """A file being read, from its beginning to its end."""
+    """Runs of a file being read, one after another."""
 
-    def __init__(self, path: Path, start: int, pair: Buffers) -> None:
-        self._path = path
-        self._in = Inlet(path, pair)
-        try:
-            self._in.read(memoryview(bytearray(start)))
-        except BaseException:
-            self._in.close()
-            raise
+    def __init__(self, path: Path, runs: Sequence[tuple[int, int]], pair: Buffers) -> None:
+        self._in = Inlet(path, pair, runs)
 
-    def take(self, entry: Entry, target: torch.Tensor) -> None:
-        """The next tensor's values, rounded to the target's type where that is another."""
-        if is_plain(target) and target.dtype == entry.dtype:
+    def take(self, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """The next values, of a type, rounded to the target's where that is another."""
+        if is_plain(target) and target.dtype == dtype:
             self._in.read(bytes_of(target))
             return
         # By way of a piece, which may go to other strides, types and devices.
-        for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(entry.dtype.itemsize, target.itemsize)):
-            staged = torch.empty(piece.shape, dtype=entry.dtype)
+        for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(dtype.itemsize, target.itemsize)):
+            staged = torch.empty(piece.shape, dtype=dtype)
             self._in.read(bytes_of(staged))
             piece.copy_(staged)
 
-    def skip(self, entry: Entry) -> None:
-        """Pass over the next tensor."""
-        left = entry.nbytes
+    def skip(self, left: int) -> None:
+        """Pass over the next bytes."""
         while left:
             staged = bytearray(min(left, PIECE_BYTES))
             self._in.read(memoryview(staged))
             left -= len(staged)
 
-    def check(self, expected: str) -> None:
-        """`CheckpointDamaged` unless every byte of the file has been as it was written."""
-        found = self._in.checksum()
-        if found != expected:
-            raise damaged(self._path, f"its checksum is {found}, expected {expected}: bytes have changed")
+    def sums(self) -> list[int]:
+        """The checksum of each run, once all was read."""
+        return self._in.sums()
 
     def close(self) -> None:
         """Let go of the file."""

@@ -17,14 +17,23 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ps_core._errors import InvalidInput, TierFailure
 
-MANIFEST = "manifest.json"
+MANIFEST, SUMS = "manifest.json", "checksums.sfv"
+FORMAT = "ps-core checkpoint"
+_OURS = re.compile(
+    r"(masters|exp_avg|exp_avg_sq|momentum_buffer|weights|buffers|extra|random)(-\d{5}-of-\d{5})?\.(safetensors|json)"
+)
+_SHOWN = 5
+_LOOKS, _LOOK_S = 100, 0.1
+"""How often a process looks for the folder that another made, and for how long in between: networks are slow."""
 
 
 class Folder:
@@ -41,7 +50,7 @@ class Folder:
     @contextmanager
     def replaced(self, *, overwrite: bool) -> Iterator[Path]:
         """An empty folder to write to, which takes the path's place if all goes well."""
-        try:
+        with named(self.path):
             os.makedirs(self.path.parent, exist_ok=True)
             self.recover()
             self._check(overwrite)
@@ -52,43 +61,61 @@ class Folder:
             with _locked(self._partial, wait=True):
                 try:
                     yield self._partial
-                    _sync(self._partial)
+                    sync(self._partial)
                     self._check(overwrite)
                     self._publish()
                 except BaseException:
                     shutil.rmtree(self._partial, ignore_errors=True)
                     raise
-        except OSError as error:
-            raise TierFailure(
-                f"{error.filename or self.path}: the checkpoint could not be written ({error.strerror}). What was "
-                "there before is as it was: make room or name another path, and save again"
-            ) from error
 
     def _check(self, overwrite: bool) -> None:
         if not os.path.lexists(self.path):
             return
         if not overwrite:
             raise InvalidInput(f"{self.path} exists already: choose another path, or give overwrite=True")
-        if not (self.path / MANIFEST).is_file():
+        if not _is_ours(self.path / MANIFEST):
             raise InvalidInput(f"{self.path} exists and is not a checkpoint, so it is not overwritten: choose another")
+        others = sorted(each.name for each in self.path.iterdir() if not _OURS.fullmatch(each.name))
+        others = [name for name in others if name not in (MANIFEST, SUMS)]
+        if others:
+            shown = ", ".join(map(repr, others[:_SHOWN])) + (" and others" if len(others) > _SHOWN else "")
+            raise InvalidInput(
+                f"{self.path} holds a checkpoint and what is none of it ({shown}), so it is not overwritten: move that "
+                "away, or choose another path"
+            )
+
+    def find(self, marker: str) -> int:
+        """The new folder, opened, in which another process left a marker, for this one to write to as well."""
+        for _ in range(_LOOKS):
+            with suppress(FileNotFoundError):
+                file = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY)
+                with suppress(FileNotFoundError):
+                    os.stat(marker, dir_fd=file)
+                    return file
+                os.close(file)
+            time.sleep(_LOOK_S)
+        raise InvalidInput(
+            f"{self.path}: rank 0 has begun to save there, and this rank cannot see it: give all ranks the same "
+            "path, on a file system that all computers share"
+        )
 
     def _publish(self) -> None:
-        _sync(self.path.parent)
+        sync(self.path.parent)
         if not self.path.exists():
             os.rename(self._partial, self.path)
-            _sync(self.path.parent)
+            sync(self.path.parent)
             return
         os.rename(self._partial, self._ready)
         self._exchange()
 
     def _exchange(self) -> None:
         """From a ready one on."""
-        _sync(self.path.parent)
+        sync(self.path.parent)
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             os.rename(self.path, self._previous)
         os.rename(self._ready, self.path)
-        _sync(self.path.parent)
+        sync(self.path.parent)
         shutil.rmtree(self._previous, ignore_errors=True)
 
     def recover(self) -> None:
@@ -106,6 +133,28 @@ class Folder:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
+def _is_ours(manifest: Path) -> bool:
+    """Whether a file begins as ours do."""
+    begin = f'{{"format": "{FORMAT}"'.encode()
+    try:
+        with manifest.open("rb") as file:
+            return file.read(len(begin)) == begin
+    except OSError:
+        return False
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """What the system says of files as `TierFailure`."""
+    try:
+        yield
+    except OSError as error:
+        raise TierFailure(
+            f"{error.filename or path}: the checkpoint could not be written ({error.strerror}). What was "
+            "there before is as it was: make room or name another path, and save again"
+        ) from error
+
+
 @contextmanager
 def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a folder; `BlockingIOError` if somebody else does, unless one is to wait for that."""
@@ -121,7 +170,7 @@ def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         os.close(file)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Have a folder's names on the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -3,25 +3,32 @@
 [Note: damage]
 ``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest; the manifest says which tensors each file
 has, from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
+
+[Note: one or several]
+What one process saves is of version 1. Where several do, which is version 2, every file has a writer, files have parts
+of tensors, each with what it is a part of (see [Note: parts]), and their tables have a mark of the save, so that files
+of two saves are told apart at once. States of random numbers are in a small file for each process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
-from ps_core.engine._checkpoint.direct import Checksum
-from ps_core.engine._checkpoint.folder import MANIFEST
+from ps_core.engine._checkpoint.direct import open_new
+from ps_core.engine._checkpoint.folder import FORMAT, MANIFEST, SUMS
 from ps_core.engine._checkpoint.safetensors import TYPES, Entry, damaged, table_of, type_name, write_all
+from ps_core.engine._checkpoint.sums import Checksum
 
-SUMS = "checksums.sfv"
-FORMAT, VERSION = "ps-core checkpoint", 1
+VERSIONS = (1, 2)
+"""See [Note: one or several]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,50 +38,69 @@ class File:
     name: str
     section: str
     entries: tuple[Entry, ...]
+    writer: int = 0
+    """The process that writes it."""
+    save: str = ""
+    """The mark of the save, if several processes make it."""
 
     @property
     def table(self) -> bytes:
         """What it begins with."""
-        return table_of(self.entries)
+        return table_of(self.entries, self.save)
 
     @property
     def nbytes(self) -> int:
         """Its size."""
         return len(self.table) + sum(entry.nbytes for entry in self.entries)
 
-
-def cut(section: str, entries: Iterable[Entry], limit_bytes: int) -> list[File]:
-    """A section's files: as many tensors in each as the limit allows, but at least one."""
-    parts: list[list[Entry]] = []
-    size = 0
-    for entry in entries:
-        if not parts or size + entry.nbytes > limit_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(entry)
-        size += entry.nbytes
-    if len(parts) == 1:
-        return [File(f"{section}.safetensors", section, tuple(parts[0]))]
-    count = len(parts)
-    return [
-        File(f"{section}-{index:05}-of-{count:05}.safetensors", section, tuple(part))
-        for index, part in enumerate(parts, 1)
-    ]
+    def row(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        tensors = []
+        for each in self.entries:
+            part = [each.tensor, each.first] if each.tensor else []
+            tensors.append([each.name, type_name(each.name, each.dtype), list(each.shape), *part])
+        return {"section": self.section, "tensors": tensors} | ({"writer": self.writer} if self.save else {})
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any], files: Iterable[File], sums: dict[str, str]) -> None:
+def cut(section: str, shares: Iterable[tuple[int, Sequence[Entry]]], limit_bytes: int) -> list[File]:
+    """A section's files: as many tensors of a writer's in each as the limit allows, but at least one."""
+    parts: list[tuple[int, list[Entry]]] = []
+    for writer, entries in shares:
+        size = limit_bytes
+        for entry in entries:
+            if size + entry.nbytes > limit_bytes or not parts or parts[-1][0] != writer:
+                parts.append((writer, []))
+                size = 0
+            parts[-1][1].append(entry)
+            size += entry.nbytes
+    names = numbered(section, len(parts), "safetensors")
+    return [File(name, section, tuple(part), writer) for name, (writer, part) in zip(names, parts, strict=True)]
+
+
+def numbered(name: str, count: int, ending: str) -> list[str]:
+    """The names of so many files."""
+    if count == 1:
+        return [f"{name}.{ending}"]
+    return [f"{name}-{index:05}-of-{count:05}.{ending}" for index in range(1, count + 1)]
+
+
+def marked(files: Iterable[File], manifest: dict[str, Any], more: Sequence[int]) -> list[File]:
+    """The same, with the mark that follows from what is saved."""
+    whole = Checksum()
+    whole.update(_text(manifest))
+    whole.update(repr(list(more)).encode())
+    return [replace(each, save=whole.text) for each in files]
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any], files: Sequence[File], sums: dict[str, str]) -> None:
     """Write both, to the disk."""
-    rows = {
-        file.name: {
-            "section": file.section,
-            "tensors": [[each.name, type_name(each.name, each.dtype), list(each.shape)] for each in file.entries],
-        }
-        for file in files
-    }
-    whole = {"format": FORMAT, "version": VERSION, "written_by": f"ps-core {__version__}", **manifest, "files": rows}
+    rows = {file.name: file.row() for file in files}
+    mark = next((file.save for file in files if file.save), "")
+    version = {"version": VERSIONS[bool(mark)], **({"save": mark} if mark else {})}
+    whole = {"format": FORMAT, **version, "written_by": f"ps-core {__version__}", **manifest, "files": rows}
     text = _text(whole)
-    _write(folder / MANIFEST, text)
-    _write(folder / SUMS, _sums({MANIFEST: _checksum(text), **sums}))
+    write_text(folder / MANIFEST, text)
+    write_text(folder / SUMS, _sums({MANIFEST: _checksum(text), **sums}))
 
 
 def _text(manifest: dict[str, Any]) -> bytes:
@@ -91,13 +117,17 @@ def _checksum(text: bytes) -> str:
     return whole.text
 
 
-def _write(path: Path, text: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def write_text(path: Path, text: bytes, folder: int | None = None) -> int:
+    """A small file, to the disk; its checksum. ``folder``: see `Outlet`."""
+    file = open_new(path, folder)
     try:
         write_all(file, memoryview(text))
         os.fsync(file)
     finally:
         os.close(file)
+    whole = Checksum()
+    whole.update(text)
+    return whole.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +139,52 @@ class Saved:
     files: tuple[File, ...]
     sums: dict[str, str]
 
+    @property
+    def ranks(self) -> int:
+        """How many processes saved it."""
+        found: int = self.manifest.get("ranks", 1)
+        return found
+
+    @property
+    def print(self) -> str:
+        """What tells it from others."""
+        return _checksum(_sums(self.sums))
+
+    @property
+    def orders(self) -> dict[str, list[int]]:
+        """The strides of tensors that parts are of, where those do not lie row by row."""
+        found: dict[str, list[int]] = self.manifest.get("orders", {})
+        return found
+
+    def files_for(self, rank: int) -> list[File]:
+        """Those that are of interest to one process: all, but of buffers only one writer's."""
+        mine = rank % self.ranks
+        if not any(file.section == "buffers" and file.writer == mine for file in self.files):
+            mine = 0
+        return [file for file in self.files if file.section != "buffers" or file.writer == mine]
+
+    def random_of(self, rank: int) -> Any:
+        """What the manifest, or its own file, says of a process's random numbers (any: see `values`)."""
+        names = self.manifest.get("random_files", [])
+        if not names:
+            return self.manifest["random"]
+        return json.loads(self.read_small(names[rank % len(names)]))
+
+    def read_small(self, name: str) -> bytes:
+        """A small file, checked."""
+        text = _read(self.path / name)
+        if _checksum(text) != self.sums[name]:
+            raise damaged(self.path / name, f"its checksum is not what {SUMS} says")
+        return text
+
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is one of ours."""
     return (path / SUMS).is_file() or (path / MANIFEST).is_file()
 
 
-def read_manifest(path: Path) -> Saved:
-    """A checkpoint, all but its tensors checked; see [Note: damage]."""
+def read_manifest(path: Path, *, files_too: bool = True) -> Saved:
+    """A checkpoint, all but its tensors checked (or with ``files_too`` false the manifest); see [Note: damage]."""
     if not path.is_dir():
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
     sums = _read_sums(path)
@@ -124,24 +192,29 @@ def read_manifest(path: Path) -> Saved:
     if _checksum(text) != sums.get(MANIFEST):
         raise damaged(path / MANIFEST, f"its checksum is not what {SUMS} says")
     manifest: dict[str, Any] = json.loads(text)
-    if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+    if manifest["format"] != FORMAT or manifest["version"] not in VERSIONS:
+        known = " or ".join(map(str, VERSIONS))
         raise CheckpointMismatch(
             f"{path} is a {manifest['format']!r} of version {manifest['version']}, expected {FORMAT!r} of version "
-            f"{VERSION}: load it with the version that wrote it ({manifest['written_by']})"
+            f"{known}: load it with the version that wrote it ({manifest['written_by']})"
         )
-    files = tuple(
-        File(
-            name,
-            row["section"],
-            tuple(Entry(tensor, TYPES[dtype], tuple(shape)) for tensor, dtype, shape in row["tensors"]),
-        )
-        for name, row in manifest["files"].items()
-    )
-    if sums.keys() != {MANIFEST, *(file.name for file in files)}:
+    mark = manifest.get("save", "")
+    files = tuple(_file(name, row, mark) for name, row in manifest["files"].items())
+    small = manifest.get("random_files", [])
+    if sums.keys() != {MANIFEST, *(file.name for file in files), *small}:
         raise damaged(path / SUMS, "it names other files than the manifest does")
-    for file in files:
-        _check_file(path / file.name, file)
-    return Saved(path, manifest, files, sums)
+    saved = Saved(path, manifest, files, sums)
+    if files_too:
+        for file in files:
+            _check_file(path / file.name, file)
+        for name in small:
+            saved.read_small(name)
+    return saved
+
+
+def _file(name: str, row: dict[str, Any], save: str) -> File:
+    entries = [Entry(tensor, TYPES[dtype], tuple(shape), *part) for tensor, dtype, shape, *part in row["tensors"]]
+    return File(name, row["section"], tuple(entries), row.get("writer", 0), save)
 
 
 def _check_file(path: Path, file: File) -> None:
@@ -151,6 +224,9 @@ def _check_file(path: Path, file: File) -> None:
     if size != file.nbytes:
         raise damaged(path, f"it has {size:,} bytes, expected {file.nbytes:,}")
     if found != table:
+        other = re.search(rb'^.{8}{"__metadata__":{"format":"pt","save":"(\w+)"', found, re.DOTALL)
+        if other and other[1].decode() != file.save:
+            raise damaged(path, f"it is a part of another save (its mark is {other[1].decode()}, not {file.save})")
         raise damaged(path, "its table is not the one that was written")
 
 

@@ -54,6 +54,15 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    tensor: str = ""
+    """Of which these are some elements, in memory order; empty: it is whole, row by row."""
+    first: int = 0
+    """The first of them."""
+
+    @property
+    def owner(self) -> str:
+        """The name of the tensor it is, or of which it is a part."""
+        return self.tensor or self.name
 
     @property
     def numel(self) -> int:
@@ -74,9 +83,9 @@ def type_name(what: str, dtype: torch.dtype) -> str:
     return name
 
 
-def table_of(entries: Iterable[Entry]) -> bytes:
-    """The first bytes of a file with these tensors, one after another."""
-    table: dict[str, Any] = {"__metadata__": METADATA}
+def table_of(entries: Iterable[Entry], save: str = "") -> bytes:
+    """The first bytes of a file with these tensors, one after another; ``save``: what it is a part of."""
+    table: dict[str, Any] = {"__metadata__": {**METADATA, "save": save} if save else METADATA}
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,28 +13,20 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.access import changing, check_alone, settle
-from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, Chunks, Held, largest_chunk_bytes
-from ps_core.engine._checkpoint.direct import Buffers, buffers
-from ps_core.engine._checkpoint.files import Source
+from ps_core.engine._checkpoint.access import changing, check_outside, settle
+from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, Held
 from ps_core.engine._checkpoint.folder import Folder
 from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
-from ps_core.engine._checkpoint.safetensors import Entry, damaged, read_table
+from ps_core.engine._checkpoint.peers import Peers
+from ps_core.engine._checkpoint.reading import Reader, Stored, stored
+from ps_core.engine._checkpoint.safetensors import damaged, read_table
+from ps_core.engine._checkpoint.sums import Checksum
+from ps_core.engine._checkpoint.ties import owner, settle_ties
 from ps_core.engine._management import management_of
 from ps_core.engine._parameter import ManagedParameter
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """A file, where its tensors begin, what they are, and its checksum if there is one."""
-
-    path: Path
-    start: int
-    entries: tuple[Entry, ...]
-    checksum: str | None = None
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> tuple[list[str], list[str]]:
@@ -46,62 +37,54 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     have; with ``strict`` such names raise `CheckpointMismatch`, before anything is changed.
     """
     engine = management_of(model).engine
-    check_alone(engine)
-    engine.check_usable(loading=engine.half_loaded.startswith("load_weights("))
+    peers = Peers(engine.together)
+    with peers.step("load_weights"):
+        engine.check_usable(loading=engine.half_loaded.startswith("load_weights("))
+        check_outside("loaded")
+        path = Path(path).absolute()
+        if peers.leads and not path.is_file() and not is_checkpoint(path):
+            Folder(path).recover()  # it may be a checkpoint whose overwriting was cut short
     settle(engine, "loaded")
-    path = Path(path).absolute()
-    files, known = list(_files(path)), _targets(model)
-    prefix = getattr(model, "base_model_prefix", "")
-    targets: dict[str, Held | None] = {
-        entry.name: _find(entry.name, known, prefix) for file in files for entry in file.entries
-    }
-    present = {_owner(held) for held in targets.values() if held is not None}
-    missing = list(
-        {_owner(held): name for name, held in reversed(known.items()) if _owner(held) not in present}.values()
-    )
-    unexpected = [name for name, held in targets.items() if held is None]
-    names = (missing, unexpected) if strict else ([], [])
-    _check(path, [entry for file in files for entry in file.entries], targets, *names)
-    with (
-        changing(engine, f"load_weights(model, {str(path)!r})"),
-        buffers(largest_chunk_bytes(engine)) as pair,
-        Chunks(engine, write=True) as chunks,
-        torch.no_grad(),
-    ):
-        for file in files:
-            _load(file, targets, chunks, pair)
+    with peers.step("load_weights"):
+        found, known = list(_files(path)), _targets(model)
+        targets = _matched(found, known, getattr(model, "base_model_prefix", ""))
+        present = {owner(held) for held in targets.values() if held is not None}
+        missing = list(
+            {owner(held): name for name, held in reversed(known.items()) if owner(held) not in present}.values()
+        )
+        unexpected = [name for name, held in targets.items() if held is None]
+        names = (missing, unexpected) if strict else ([], [])
+        _check(path, found, targets, *names)
+    peers.agree("the weights that are loaded", f"{path.name} ({_print(found)})")
+    with peers.step("load_weights"):
+        settle_ties(path, found, targets, peers, strict=strict)
+    with changing(engine, f"load_weights(model, {str(path)!r})"):
+        Reader(engine, peers).read([replace(file, targets=targets) for file in found])
     return missing, unexpected
 
 
-def _load(file: _Weights, targets: Mapping[str, Held | None], chunks: Chunks, pair: Buffers) -> None:
-    try:
-        with closing(Source(file.path, file.start, pair)) as source:
-            for entry in file.entries:
-                held = targets[entry.name]
-                if held is None:
-                    source.skip(entry)
-                else:
-                    source.take(entry, chunks.tensor(held))
-            if file.checksum is not None:
-                source.check(file.checksum)
-    except OSError as error:
-        raise damaged(file.path, f"it cannot be read ({error.strerror})") from error
+def _matched(files: Iterable[Stored], known: Mapping[str, Held], prefix: str) -> dict[str, Held | None]:
+    """What each name of the files means in the model."""
+    return {entry.owner: _find(entry.owner, known, prefix) for file in files for entry in file.entries}
+
+
+def _print(files: Iterable[Stored]) -> str:
+    """What tells these files from others, but for the values in them."""
+    whole = Checksum()
+    for file in files:
+        whole.update(f"{file.path.name} {file.start} {file.entries} {file.checksum}".encode())
+    return whole.text
 
 
 # What there is to load.
 
 
-def _files(path: Path) -> Iterator[_Weights]:
+def _files(path: Path) -> Iterator[Stored]:
     if path.is_file():
         yield from _indexed(path) if path.name.endswith(".index.json") else _single(path)
         return
-    if not is_checkpoint(path):
-        Folder(path).recover()  # it may be one whose overwriting was cut short
     if is_checkpoint(path):
-        saved = read_manifest(path)
-        for file in saved.files:
-            if file.section in (MASTERS, WEIGHTS, BUFFERS):
-                yield _Weights(path / file.name, len(file.table), file.entries, saved.sums[file.name])
+        yield from stored(read_manifest(path), {section: {} for section in (MASTERS, WEIGHTS, BUFFERS)}, 0)
         return
     if (path / INDEX).is_file():
         yield from _indexed(path / INDEX)
@@ -118,12 +101,12 @@ def _files(path: Path) -> Iterator[_Weights]:
     yield from _single(chosen[0])
 
 
-def _single(path: Path) -> Iterator[_Weights]:
+def _single(path: Path) -> Iterator[Stored]:
     start, entries = read_table(path)
-    yield _Weights(path, start, tuple(entries))
+    yield Stored(path, start, tuple(entries), {})
 
 
-def _indexed(path: Path) -> Iterator[_Weights]:
+def _indexed(path: Path) -> Iterator[Stored]:
     try:
         places: dict[str, str] = dict(json.loads(path.read_bytes())["weight_map"])
         names = dict.fromkeys(places.values())
@@ -165,14 +148,9 @@ def _find(name: str, known: Mapping[str, Held], prefix: str) -> Held | None:
     return None
 
 
-def _owner(held: Held) -> int:
-    """The same for the names of tied ones."""
-    return id(held if isinstance(held, torch.Tensor) else held[0])
-
-
 def _check(
     path: Path,
-    entries: Iterable[Entry],
+    files: Iterable[Stored],
     targets: Mapping[str, Held | None],
     missing: Iterable[str],
     unexpected: Iterable[str],
@@ -180,13 +158,13 @@ def _check(
     """`CheckpointMismatch` if there is something that cannot be, or may not."""
     wrong = [f"{name!r}: in the model, not in the files" for name in missing]
     wrong += [f"{name!r}: in the files, not in the model" for name in unexpected]
-    for entry in entries:
-        held = targets[entry.name]
+    for file, entry in ((each, entry) for each in files for entry in each.entries):
+        held = targets[entry.owner]
         if held is None:
             continue
         shape, dtype = (held.shape, held.dtype) if isinstance(held, torch.Tensor) else (held[0].shape, held[0].dtype)
-        if tuple(shape) != entry.shape:
-            wrong.append(f"{entry.name!r}: shape {entry.shape} in the files, {tuple(shape)} in the model")
+        if tuple(shape) != file.shape_of(entry):
+            wrong.append(f"{entry.owner!r}: shape {file.shape_of(entry)} in the files, {tuple(shape)} in the model")
         elif dtype.is_floating_point != entry.dtype.is_floating_point:
             wrong.append(f"{entry.name!r}: {entry.dtype} in the files, {dtype} in the model")
     if not wrong:

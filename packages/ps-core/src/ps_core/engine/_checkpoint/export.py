@@ -1,0 +1,192 @@
+"""Weights into one safetensors file: from a model under management, or from a checkpoint without any model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._program import Kind
+from ps_core.engine._checkpoint.access import check_outside, settle
+from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
+from ps_core.engine._checkpoint.direct import BUFFER_BYTES, Buffers, buffers, open_new
+from ps_core.engine._checkpoint.files import PIECE_BYTES, Sink, Source
+from ps_core.engine._checkpoint.folder import Folder, named, sync
+from ps_core.engine._checkpoint.manifest import Saved, is_checkpoint, read_manifest
+from ps_core.engine._checkpoint.peers import Peers
+from ps_core.engine._checkpoint.reading import Stored, assembled, compare, readable, stored
+from ps_core.engine._checkpoint.safetensors import TYPES, Entry, bytes_of, table_of
+from ps_core.engine._checkpoint.spans import plain_order
+from ps_core.engine._engine import Engine
+from ps_core.engine._management import management_of
+from ps_core.engine._records import TensorRecord
+
+
+def save_weights(
+    file: str | os.PathLike[str], model: nn.Module, *, masters: bool = False, overwrite: bool = False
+) -> None:
+    """Write a managed model's weights and buffers into one safetensors file, each tensor once, group by group.
+
+    Weights are as they are computed with; with ``masters``, trained ones are in fp32, unrounded. Where several
+    processes share the model, all call it, and rank 0 writes.
+    """
+    engine = management_of(model).engine
+    peers = Peers(engine.together)
+    with peers.step("save_weights"):
+        engine.check_usable()
+        check_outside("saved")
+    settle(engine, "saved")
+    whole = management_of(model)._model()
+    rows = sorted(_rows(engine, masters=masters), key=lambda row: (-row[0].dtype.itemsize, row[1].group.index))
+    plain = dict(plain_tensors(model if whole is None else whole))
+    entries = [row[0] for row in rows] + [Entry(name, each.dtype, tuple(each.shape)) for name, each in plain.items()]
+    with ExitStack() as stack:
+        sink = None
+        with peers.step("save_weights"), named(Path(file)):
+            if peers.leads:
+                path = stack.enter_context(_replaced(Path(file), overwrite=overwrite))
+                pair = stack.enter_context(buffers(largest_chunk_bytes(engine)))
+                sink = stack.enter_context(closing(Sink(path, table_of(entries), pair)))
+        failure = _put_all(engine, rows, sink)
+        with peers.step("save_weights"), named(Path(file)):
+            if failure is not None:
+                raise failure
+            if sink is not None:
+                for tensor in plain.values():
+                    sink.put(tensor)
+                sink.finish()
+            stack.close()
+
+
+def _rows(engine: Engine, *, masters: bool) -> Iterator[tuple[Entry, TensorRecord, Kind]]:
+    for record in engine.records:
+        group = record.group
+        kind = Kind.P32 if masters and record.trainable else group.weight
+        yield Entry(record.name, group.dtype_of(kind), tuple(record.shape)), record, kind
+
+
+def _put_all(engine: Engine, rows: list[tuple[Entry, TensorRecord, Kind]], sink: Sink | None) -> OSError | None:
+    """A group at a time, which every process gathers to the last, though the writing may have failed."""
+    failure: OSError | None = None
+    with ExitStack() as stack:
+        now = None
+        for _, record, kind in rows:
+            if now is not record.group:
+                stack.close()
+                now = record.group
+                flat = stack.enter_context(engine.updater.opened(now, kind, write=False))
+            if sink is not None and failure is None:
+                try:
+                    sink.put(record.shaped(flat))
+                except OSError as error:
+                    failure = error
+    return failure
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    masters: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint's weights and buffers into one safetensors file, without a model.
+
+    Weights are as the model computes with them; with ``masters``, trained ones are in fp32, unrounded. However large
+    the checkpoint is, and whoever saved it: a few megabytes of memory, and what does not lie row by row, one by one.
+    """
+    path = Path(checkpoint).absolute()
+    if not is_checkpoint(path):
+        Folder(path).recover()
+    saved = read_manifest(path)
+    with _replaced(Path(file), overwrite=overwrite) as target:
+        out = open_new(target)
+        try:
+            _export(saved, out, masters=masters)
+            os.fsync(out)
+        finally:
+            os.close(out)
+
+
+def _export(saved: Saved, out: int, *, masters: bool) -> None:
+    files = stored(saved, {section: {} for section in (MASTERS, WEIGHTS, BUFFERS)}, 0)
+    entries = sorted(_wholes(saved, files, masters=masters), key=lambda entry: -entry.dtype.itemsize)
+    table = table_of(entries)
+    os.pwrite(out, table, 0)
+    places, at = {}, len(table)
+    for entry in entries:
+        places[entry.name] = (entry.dtype, at)
+        at += entry.nbytes
+    with buffers(4 * BUFFER_BYTES) as pair:
+        for file in files:
+            _copy(file, out, places, saved, pair)
+    for name in saved.orders:
+        dtype, at = places[name]
+        shape = torch.Size(saved.manifest["parameters"][name]["shape"])
+        _put(out, at, assembled(files, name, shape, plain_order(shape)).to(dtype))
+
+
+def _wholes(saved: Saved, files: list[Stored], *, masters: bool) -> Iterator[Entry]:
+    """The tensors of the file to be, in the order in which the model has them."""
+    held = {entry.owner: (file, entry) for file in files for entry in file.entries}
+    rows = saved.manifest["parameters"]
+    for name in [*rows, *(name for name in held if name not in rows)]:
+        file, entry = held[name]
+        computed = TYPES[rows[name]["dtype"]] if name in rows and not masters else entry.dtype
+        yield Entry(name, computed, file.shape_of(entry))
+
+
+def _copy(file: Stored, out: int, places: dict[str, tuple[torch.dtype, int]], saved: Saved, pair: Buffers) -> None:
+    """A file's tensors to where they belong; `CheckpointDamaged` if its bytes have changed."""
+    whole = [(file.start, file.start + file.nbytes)] if file.nbytes else []
+    with ExitStack() as stack:
+        with readable(file.path):
+            source = stack.enter_context(closing(Source(file.path, whole, pair)))
+        for entry in file.entries:
+            if entry.tensor in saved.orders:
+                source.skip(entry.nbytes)
+                continue
+            dtype, at = places[entry.owner]
+            step = PIECE_BYTES // entry.dtype.itemsize
+            for first in range(0, entry.numel, step):
+                staged = torch.empty(min(step, entry.numel - first), dtype=entry.dtype)
+                with readable(file.path):
+                    source.take(entry.dtype, staged)
+                _put(out, at + (entry.first + first) * dtype.itemsize, staged.to(dtype))
+        sums = source.sums()
+    compare(file, [(each, file.nbytes) for each in sums])
+
+
+def _put(out: int, at: int, tensor: torch.Tensor) -> None:
+    data = bytes_of(tensor)
+    while data:
+        count = os.pwrite(out, data, at)
+        data, at = data[count:], at + count
+
+
+@contextmanager
+def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Where to write a file that takes the path's place if all goes well."""
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.ps-partial")
+    with named(path):
+        if path.is_dir():
+            raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
+        if path.exists() and not overwrite:
+            raise InvalidInput(f"{path} exists already: choose another name, or give overwrite=True")
+        os.makedirs(path.parent, exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(partial)  # a killed one's
+        try:
+            yield partial
+            os.rename(partial, path)
+            sync(path.parent)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(partial)
+            raise

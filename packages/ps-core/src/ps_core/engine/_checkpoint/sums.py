@@ -1,0 +1,82 @@
+"""CRC-32 of bytes as they come, and of pieces that several processes read.
+
+[Note: the checksum]
+CRC-32, of zlib, which is in the standard library: it has to find damage, not forgery, and to be faster than a disk. It
+finds every change within 32 bits in a row; of others one in four billion escapes it. SHA-256 took three to four times
+as long, and halved the rate of a save. One thread takes it of each buffer while another has that written, or the next
+one read. `cksfv` and `rhash` check the list of them.
+
+The sum of a whole follows from those of its pieces: bytes that come after multiply what was there by a power of x, in
+polynomials over two elements. So each of several processes sums up what it reads, and nobody reads a file twice.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from functools import cache
+
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+"""Coefficients from the highest bit down: this is 1, the bit below is x."""
+_BITS = 32
+
+
+class Checksum:
+    """Of bytes as they come; see [Note: the checksum]."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take in more."""
+        self.value = zlib.crc32(data, self.value)
+
+    @property
+    def text(self) -> str:
+        """As it is written down."""
+        return text_of(self.value)
+
+
+def text_of(value: int) -> str:
+    """As it is written down."""
+    return f"{value:08X}"
+
+
+def joined(pieces: Iterable[tuple[int, int]]) -> int:
+    """The sum of a whole from its pieces' sums and sizes, in order."""
+    total = 0
+    for value, size in pieces:
+        total = _product(_power(size), total) ^ value
+    return total
+
+
+@cache
+def _squares() -> tuple[int, ...]:
+    """x to the powers 1, 2, 4, 8 and so on."""
+    found = [_ONE >> 1]
+    for _ in range(_BITS - 1):
+        found.append(_product(found[-1], found[-1]))
+    return tuple(found)
+
+
+@cache
+def _power(size: int) -> int:
+    """What so many bytes after them multiply a sum by."""
+    found, bits, place = _ONE, 8 * size, 0
+    while bits:
+        if bits & 1:
+            found = _product(_squares()[place % _BITS], found)
+        bits, place = bits >> 1, place + 1
+    return found
+
+
+def _product(one: int, other: int) -> int:
+    """Of two polynomials, by the rest that the checksum's own leaves."""
+    found, bit = 0, _ONE
+    while bit:
+        if one & bit:
+            found ^= other
+        bit >>= 1
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return found

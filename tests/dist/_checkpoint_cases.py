@@ -1,0 +1,373 @@
+"""Checkpoints by several processes, on each rank of a crew."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _zero_cases import batches
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ps_dist
+from ps_core import (
+    SGD,
+    AdamW,
+    Budget,
+    CheckpointDamaged,
+    CheckpointMismatch,
+    InvalidInput,
+    Options,
+    RanksDiverged,
+    TierFailure,
+)
+from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, save_weights
+from ps_core.engine._checkpoint import folder as _folder
+from ps_core.engine._emulated.standin import StandIn
+
+WIDTH, WORDS = 24, 37
+Found = dict[str, str]
+
+
+class Net(nn.Module):
+    """Tied, frozen, turned and empty parameters, dropout, and buffers that each rank has its own of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.turned = nn.Parameter(torch.randn(WIDTH, WORDS).t())
+        self.number = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.seen = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("same", torch.arange(5))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(self.table(tokens))
+        for layer in self.layers:
+            x = x + functional.dropout(functional.gelu(layer(x)), 0.2, self.training)
+        x = self.seen(x.flatten(0, 1).float()).to(x.dtype) * self.number
+        return self.head(x) + functional.linear(x, self.turned)
+
+
+class Run:
+    """One rank's training, or (without collectives) that of one process."""
+
+    def __init__(
+        self,
+        each: ps_dist.TorchCollectives | None,
+        *,
+        seed: int = 5,
+        device: Any = "cpu",
+        precision: str = "bf16",
+        rule: str = "adamw",
+        group_bytes: int = 4000,
+    ) -> None:
+        self.each, self.step = each, 0
+        self.rank, self.ranks = (0, 1) if each is None else (each.mesh.rank, each.mesh.size)
+        torch.manual_seed(seed)
+        small = {"device": f"{96 + 24 * self.ranks}KiB"} if device != "cpu" else {}
+        self.model, self.optimizer = chunked(
+            Net(),
+            AdamW(lr=1e-2, weight_decay=0.1) if rule == "adamw" else SGD(lr=0.1, momentum=0.9),
+            device=StandIn(name="emulated", check=True, seed=3) if device == "checked" else device,
+            budget=Budget(host="256MiB", **small),
+            precision=precision,
+            max_grad_norm=1.0,
+            collectives=each,
+            options=Options(group_bytes=group_bytes, poison=True, keep_fp32=("seen.*",)),
+        )
+        torch.manual_seed(100 * seed + self.rank)  # dropout of its own
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            tokens, targets = list(batches(self.step, self.ranks))[self.rank]
+            loss = functional.cross_entropy(self.model(tokens).float(), targets.flatten()) / self.ranks
+            self.optimizer.scale(loss).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            self.step += 1
+        return losses
+
+    def save(self, path: Path, **told: Any) -> None:
+        extra = {"step": self.step, "tensor": torch.full((3,), float(self.step))}
+        save_checkpoint(path, self.model, self.optimizer, extra=extra, **told)
+
+    def load(self, path: Path) -> None:
+        extra = load_checkpoint(path, self.model, self.optimizer)
+        self.step = extra["step"]
+        assert torch.equal(extra["tensor"], torch.full((3,), float(self.step)))
+
+    def values(self) -> Found:
+        """All there is, as short texts by name; buffers are this rank's."""
+        state = self.optimizer.state_dict(masters=True)
+        rows = {f"model {name}": value for name, value in self.model.state_dict().items()}
+        rows |= {f"master {key}": value for key, value in state["masters"].items()}
+        rows |= {f"{name} {key}": each for key, row in state["state"].items() for name, each in row.items()}
+        found = {name: digest(value) for name, value in rows.items()}
+        return found | {"groups": repr(state["param_groups"]), "scale": repr(state.get("loss_scale"))}
+
+    def close(self) -> None:
+        release(self.model)
+
+
+def digest(value: Tensor) -> str:
+    plain = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return f"{tuple(value.shape)} {blake2b(bytes(plain.tolist()), digest_size=8).hexdigest()}"
+
+
+@contextmanager
+def running(each: ps_dist.TorchCollectives | None, **how: Any) -> Iterator[Run]:
+    run = Run(each, **how)
+    yield run
+    run.close()
+
+
+def resumes(each: ps_dist.TorchCollectives, path: Path, device: str, precision: str, rule: str) -> None:
+    """What is loaded goes on as what was not interrupted: on every rank the same losses, weights, states, buffers."""
+    how = {"device": device, "precision": precision, "rule": rule}
+    with running(each, **how) as run:
+        run.train(2)
+        run.save(path)
+        losses, values = run.train(2), run.values()
+    assert os.listdir(path.parent) == [path.name]
+    with running(each, seed=9, **how, group_bytes=7000) as run:
+        run.train(1)
+        run.load(path)
+        assert run.train(2) == losses
+        assert run.values() == values
+
+
+def copies(each: ps_dist.TorchCollectives, path: Path) -> None:
+    """Several copies of the model: one of them writes, all load."""
+    resumes(each, path, "cpu", "bf16", "adamw")
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    writers = {file["section"]: set() for file in files.values()}
+    for file in files.values():
+        writers[file["section"]].add(file["writer"])
+    assert writers["masters"] == writers["exp_avg"] == {0, 1}
+    assert writers["buffers"] == {0, 1, 2, 3}
+
+
+def begins(each: ps_dist.TorchCollectives | None, path: Path) -> tuple[Found, str]:
+    """A checkpoint after two steps; what is in it, and where random numbers are."""
+    with running(each) as run:
+        run.train(2)
+        run.save(path)
+        return run.values(), digest(torch.get_rng_state())
+
+
+def hands_on(each: ps_dist.TorchCollectives | None, source: Path, target: Path) -> tuple[Found, str]:
+    """Load one, save another; what it found."""
+    with running(each, seed=8, group_bytes=6000) as run:
+        run.load(source)
+        found = run.values(), digest(torch.get_rng_state())
+        run.save(target)
+        run.train(1)
+        return found
+
+
+def fails(each: ps_dist.TorchCollectives, path: Path, odd: int) -> None:
+    """A rank's disk is full: all say so, nothing is left, and both the model and the checkpoint are as they were."""
+    with running(each) as run:
+        run.train(1)
+        run.save(path)
+        run.train(1)
+        values = run.values()
+        with pytest.MonkeyPatch.context() as patch:
+            if run.rank == odd:
+                patch.setattr(os, "write", _full)
+            with pytest.raises(TierFailure, match=rf"^rank {odd}: .*No space left on device\)\. What was there"):
+                run.save(path, overwrite=True)
+        assert run.values() == values  # which all ranks ask for at once
+        assert os.listdir(path.parent) == [path.name]
+        run.train(1)
+        run.load(path)
+        assert run.step == 1
+        each.barrier()
+        run.save(path, overwrite=True)
+
+
+def _full(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def refuses(each: ps_dist.TorchCollectives, path: Path) -> None:
+    """What must be the same on all ranks, and what one of them finds wrong."""
+    with running(each) as run:
+        run.train(1)
+        odd = run.rank == run.ranks - 1
+        with pytest.raises(RanksDiverged, match=r"extra\['epoch'\] must be the same on all ranks, found: 3 \(rank 0\)"):
+            save_checkpoint(path, run.model, run.optimizer, extra={"epoch": 4 if odd else 3})
+        with pytest.raises(RanksDiverged, match=r"tensor 0 of extra and param_groups must be the same on all ranks"):
+            save_checkpoint(path, run.model, run.optimizer, extra={"seen": torch.tensor([odd])})
+        with pytest.raises(InvalidInput, match=r"^rank 1: extra\['a'\] is a set"):
+            save_checkpoint(path, run.model, run.optimizer, extra={"a": {1} if odd else 1})
+        lr = run.optimizer.param_groups[0]["lr"]
+        run.optimizer.param_groups[0]["lr"] = lr * 2 if odd else lr
+        with pytest.raises(RanksDiverged, match=r"what the optimizer's param_groups hold must be the same"):
+            run.save(path)
+        run.optimizer.param_groups[0]["lr"] = lr
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_folder, "_LOOKS", 2)
+            with pytest.raises(InvalidInput, match=r"^rank 1: .*this rank cannot see it: give all ranks the same path"):
+                run.save(path.with_name("elsewhere") if odd else path)
+        each.barrier()  # rank 0 clears away what it began
+        assert not any(path.parent.iterdir())
+        each.barrier()
+        run.save(path)
+        with pytest.raises(InvalidInput, match=r"^rank 0: .*exists already: choose another path"):
+            run.save(path)
+        each.barrier()
+        if run.rank == 0:
+            (path / "mine.txt").write_text("")
+        with pytest.raises(InvalidInput, match=r"^rank 0: .*what is none of it \('mine.txt'\)"):
+            run.save(path, overwrite=True)
+        run.save(path.with_name("other"))
+        with pytest.raises(RanksDiverged, match="the checkpoint that is loaded must be the same on all ranks"):
+            run.load(path.with_name("other") if odd else path)
+        run.load(path)
+
+
+Change = Callable[[Path], object]
+
+
+def damaged(each: ps_dist.TorchCollectives, folder: Path) -> None:
+    """Whatever is wrong with a part, every rank hears which; and nobody trains on what was half loaded."""
+    with running(each) as run:
+        run.train(1)
+        run.save(folder / "a")
+        run.train(1)
+        run.save(folder / "b")
+        values = run.values()
+        second = "exp_avg-00002-of-00002.safetensors"
+        cases: list[tuple[str, Change, str]] = [
+            (second, _flip, "its checksum is .*: bytes have changed"),
+            ("masters-00001-of-00002.safetensors", _flip, "its checksum is .*: bytes have changed"),
+            (second, lambda file: os.truncate(file, file.stat().st_size - 1), "it has .* bytes, expected"),
+            (second, Path.unlink, r"it cannot be read \(No such file"),
+            (second, lambda file: shutil.copy(folder / "a" / second, file), "it is a part of another save"),
+            ("random-00002-of-00002.json", _flip, "its checksum is not what"),
+            ("buffers-00002-of-00002.safetensors", _flip, "its checksum is .*: bytes have changed"),
+        ]
+        for name, change, message in cases:
+            file = folder / "b" / name
+            before = file.read_bytes()
+            each.barrier()
+            if run.rank == 0:
+                change(file)
+            each.barrier()
+            with pytest.raises(CheckpointDamaged, match=rf"^rank \d: .*/b/{name}: .*{message}"):
+                run.load(folder / "b")
+            if "bytes have changed" in message:
+                with pytest.raises(InvalidInput, match="failed half way"):
+                    run.model(torch.zeros(1, 2, dtype=torch.long))
+            each.barrier()
+            if run.rank == 0:
+                file.write_bytes(before)
+            each.barrier()
+            run.load(folder / "b")
+            assert run.values() == values
+
+
+def _flip(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+
+def weights(each: ps_dist.TorchCollectives, published: Path, saved: Path) -> None:
+    """Published weights, and those of a checkpoint that one process made: each rank takes its part."""
+    import safetensors.torch
+
+    wanted = safetensors.torch.load_file(published)
+    with running(each, seed=6) as run:
+        run.train(1)
+        assert load_weights(run.model, published) == ([], [])
+        for name, value in run.model.state_dict().items():
+            source = wanted["table.weight" if name == "head.weight" else name]
+            assert torch.equal(value, source.to(value.dtype)), name
+        order = [name for group in run.optimizer.param_groups for name in group["param_names"]]
+        for index, value in run.optimizer.state_dict(masters=True)["masters"].items():
+            assert torch.equal(value, wanted[order[index]]), "rounded"
+        run.train(1)
+        assert load_weights(run.model, saved) == ([], [])
+        masters = safetensors.torch.load_file(saved / "masters.safetensors")
+        for index, value in run.optimizer.state_dict(masters=True)["masters"].items():
+            assert torch.equal(value, masters[order[index]]), order[index]
+        before = run.values()
+        with pytest.raises(CheckpointMismatch, match=r"^rank \d: .*'table.weight' and 'head.weight' are one parameter"):
+            load_weights(run.model, published.with_name("untied.safetensors"))
+        assert run.values() == before
+        run.train(1)
+
+
+def exports(each: ps_dist.TorchCollectives, folder: Path) -> Found:
+    """One file of all weights, by rank 0; a full disk there is everybody's error."""
+    with running(each, device="checked") as run:
+        run.train(1)
+        save_weights(folder / "computed.safetensors", run.model)
+        save_weights(folder / "masters.safetensors", run.model, masters=True)
+        run.save(folder / "a")
+        with pytest.MonkeyPatch.context() as patch:
+            if run.rank == 0:
+                patch.setattr(os, "write", _full)
+            with pytest.raises(TierFailure, match=r"^rank 0: .*No space left on device"):
+                save_weights(folder / "computed.safetensors", run.model, overwrite=True)
+        with pytest.raises(InvalidInput, match=r"^rank 0: .*exists already: choose another name"):
+            save_weights(folder / "computed.safetensors", run.model)
+        run.train(1)
+        run.load(folder / "a")
+        return run.values()
+
+
+LAYERS, WIDE = 6, 1024
+
+
+def stays_small(each: ps_dist.TorchCollectives, path: Path) -> None:
+    """Two chunks (of this rank's shards) are all that saving and loading take besides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
+    options = Options(group_bytes=2 * WIDE * WIDE * 2)
+    model, optimizer = chunked(model, SGD(lr=0.1, momentum=0.9), collectives=each, options=options)
+    for _ in range(2):
+        model(torch.ones(1, WIDE)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(path, model, optimizer)
+    load_checkpoint(path, model, optimizer)
+    shard = 4 * 2 * WIDE * WIDE // each.ranks
+    for work in (
+        lambda: save_checkpoint(path, model, optimizer, overwrite=True),
+        lambda: load_checkpoint(path, model, optimizer),
+        lambda: load_weights(model, path),
+    ):
+        grown = grown_by(work)
+        assert grown <= 2 * shard + 2**20, f"{grown:,}"
+    release(model)
+
+
+def grown_by(work: Callable[[], object]) -> int:
+    """The most memory that this process had at once during the work, less what it had."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
