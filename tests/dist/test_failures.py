@@ -1,4 +1,4 @@
-"""Processes that end, never come, or are not alike: the others say so, and end too."""
+"""Processes that never come, or are not as many as others believe: they say so, and end. See also test_fates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from _crew import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -35,34 +34,10 @@ def launch(program: str, own: Sequence[dict[str, str]]) -> list[tuple[int, str]]
             each.kill()
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_ends_is_named_by_all_others(lost: int) -> None:
-    for rank, (status, output) in enumerate(launch("lost.py", [{"LOST": str(lost)}] * 3)):
-        if rank == lost:
-            assert status == 7, output
-            continue
-        assert status == 1, output
-        assert f"RanksDiverged: rank {rank} of 3: " in output
-        assert f"rank {lost}" in output.split("RanksDiverged: ")[-1]
-        assert "ended or cannot be reached" in output
-        seconds = next(line for line in output.splitlines() if line.startswith("seconds: "))
-        assert float(seconds.removeprefix("seconds: ")) < 25, "before the timeout"
-
-
 def test_a_group_nobody_else_joins() -> None:
     ((status, output),) = launch("alone.py", [{"WORLD_SIZE": "2"}])
     assert status == 0, output
     assert "rank 0 of 2 could not join the others" in output
-
-
-def test_other_versions_are_found_at_the_start() -> None:
-    for rank, (status, output) in enumerate(launch("unlike.py", [{"TORCH": "2.11"}, {"TORCH": "2.12"}])):
-        assert status == 0, output
-        versions = ("2.11", "2.12") if rank == 0 else ("2.12", "2.11")
-        assert (
-            f"torch must be the same on all ranks: rank {rank} has {versions[0]}, rank {1 - rank} has {versions[1]}; "
-            "install and start the same everywhere" in output
-        )
 
 
 def test_another_number_of_processes_is_found_at_the_start() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
+from ps_dist._farewell import AtExit, words_of
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane, Pending
 from ps_dist._mesh import Mesh
@@ -39,7 +42,8 @@ class TorchCollectives:
 
     Everything is done in the order of the calls, by one thread beside the training, and every process must call the
     same. ``what`` says what a call is for: in messages, and in the fingerprint by which processes that do different
-    things are found out. A failure of any process shows in every other as `RanksDiverged`.
+    things are found out. A failure of any process shows in every other as `RanksDiverged`. As a context manager it
+    leaves the group at the end of the block.
     """
 
     def __init__(self, *, group: Any, store: Any, mesh: Mesh, patience: Patience, leave: Callable[[], None]) -> None:
@@ -51,6 +55,7 @@ class TorchCollectives:
         self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
         self._lane = Lane(hopeless_s=patience.hopeless_s)
         self._watch = Watch(store, self._lane, self._journal, rank=mesh.rank, ranks=mesh.size, patience=patience)
+        self._at_exit = AtExit(lambda words: self._close(words, waits=False))
         self.rank = mesh.shard
         """This process's shard, from 0; without ``replicate`` its rank."""
         self.ranks = mesh.shards
@@ -184,14 +189,32 @@ class TorchCollectives:
         return [entry.what for entry in self._journal.tail()[1:]]
 
     def close(self) -> None:
-        """Leave the group once everything that was begun is over; safe to call twice."""
+        """Leave the group once everything that was begun is over; safe to call twice.
+
+        On the way out of an exception it leaves at once, and the others, should they wait, hear which it was.
+        """
+        self._close(words_of(sys.exc_info()[1]))
+
+    def __enter__(self) -> TorchCollectives:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._close(words_of(error))
+
+    def _close(self, words: str, *, waits: bool = True) -> None:
         if not self._open:
             return
         self._open = False
-        ended = self._lane.close()
-        self._watch.close()
-        if ended:  # else the transport still waits for another process, and taking it down would wait for that
+        self._at_exit.cancel()
+        ended = self._lane.close(waits=waits and not words)
+        self._watch.close("" if self._lane.error is not None else words)  # after a failure the others know more
+        if ended:
             self._leave()
+        else:  # taking the transport down would wait for whatever the thread waits for
+            self._wire.cut(self._mesh.everyone)
+            self._lane.close(waits=False)
 
     # Checks.
 

@@ -14,6 +14,8 @@ from ps_dist._journal import Entry
 
 _LOOK_S = 1.0
 """How often one who waits looks whether the wait is hopeless."""
+_MOMENT_S = 0.1
+"""In which a thread ends that does not wait for anything."""
 
 
 class Pending:
@@ -66,6 +68,8 @@ class Lane:
         """Why nothing goes any more, as told to everyone."""
         self.failure: str | None = None
         """What the transport said when it failed; `_watch` finds out who is to blame."""
+        self.cut_off: Callable[[], str | None] = _connected
+        """Why nobody can be reached, if so; asked by one who waits, for `_watch` may itself be waiting then."""
         self._thread = Thread(target=self._run, name="ps_dist lane", daemon=True)
         self._thread.start()
 
@@ -96,15 +100,17 @@ class Lane:
             self._open.clear()
 
     def give_up_if_hopeless(self) -> None:
-        """Fail if a wait is so long that whoever should have noticed cannot."""
-        flight = self.flight
-        if flight is not None and flight[1] > self._hopeless_s:
+        """Fail if whoever should have noticed cannot."""
+        flight, cut_off = self.flight, self.cut_off()
+        if flight is not None and cut_off is not None:
+            self.fail(RanksDiverged(cut_off))
+        elif flight is not None and flight[1] > self._hopeless_s:
             self.fail(RanksDiverged(f"{flight[0].what} did not end within {flight[1]:.0f} s, and no process answers"))
 
-    def close(self) -> bool:
+    def close(self, *, waits: bool = True) -> bool:
         """End the thread; whether it has ended (after a failure it may still wait for another process)."""
         self._queue.put(None)
-        self._thread.join(0.0 if self.error is not None else self._hopeless_s)
+        self._thread.join(self._hopeless_s if waits and self.error is None else _MOMENT_S)
         return not self._thread.is_alive()
 
     @torch.no_grad()
@@ -122,3 +128,7 @@ class Lane:
             with self._lock:
                 self._open.pop(pending, None)
             pending.finish()
+
+
+def _connected() -> str | None:
+    return None

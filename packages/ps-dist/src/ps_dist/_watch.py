@@ -5,21 +5,27 @@ While all goes well a process only looks, once in a while, at one counter. One w
 counts it up; then every process writes down that it lives, where it is and its latest entries, for as long as the
 counter goes on. From that the one that waits tells apart: ranks that did different things, ranks that ended, ranks that
 are merely late. Only the first two, or the timeout, end the wait.
+
+[Note: last words]
+A process that ends by an exception says so before it goes: the first to do it writes the words down, and stays until
+the others have read them, or for a few looks, for the store may end with it. Whoever waits from then on waits in vain.
+Who waits for nothing is not disturbed.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from ps_core._errors import RanksDiverged
 from ps_dist._journal import Entry, Journal, first_difference
 from ps_dist._lane import Lane
 
-_ALARM = "alarm"
+_ALARM, _WORDS, _HEARD = "alarm", "last words", "heard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,11 @@ class Patience:
     def silence_after_failure_s(self) -> float:
         """The same where a connection broke: somebody has."""
         return 5 * self.look_s
+
+    @property
+    def farewell_s(self) -> float:
+        """A process that goes after an exception stays at most so long for the others to hear of it."""
+        return 4 * self.look_s
 
     @property
     def hopeless_s(self) -> float:
@@ -79,21 +90,25 @@ class Watch:
         self._beat = 0
         self._seen: dict[int, _Seen] = {}
         self._failed_at_s: float | None = None
+        self._asked_at_s: float | None = None
+        """Since when the store owes an answer."""
+        self._heard: str | None = None
+        """Another process's last words."""
+        self._own_words = ""
+        lane.cut_off = self._cut_off
         self._thread = Thread(target=self._run, name="ps_dist watch", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop looking, and let the others know."""
+    def close(self, words: str = "") -> None:
+        """Stop looking, and let the others know; ``words``: the exception by which this process ends."""
+        self._own_words = words
         self._stop.set()
-        self._thread.join(self._patience.long_s)
-        try:
-            self._publish(left=True)
-        except RuntimeError:
-            return  # nobody is there to be told
+        self._thread.join(2 * self._patience.farewell_s)  # the store may never answer
 
     def _run(self) -> None:
         known = 0
         while not self._stop.wait(self._patience.look_s):
+            self._asked_at_s = monotonic()
             try:
                 if self._waits():
                     self._store.add(_ALARM, 1)
@@ -101,16 +116,38 @@ class Watch:
                 if alarm != known:
                     known = alarm
                     self._publish()
+                    self._hear()
                 if self._waits():
                     self._look()
                 else:
                     self._seen.clear()
             except RuntimeError as error:
                 self._without_store(error)
+            self._asked_at_s = None
+        with suppress(RuntimeError):  # nobody is there to be told
+            self._go()
+
+    def _go(self) -> None:
+        self._publish(left=True)
+        if not self._own_words:
+            return
+        told = json.dumps(f"rank {self._rank} raised {self._own_words}")
+        if self._store.compare_set(_WORDS, "", told).decode() != told:
+            return  # it was not the first
+        self._store.add(_ALARM, 1)
+        deadline = monotonic() + self._patience.farewell_s
+        while self._store.add(_HEARD, 0) < self._ranks - 1 and monotonic() < deadline:
+            sleep(self._patience.look_s / 10)
+
+    def _hear(self) -> None:
+        if self._heard is None and self._store.check([_WORDS]):
+            self._heard = json.loads(self._store.get(_WORDS))
+            self._store.add(_HEARD, 1)
 
     def _waits(self) -> bool:
         flight = self._lane.flight
-        long = flight is not None and flight[1] > self._patience.long_s
+        patience_s = self._patience.long_s if self._heard is None else self._patience.look_s
+        long = flight is not None and flight[1] > patience_s
         return self._lane.error is None and (long or self._lane.failure is not None)
 
     def _publish(self, *, left: bool = False) -> None:
@@ -144,6 +181,8 @@ class Watch:
             self._publish()
 
     def _verdict(self) -> str | None:
+        if self._heard is not None:
+            return f"{self._doing()} cannot end: {self._heard}"
         others = {rank: seen for rank, seen in self._seen.items() if rank != self._rank}
         tails = {rank: seen.tail for rank, seen in others.items() if seen.tail}
         parted = first_difference({**tails, self._rank: self._journal.tail()})
@@ -194,12 +233,20 @@ class Watch:
         """The store went, with the process that keeps it."""
         if self._waits():
             reason = str(error).splitlines()[0]
+            lost = f"rank 0, or the torchrun that keeps the store, ended or cannot be reached ({reason})"
             self._lane.fail(
-                RanksDiverged(
-                    f"rank {self._rank} of {self._ranks}: {self._doing()} cannot end: rank 0, or the torchrun that "
-                    f"keeps the store, ended or cannot be reached ({reason})"
-                )
+                RanksDiverged(f"rank {self._rank} of {self._ranks}: {self._doing()} cannot end: {self._heard or lost}")
             )
+
+    def _cut_off(self) -> str | None:
+        """Why this process will never hear from the others, if neither they nor the store answer."""
+        asked_at_s = self._asked_at_s
+        if asked_at_s is None or monotonic() - asked_at_s < self._patience.silence_s:
+            return None
+        return (
+            f"rank {self._rank} of {self._ranks}: {self._doing()} cannot end: neither the other ranks nor the store "
+            f"that torchrun keeps can be reached; is the network gone?"
+        )
 
 
 def _ranks(ranks: list[int]) -> str:

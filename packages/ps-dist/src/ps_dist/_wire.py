@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from ps_core._errors import InvalidInput
 
 _PIECE_NUMEL = 1 << 15
 """Elements summed at a time: in the cache, and too few for torch to start threads, which training needs."""
+_NO_TAG = 0
+"""Of what nobody sends."""
 _CUT_NUMEL = 64
 """A sum that does not fit into its scratch is cut at multiples of this."""
 
@@ -49,6 +53,17 @@ class Wire:
         for work in on_way:
             assert work is not None, "this process is one of the group"
             work.wait()
+
+    def cut(self, everyone: Sequence[int]) -> None:
+        """Break all connections, so that a thread which waits for another process ends; nothing works from then on.
+
+        With one that waits the interpreter could not end in peace. In gloo a receive that times out does it.
+        """
+        for peer in [peer for peer in everyone if peer != self._me][:1]:
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, self._group, _NO_TAG)
+                assert work is not None, "this process is one of the group"
+                work.wait(timedelta(milliseconds=1))
 
     def gather(self, operation: str, tag: int, peers: Sequence[int], into: Tensor, shard: Tensor) -> None:
         """Every peer's shard, in the order of ``peers``."""

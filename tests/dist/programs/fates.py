@@ -1,0 +1,216 @@
+"""Small groups of processes, each with a fate of its own, as copies of this one, which has imported everything.
+
+    fates.py FOLDER CASE:RANKS:LOST...
+
+Every process writes to FOLDER/CASE-RANKS-LOST-RANK.txt; standard output has a JSON list [case, rank, status].
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import torch
+
+import ps_core
+import ps_dist
+from ps_dist import _facts
+
+TIMEOUT_S = 30.0
+
+
+class Fate:
+    """What a case has to work with."""
+
+    def __init__(self, rank: int, lost: int, gone: int) -> None:
+        self.rank, self.is_lost, self._gone = rank, rank == lost, gone
+        self.started = 0.0
+        self.together = ps_dist.connect(timeout_s=TIMEOUT_S)
+        self.together.barrier()
+
+    def until_it_is_gone(self) -> None:
+        """Compute, say, until the process that is to be lost has ended."""
+        assert os.read(self._gone, 1) == b""
+
+    def wait(self) -> None:
+        """For the others, in vain."""
+        self.started = time.monotonic()
+        try:
+            self.together.barrier()
+        finally:
+            print(f"seconds: {time.monotonic() - self.started}", flush=True)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def big(fate: Fate) -> ps_dist.Pending:
+    """A gather that takes a while."""
+    shard = torch.ones(1 << 22)
+    return fate.together.start_all_gather(torch.empty(fate.together.ranks << 22), shard, "something large")
+
+
+def killed_computing(fate: Fate) -> None:
+    if fate.is_lost:
+        killed()
+    fate.wait()
+
+
+def killed_sending(fate: Fate) -> None:
+    pending = big(fate)
+    if fate.is_lost:
+        killed()
+    pending.wait()
+    fate.wait()
+
+
+def killed_waiting(fate: Fate) -> None:
+    """In a collective that the others come to when it is gone."""
+    if fate.is_lost:
+        Timer(0.1, killed).start()
+    else:
+        fate.until_it_is_gone()
+    fate.wait()
+
+
+def raised(fate: Fate) -> None:
+    if fate.is_lost:
+        raise ValueError("no such token: 7\nand more about it")
+    fate.wait()
+
+
+def raised_in_block(fate: Fate) -> None:
+    """With something on its way that will never come."""
+    with fate.together:
+        if fate.is_lost:
+            big(fate)
+            raise ValueError("no such token: 7")
+        fate.until_it_is_gone()
+        big(fate).wait()
+
+
+def raised_and_closed(fate: Fate) -> None:
+    try:
+        if fate.is_lost:
+            big(fate)
+            raise ValueError("no such token: 7")
+        big(fate)
+        fate.wait()
+    finally:
+        fate.together.close()
+
+
+def exited(fate: Fate) -> None:
+    if fate.is_lost:
+        sys.exit(3)
+    fate.wait()
+
+
+def caught(fate: Fate) -> None:
+    """Nobody else hears of an exception that was caught."""
+    if fate.is_lost:
+        try:
+            raise ValueError("never mind")
+        except ValueError as error:
+            print(error)
+    fate.wait()
+    fate.wait()
+    fate.together.close()
+
+
+def raised_late(fate: Fate) -> None:
+    """Whoever waits for nothing any more is not disturbed."""
+    if fate.is_lost:
+        raise ValueError("could not write")
+    fate.until_it_is_gone()
+    print("done")
+    fate.together.close()
+
+
+UNLIKE: dict[str, tuple[Any, str]] = {
+    "ps-core": (ps_core, "__version__"),
+    "ps-dist": (_facts, "__version__"),
+    "torch": (torch, "__version__"),
+    "byte-order": (sys, "byteorder"),
+}
+
+
+def unlike(fact: str, differs: bool) -> None:
+    """Join with something that is not as the others have it."""
+    if fact in UNLIKE and differs:
+        setattr(*UNLIKE[fact], "other")
+    ps_dist.connect(timeout_s=TIMEOUT_S, replicate=2 if fact == "replicate" and differs else 1)
+
+
+CASES: dict[str, Callable[[Fate], None]] = {
+    each.__name__: each
+    for each in (
+        killed_computing,
+        killed_sending,
+        killed_waiting,
+        raised,
+        raised_in_block,
+        raised_and_closed,
+        exited,
+        caught,
+        raised_late,
+    )
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def become(folder: Path, name: str, rank: int, ranks: int, port: int) -> None:
+    """One rank, as torchrun would have started it."""
+    out = os.open(folder / f"{name.replace(':', '-')}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # else each copy would look through all that was imported when it ends
+    running = {}
+    for name in names:
+        case, ranks, lost = name.split(":")
+        reader, writer = os.pipe()
+        port = free_port()
+        for rank in range(int(ranks)):
+            child = os.fork()
+            if child == 0:
+                if rank != int(lost):
+                    os.close(writer)
+                become(folder, name, rank, int(ranks), port)
+                if case.startswith("unlike-"):
+                    unlike(case.removeprefix("unlike-"), rank == int(lost))
+                else:
+                    CASES[case](Fate(rank, int(lost), reader))
+                return  # and end as any program does
+            running[child] = (name, rank)
+        os.close(reader)
+        os.close(writer)
+    ended = []
+    while running:
+        child, status = os.wait()
+        ended.append([*running.pop(child), os.waitstatus_to_exitcode(status)])
+    print(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,119 @@
+"""A rank is killed, raises or leaves: the others end long before the timeout, and say which it was and of what."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "fates.py"
+KILLED, FAILED, EXITED, FINE = -9, 1, 3, 0
+GONE = "rank {} ended or cannot be reached"
+RAISED = "rank {} raised ValueError: no such token: 7"
+WAYS = (
+    ("killed_computing:3:0", KILLED, GONE),
+    ("killed_sending:2:1", KILLED, GONE),
+    ("killed_waiting:3:1", KILLED, GONE),
+    ("raised:2:0", FAILED, RAISED),
+    ("raised:3:1", FAILED, RAISED),
+    ("raised_in_block:2:1", FAILED, RAISED),
+    ("raised_and_closed:2:0", FAILED, RAISED),
+    ("exited:2:1", EXITED, "rank {} left the group"),
+)
+"""Case, ranks and the one that is lost; how that one ends; what the others say."""
+UNLIKE = {
+    "ps-core": "ps-core",
+    "ps-dist": "ps-dist",
+    "torch": "torch",
+    "byte-order": "the byte order",
+    "replicate": "replicate",
+}
+STORE_GONE = "rank 0, or the torchrun that keeps the store, ended or cannot be reached"
+
+
+class End(NamedTuple):
+    """Of one process."""
+
+    status: int
+    output: str
+
+    @property
+    def error(self) -> str:
+        """The last line that names one."""
+        return next(line for line in reversed(self.output.splitlines()) if "Error: " in line or "Diverged: " in line)
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[End]]:
+    """How every process of every case ended, by case and rank; all run at once."""
+    folder = tmp_path_factory.mktemp("fates")
+    unlike = [f"unlike-{fact}:2:1" for fact in UNLIKE]
+    names = [*(name for name, _, _ in WAYS), *unlike, "caught:2:1", "raised_late:2:0"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", PROGRAM, folder, *names],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    statuses = {(name, rank): status for name, rank, status in json.loads(done.stdout)}
+    return {
+        name: [
+            End(statuses[name, rank], (folder / f"{name.replace(':', '-')}-{rank}.txt").read_text("utf-8"))
+            for rank in range(int(name.split(":")[1]))
+        ]
+        for name in names
+    }
+
+
+@pytest.mark.parametrize(("name", "status", "message"), WAYS, ids=[name for name, _, _ in WAYS])
+def test_the_others_end_and_say_why(name: str, status: int, message: str, ends: dict[str, list[End]]) -> None:
+    _, ranks, lost = (int(word) if word.isdigit() else 0 for word in name.split(":"))
+    for rank, end in enumerate(ends[name]):
+        if rank == lost:
+            assert end.status == status, end.output
+            continue
+        assert end.status == FAILED, end.output
+        assert f"RanksDiverged: rank {rank} of {ranks}: " in end.error
+        assert message.format(lost) in end.error or (lost == 0 and status == KILLED and STORE_GONE in end.error)
+        took = [float(line.removeprefix("seconds: ")) for line in end.output.splitlines() if line.startswith("seconds")]
+        assert all(seconds < 25 for seconds in took), "before the timeout"
+
+
+@pytest.mark.parametrize("name", [name for name, status, _ in WAYS if status == FAILED])
+def test_the_one_that_raised_says_it_too(name: str, ends: dict[str, list[End]]) -> None:
+    lost = ends[name][int(name.split(":")[2])]
+    assert "ValueError: no such token: 7" in lost.error
+    assert "RanksDiverged" not in lost.output
+
+
+def test_nobody_hears_of_an_exception_that_was_caught(ends: dict[str, list[End]]) -> None:
+    assert [end.status for end in ends["caught:2:1"]] == [FINE, FINE]
+    assert "never mind" in ends["caught:2:1"][1].output
+
+
+def test_who_waits_for_nothing_is_not_disturbed(ends: dict[str, list[End]]) -> None:
+    assert [end.status for end in ends["raised_late:2:0"]] == [FAILED, FINE]
+    other = ends["raised_late:2:0"][1].output
+    assert "done\n" in other  # torch may have said before that the store is gone
+    assert "RanksDiverged" not in other
+
+
+@pytest.mark.parametrize("fact", UNLIKE)
+def test_what_is_not_alike_is_named_at_the_start(fact: str, ends: dict[str, list[End]]) -> None:
+    for rank, end in enumerate(ends[f"unlike-{fact}:2:1"]):
+        assert end.status == FAILED
+        said = re.search(
+            rf"{UNLIKE[fact]} must be the same on all ranks: rank {rank} has (.+), rank {1 - rank} has (.+); ",
+            end.error,
+        )
+        assert said is not None, end.error
+        assert said[1 + (rank == 0)] == ("2" if fact == "replicate" else "other")
