@@ -45,6 +45,8 @@ class Recording:
     """One forward, then one backward, and nothing in between."""
     training: bool = True
     """Whether it was to have a backward pass."""
+    overrun: bool = False
+    """A moment took more of the compute tier than its plan had left for it."""
 
     def begin(
         self, *, backward: bool, reads: list[GroupRecord], gains: list[GroupRecord], held: list[TensorRecord]

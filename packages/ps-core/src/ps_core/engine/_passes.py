@@ -228,7 +228,9 @@ class Passes:
             if strict and needed > self._store.tiers[0].capacity_bytes:
                 if not isinstance(self.driver, Replay):
                     raise self._too_large(beat, needed)
-                self._diverge(Diverged(f"{beat.name} takes more than fake tensors said"))
+                if self.recording is not None:
+                    self.recording.overrun = True
+                self._diverge(Diverged(f"{beat.name} takes more than was planned"))
         groups = dict.fromkeys((*beat.reads, *(self._record_of[index].group.index for index in beat.held)))
         records = (record for index in groups for record in self._groups[index].tensors)
         return [record for record in records if record.bound is not None and record.bound.aliased]
@@ -240,7 +242,7 @@ class Passes:
         store = self._store
         store.tide_bytes = peak + self._constant_bytes
         store.note_peak()
-        needed = store.used_bytes[0] + store.tide_bytes
+        needed = (store.held_bytes if isinstance(self.driver, Replay) else store.used_bytes[0]) + store.tide_bytes
         store.tide_bytes = self.tide.current_bytes + self._constant_bytes
         return needed
 

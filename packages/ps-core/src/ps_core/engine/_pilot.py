@@ -28,9 +28,9 @@ from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
-from ps_core.engine._arrange import arrange
 from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
+from ps_core.engine._lowering import Homes
 from ps_core.engine._messages import say
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._passes import Driver
@@ -60,6 +60,8 @@ THIS_COMPUTER = Machine(
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
 _SPARE_PARTS = (20, 4)
 """Where memory ran out, such parts of it are left free besides, at the least and at the most."""
+_WATCHED_EVERY = 32
+"""So many passes by a plan to one whose tide is watched all the same, where each operator has to be seen for that."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,11 @@ class Pilot:
         """One tier: whether the tide of a pass is known."""
         self._source: tuple[Recording, _Batch] | None = None
         """What the plan was made from."""
+        self._homes = Homes(engine)
+        self._evaluated: tuple[_Batch, int] | None = None
+        """The last evaluation on demand, and how high its tide was."""
+        self._replayed = 0
+        """How many passes were begun by a plan."""
         self._spare_bytes = 0
         """Left free beyond what the tide was seen to take, since the device ran out of memory."""
         engine.passes.guide = self
@@ -191,13 +198,19 @@ class Pilot:
             return Still(tracked=not (self._measured and self._planned_for.covers(self._batch)))
         demand = engine.passes.demand
         demand.highest_tide_bytes = None
-        if plan is None or self._options.eager_step:
+        if self._options.eager_step:
+            return demand
+        if plan is None:
+            self._homes.lower()
             return demand
         if not self._planned_for.covers(self._batch):
             engine.counters.diverged("a batch larger than the plan's")
+            self._make_way(training)
             return demand
         demand.highest_tide_bytes = plan.planned.program.trace.peak_nonmodel_bytes
         why = self._unready(training)
+        if not why and self._homes.low and not self._homes.arrange(plan):
+            why = "somebody holds on to memory that homes have to be moved to"
         if why:
             engine.counters.diverged(why)
             return demand
@@ -207,8 +220,23 @@ class Pilot:
             micro = plan.program.iteration()[:-1]
             segment = micro[min(self._micro, len(micro) - 1)]
         replay = Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
-        replay.tracked = self._estimated and training
+        replay.tracked = training is self._setup.training and self._is_watched()
         return replay
+
+    def _is_watched(self) -> bool:
+        """Whether a pass by the plan has its tide watched: one in many, or each where that costs nothing."""
+        self._replayed += 1
+        return self._estimated or not self._engine.store.device.lazy or self._replayed % _WATCHED_EVERY == 0
+
+    def _make_way(self, training: bool) -> None:
+        """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
+        known = None if training else self._evaluated
+        if known is None or not known[0].covers(self._batch):
+            self._homes.lower()
+            return
+        largest = max(group.home.bytes for group in self._engine.groups)
+        self._engine.passes.demand.highest_tide_bytes = known[1]
+        self._homes.lower(known[1] + 2 * largest)
 
     def _unready(self, training: bool) -> str:
         """Why a segment cannot begin; empty: it can."""
@@ -233,11 +261,13 @@ class Pilot:
                 self._measured = not recording.training or self._micro >= self._setup.accumulate
                 self._planned_for = batch
             return
-        if self._estimated and recording.training and not recording.regular:
+        if recording.overrun or (self._estimated and recording.training and not recording.regular):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
         if not self._engine.passes.driver.tracked or not recording.complete:
             return
         if recording.training is not self._setup.training:
+            peak = max(beat.nonmodel_bytes for beat in recording.beats) + self._engine.constant_bytes
+            self._evaluated = batch, peak
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
             self._found = recording, batch
@@ -247,7 +277,7 @@ class Pilot:
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out the plan's step, if it is the step that is wanted."""
         plan = self._plan
-        if plan is None or not self._fits_step(plan):
+        if plan is None or self._homes.low or not self._fits_step(plan):
             return False
         engine = self._engine
         replay = Replay(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
@@ -302,7 +332,7 @@ class Pilot:
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
         plan = EnginePlan(planned, order, recording.beats)
-        if not arrange(engine, plan):
+        if not self._homes.arrange(plan):
             return False
         engine.store.foreseen_bytes = 0
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)

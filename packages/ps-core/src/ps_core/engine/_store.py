@@ -280,6 +280,14 @@ class Store:
                 self.device.trim(self._arena[at:end])
             at = at if slot is None else max(at, slot.offset + slot.bytes)
 
+    @property
+    def held_bytes(self) -> int:
+        """What of the compute tier nobody else can have: all of an arena that has taken its memory for good."""
+        if self._arena is None or self.device.lazy:
+            return self.used_bytes[0]
+        end = self._arena.numel()
+        return end + sum(slot.bytes for slot in self._taken if slot.offset + slot.bytes > end)
+
     def close(self) -> None:
         """Let go of all memory: every slot was given back, and none is reserved any more."""
         self._arena = None

@@ -1,0 +1,73 @@
+"""Where homes are: as the plan in force has them, or as low as they go, for passes whose tide nobody knows."""
+
+from __future__ import annotations
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core.engine._arrange import arrange
+from ps_core.engine._engine import Engine
+from ps_core.engine._plans import EnginePlan
+from ps_core.engine._store import Home, Store
+
+
+class Homes:
+    """The homes of one engine, moved between passes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.low = False
+        """Whether some were moved down since they were last where a plan has them."""
+
+    def arrange(self, plan: EnginePlan) -> bool:
+        """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
+        if not arrange(self._engine, plan):
+            return False
+        self.low = False
+        return True
+
+    def lower(self, needed_bytes: int | None = None) -> None:
+        """Have the compute tier to everything else as far as lower tiers have room; or so many bytes of it.
+
+        As it was before there was a plan. Nothing is moved while somebody holds on to memory.
+        """
+        engine, store = self._engine, self._engine.store
+        capacity = store.tiers[0].capacity_bytes
+        if needed_bytes is not None and store.used_bytes[0] + needed_bytes <= capacity:
+            return
+        groups = [group for group in reversed(engine.groups) if not group.pinned]
+        if any(0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased) for group in groups):
+            return
+        spare = 0
+        if store.file is not None:  # a group passes through the tier above it
+            spare = max((sum(home.bytes for home in group.homes.values()) for group in groups), default=0)
+        above = [home for group in groups for home in group.homes.values() if home.slot.tier == 0]
+        if not any(_tier_for(store, home, spare) for home in above):
+            return
+        for record in engine.records:
+            engine.residency.unbind(record)
+            record.group.reading = -1
+        for queue in (*store.queues, Queue.CPU):
+            engine.residency.await_all(queue)
+        with torch.inference_mode(False):  # or nobody else could write to these slots
+            for home in above:
+                self._lower(home, _tier_for(store, home, spare))
+        if not store.device.lazy:
+            store.settle(0)
+        self.low = True
+
+    def _lower(self, home: Home, tier: int) -> None:
+        if tier:
+            target = self._engine.store.reserve(tier, home.bytes)
+            self._engine.residency.copy_to(home, target)
+            old, home.slot = home.slot, target
+            self._engine.residency.give_back(old)
+
+
+def _tier_for(store: Store, home: Home, spare: int) -> int:
+    """The highest tier below the first that has room for it, and above a disk for so much to spare; 0: none has."""
+    for tier in range(1, len(store.tiers)):
+        last = tier == len(store.tiers) - 1
+        if store.free_bytes(tier) >= home.bytes + (0 if last else spare):
+            return tier
+    return 0
