@@ -52,6 +52,8 @@ def test_every_option_has_help_and_every_status_is_told() -> None:
     assert (cli.FITS, cli.DOES_NOT_FIT, cli.BAD_INPUT, cli.FAILED) == (0, 3, 2, 1)
 
 
-@pytest.mark.parametrize("sequence", [("plan", "gpt2", "--json"), ("scale",), ("doctor", "--json")])
+@pytest.mark.parametrize(
+    "sequence", [("plan", "gpt2", "--json"), ("scale",), ("doctor", "--json"), ("export", "a", "b", "--masters")]
+)
 def test_commands_shown_parse(sequence: tuple[str, ...]) -> None:
     cli.make_parser().parse_args(sequence)

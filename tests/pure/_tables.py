@@ -49,7 +49,7 @@ def machines() -> str:
 
 def sections() -> Iterator[tuple[str, str]]:
     """The marker that begins each table, and the table."""
-    for command in ("plan", "scale", "doctor"):
+    for command in parsers():
         yield f"<!-- options of {command} -->", options(command)
     yield "<!-- machines -->", machines()
 

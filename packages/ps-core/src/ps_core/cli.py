@@ -1,4 +1,4 @@
-"""The command ``pstar``: plan, scale, doctor.
+"""The command ``pstar``: plan, scale, doctor, export.
 
 Exit status: 0 done (`plan`: it fits), 3 it does not fit, 2 input that cannot be used (one line on stderr), 1 anything
 else; 130 interrupted.
@@ -7,6 +7,7 @@ else; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import json
 import os
@@ -122,6 +123,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--out", metavar="FILE", help="with --calibrate: write the machine file there")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
+
+    export = commands.add_parser("export", help="a checkpoint's weights as one safetensors file", allow_abbrev=False)
+    export.set_defaults(command=_export)
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that save_checkpoint wrote")
+    export.add_argument("file", metavar="FILE", help="the file to write, as in model.safetensors")
+    export.add_argument("--masters", action="store_true", help="trained weights in fp32, as they are kept")
+    export.add_argument("--overwrite", action="store_true", help="in the place of a file that is there")
     return parser
 
 
@@ -247,6 +255,16 @@ def _calibrate(options: argparse.Namespace) -> int:
         _print(text)
     else:
         _print(f"{options.out}: {measured.name}; use it with pstar plan NAME --machine {options.out}")
+    return FITS
+
+
+def _export(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise InvalidInput("pstar export needs PyTorch: pip install torch")
+    from ps_core.engine import export_checkpoint
+
+    export_checkpoint(options.checkpoint, options.file, masters=options.masters, overwrite=options.overwrite)
+    _print(f"{options.file}: {Path(options.file).stat().st_size:,} bytes")
     return FITS
 
 

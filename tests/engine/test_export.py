@@ -1,0 +1,88 @@
+"""All weights in one file: from a model under management, and from a checkpoint without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from _checkpoints import TIERS, Net, Run, assert_same
+from ps_core import CheckpointDamaged, InvalidInput, cli
+from ps_core.engine import export_checkpoint, load_weights, save_checkpoint, save_weights
+from ps_core.engine._checkpoint import writing as _writing
+
+
+def weights_of(run: Run, *, masters: bool) -> dict[str, torch.Tensor]:
+    """Of each tensor one name, as a plain file of them would have it."""
+    found = {name: value.clone() for name, value in run.model.state_dict().items() if name != "head.weight"}
+    if masters:
+        kept = run.optimizer.state_dict(masters=True)["masters"]
+        names = [name for group in run.optimizer.param_groups for name in group["param_names"]]
+        found |= {names[index]: value for index, value in kept.items()}
+    return found
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("tiers", TIERS)
+def test_one_file_of_a_model_or_of_its_checkpoint(
+    tmp_path: Path, tiers: str, masters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_writing, "FILE_BYTES", 12_000)
+    with Run(tiers) as run:
+        run.train(1)
+        wanted = weights_of(run, masters=masters)
+        save_weights(tmp_path / "new" / "a.safetensors", run.model, masters=masters)
+        save_checkpoint(tmp_path / "saved", run.model, run.optimizer)
+    export_checkpoint(tmp_path / "saved", tmp_path / "b.safetensors", masters=masters)
+    for file in (tmp_path / "new" / "a.safetensors", tmp_path / "b.safetensors"):
+        found = safetensors.torch.load_file(file)
+        assert found.keys() == wanted.keys()
+        assert_same(wanted, {name: found[name] for name in wanted})
+    with Run("cpu", seed=6) as run:
+        assert load_weights(run.model, tmp_path / "b.safetensors") == ([], [])
+        assert_same(wanted, weights_of(run, masters=masters))
+    assert sorted(each.name for each in tmp_path.rglob("*.safetensors") if each.parent.name != "saved") == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run("cpu") as run:
+        run.train(1)
+        save_checkpoint(tmp_path / "saved", run.model, run.optimizer)
+        wanted = weights_of(run, masters=True)
+    file = tmp_path / "model.safetensors"
+    assert cli.main(["export", str(tmp_path / "saved"), str(file), "--masters"]) == 0
+    assert capsys.readouterr().out == f"{file}: {file.stat().st_size:,} bytes\n"
+    found = safetensors.torch.load_file(file)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    assert cli.main(["export", str(tmp_path / "saved"), str(file)]) == cli.BAD_INPUT
+    assert "exists already: choose another name, or give overwrite=True" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "saved"), str(file), "--overwrite"]) == 0
+    assert safetensors.torch.load_file(file)["table.weight"].dtype is torch.bfloat16
+    assert cli.main(["export", str(tmp_path / "nowhere"), str(file), "--overwrite"]) == cli.BAD_INPUT
+
+
+def test_damage_and_places_that_cannot_be(tmp_path: Path) -> None:
+    with Run("cpu") as run:
+        save_checkpoint(tmp_path / "saved", run.model, run.optimizer)
+        with pytest.raises(InvalidInput, match=r"is a folder: name a file, as in .*saved/model.safetensors"):
+            save_weights(tmp_path / "saved", run.model)
+        with pytest.raises(InvalidInput, match="not under management"):
+            save_weights(tmp_path / "a.safetensors", Net())
+        run.model(run.batch()).backward()
+        with pytest.raises(InvalidInput, match=r"gradients .* wait for a step, and cannot be saved"):
+            save_weights(tmp_path / "a.safetensors", run.model)
+    file = tmp_path / "saved" / "masters.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    (tmp_path / "a.safetensors").write_text("precious")
+    with pytest.raises(CheckpointDamaged, match=r"masters.safetensors: its checksum is .*: bytes have changed"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "a.safetensors", overwrite=True)
+    assert (tmp_path / "a.safetensors").read_text() == "precious"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors", "saved"]
