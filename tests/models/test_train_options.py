@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields, replace
+import tomllib
+from collections.abc import Iterator
+from dataclasses import Field, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _trainer import train
 from ps_core import InvalidInput
 from ps_models.train import TrainOptions, main
 from ps_models.train._line import make_parser, parse
-from ps_models.train._options import flag_of, from_text, merged, rule_of, table, usage
+from ps_models.train._options import flag_of, from_text, merged, refusal, rule_of, table, usage
 from ps_models.train._schedule import learning_rate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
@@ -23,8 +27,8 @@ TABLES = re.compile(r"(?<=<!-- options -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL
 Capture = pytest.CaptureFixture[str]
 
 WRONG = {
-    "--batch 0": "--batch: found 0, allowed is a whole number of at least 1",
-    "--batch two": "--batch: found 'two', allowed is a whole number of at least 1",
+    "--batch 0": "--batch: found 0, allowed is a whole number from 1 to 1048576",
+    "--batch two": "--batch: found 'two', allowed is a whole number from 1 to 1048576",
     "--seq 1": "--seq: found 1, allowed is a whole number of at least 2",
     "--seed -1": "--seed: found -1, allowed is a whole number of at least 0",
     "--steps 1.5": "--steps: found '1.5', allowed is a whole number of at least 1",
@@ -71,9 +75,9 @@ def test_a_wrong_value_is_one_line_and_status_2(
 
 
 WRONG_FILES = {
-    "batch = 0": "--batch: found 0, allowed is a whole number of at least 1",
-    "batch = true": "--batch: found True, allowed is a whole number of at least 1",
-    "batch = 2.0": "--batch: found 2.0, allowed is a whole number of at least 1",
+    "batch = 0": "--batch: found 0, allowed is a whole number from 1 to 1048576",
+    "batch = true": "--batch: found True, allowed is a whole number from 1 to 1048576",
+    "batch = 2.0": "--batch: found 2.0, allowed is a whole number from 1 to 1048576",
     "lr = 'fast'": "--lr: found 'fast', allowed is a number of at least 0",
     "keep_best = 1": "--keep-best: found 1, allowed is true or false",
     "data = 'a.txt'": "--data: found 'a.txt', allowed is one or more texts",
@@ -95,6 +99,73 @@ def test_a_wrong_file_likewise(text: str, tmp_path: Path, capsys: Capture, monke
     told = capsys.readouterr().err
     assert told.startswith(f"pstar-train: {WRONG_FILES[text]}")
     assert told.count("\n") == 1
+
+
+WORDS = ("", "x y", "-1", "0", "1.5", "nan", "inf", "-inf", "-0.1", "1e400", "9" * 30, "true", "a\0b", "\udc80")
+VALUES = ("true", "-1", "1.5", "nan", "inf", "''", "'x y'", r'"\u0000"', "[1]", "[[]]", "{}", "2020-01-01", "9" * 19)
+
+
+def refused(row: Field[Any]) -> Iterator[tuple[list[str], str, str]]:
+    """What an option does not take: the command line, the file that is its ``--config``, and what is said."""
+    rule = rule_of(row)
+    for word in () if isinstance(row.default, bool) else WORDS:
+        try:
+            value: Any = rule.read(word)
+        except ValueError:
+            yield [f"{flag_of(row)}={word}"], "", refusal(row, [word] if rule.several else word)
+            continue
+        value = (value,) if rule.several else value
+        if not rule.good(value):
+            yield [f"{flag_of(row)}={word}"], "", refusal(row, value)
+    for text in VALUES:
+        value = tomllib.loads(f"it = {text}")["it"]
+        value = tuple(value) if isinstance(value, list) else value
+        if not rule.good(value):
+            yield ["--config", "run.toml"], f"{row.name} = {text}\n", refusal(row, value)
+
+
+@pytest.mark.parametrize("row", fields(TrainOptions), ids=lambda row: row.name)
+def test_every_option_refuses_in_one_line(
+    row: Field[Any], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cases = list(refused(row))
+    assert len(cases) > 5
+    for words, text, told in cases:
+        if text:
+            Path("run.toml").write_text(text, "utf-8")
+        assert main(words) == 2, words
+        said = capsys.readouterr()
+        assert said.err == f"pstar-train: {' '.join(told.split())}\n"
+        assert said.out == ""
+        Path("run.toml").unlink(missing_ok=True)
+        assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+EXTREME = (
+    "--seed 9223372036854775807 --keep 9223372036854775807 --log-every 9223372036854775807",
+    "--temperature 1e-300 --sample 3",
+    "--temperature 1e300 --sample 3",
+    "--lr 1e300 --sample 3",
+    "--eps 1e-300 --clip 1e-300",
+    "--eps 1e300 --clip 1e300 --weight-decay 1e300 --decay all",
+    "--beta1 0.9999999999999999 --beta2 0",
+    "--eval-batches 9223372036854775807 --eval-every 9223372036854775807 --warmup 9223372036854775807",
+    "--peak-tflops 1e-300",
+    "--validation 1e-300",
+    "--seq 9223372036854775807",
+    "--vocab 2147483648",
+    "--device emulated --device-memory 1152921504606846976",
+    "--host-memory 1152921504606846976",
+    "--host-memory 1",
+)
+
+
+@pytest.mark.parametrize("words", EXTREME)
+def test_what_is_allowed_but_odd_ends_in_words(words: str, tmp_path: Path, capsys: Capture) -> None:
+    status = train(tmp_path / "run", "--steps", 2, *words.split())
+    said = capsys.readouterr().err
+    assert (status, said.count("\n")) in ((0, 0), (1, 1), (2, 1), (3, 1)), said
 
 
 def test_the_command_line_comes_before_the_file(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 from ps_core._errors import InvalidInput
 from ps_models._config import ModelConfig
 
+_COLD = 1e-4
+"""Below this temperature the likeliest token has all of the probability, or what logits are divided by is zero."""
+
 
 class LanguageModel(Protocol):
     """A model that predicts the next token."""
@@ -68,7 +71,7 @@ def generate(
 
 
 def _draw(logits_bv: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
+    if temperature < _COLD:
         return logits_bv.argmax(-1, keepdim=True)
     if top_k is not None:
         least_b1 = logits_bv.topk(min(top_k, logits_bv.shape[-1])).values[:, -1:]

@@ -376,7 +376,7 @@ _NAMED = {
         gpt(128, 25600, heads=160, name="gpt-1t"),
     )
 }
-_FREE_NAME = re.compile(r"gpt-(\d{1,6})x(\d{1,7})")
+_FREE_NAME = re.compile(r"(gpt|bert)-(\d{1,6})x(\d{1,7})")
 
 
 def names() -> tuple[str, ...]:
@@ -390,14 +390,18 @@ def published_names() -> tuple[str, ...]:
 
 
 def shape(name: str, *, vocabulary: int | None = None, positions: int | None = None) -> TransformerShape:
-    """The shape of that name (case does not matter), or of ``gpt-LAYERSxHIDDEN``; numbers given replace its own."""
+    """The shape of that name (case does not matter), or of ``gpt-LAYERSxHIDDEN`` or ``bert-LAYERSxHIDDEN``.
+
+    Numbers given replace its own.
+    """
     key = name.strip().lower()
     found = _NAMED.get(key)
     if found is None:
         free = _FREE_NAME.fullmatch(key)
         if free is None:
             raise InvalidInput(f"no model is called {name!r}; {_nearest(key)}")
-        found = gpt(int(free[1]), int(free[2]))
+        layers, hidden = int(free[2]), int(free[3])
+        found = gpt(layers, hidden) if free[1] == "gpt" else bert(layers, hidden, _heads(hidden), name=key)
     if vocabulary is not None:
         found = replace(found, vocabulary=vocabulary)
     return found if positions is None else replace(found, positions=positions)
@@ -407,7 +411,7 @@ def _nearest(key: str) -> str:
     near = difflib.get_close_matches(key, _NAMED, n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"known: {', '.join(_NAMED)}, or gpt-LAYERSxHIDDEN"
+    return f"known: {', '.join(_NAMED)}, gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN"
 
 
 def size_table() -> str:

@@ -138,14 +138,22 @@ class Packed:
 
     def take(self, position: int, count: int) -> Tensor:
         """The sequences from that position on, (count, length), as 64-bit integers; the data repeat without end."""
-        return self._checked(torch.stack([self._shuffled(at) for at in range(position, position + count)]))
+        return self.checked(torch.stack([self.sequence(at) for at in range(position, position + count)]))
 
     def spread(self, count: int) -> Tensor:
         """As many sequences, or all if there are fewer, evenly spread and unshuffled, (count, length)."""
-        count = min(count, self.sequences)
-        return self._checked(torch.stack([self._at(index * self.sequences // count, 0) for index in range(count)]))
+        return self.checked(torch.stack([self.unshuffled(index) for index in self.evenly(count)]))
 
-    def _checked(self, taken: Tensor) -> Tensor:
+    def evenly(self, count: int) -> list[int]:
+        """The numbers of as many unshuffled sequences, or of all if there are fewer."""
+        count = min(count, self.sequences)
+        return [index * self.sequences // count for index in range(count)]
+
+    def unshuffled(self, index: int) -> Tensor:
+        """The sequence of that number, from 0, as the data lie."""
+        return self._at(index, 0)
+
+    def checked(self, taken: Tensor) -> Tensor:
         """A token file may hold any number, and is too large to be looked through before."""
         low, high = (int(each) for each in taken.aminmax())
         if self.vocabulary is not None and not 0 <= low <= high < self.vocabulary:
@@ -153,16 +161,15 @@ class Packed:
             raise InvalidInput(f"--data: found token {found}, allowed is 0 to {self.vocabulary - 1} (see --vocab)")
         return taken
 
-    def _shuffled(self, position: int) -> Tensor:
+    def sequence(self, position: int, further: int = 0) -> Tensor:
+        """The sequence at a position, or the one so many further in the same epoch, which goes round in this."""
         epoch, index = divmod(position, self.sequences)
         if self._epoch is None or self._epoch[0] != epoch:
-            # Hashed, for the generator looks at 32 bits of its seed only.
-            drawn = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()[:4]
-            generator = torch.Generator().manual_seed(int.from_bytes(drawn, "big"))
+            generator = generator_of(self.seed, epoch)
             offset = int(torch.randint(self.length, (), generator=generator))
             self._epoch = epoch, offset, torch.randperm(self.sequences, generator=generator)
         _, offset, order = self._epoch
-        return self._at(int(order[index]), offset)
+        return self._at(int(order[(index + further) % self.sequences]), offset)
 
     def _at(self, index: int, offset: int) -> Tensor:
         for run, count in zip(self.runs, self.counts, strict=True):
@@ -171,3 +178,9 @@ class Packed:
                 return run[start : start + self.length].to(torch.int64)
             index -= count
         raise IndexError(index)
+
+
+def generator_of(*key: object) -> torch.Generator:
+    """Draws that these decide, hashed, for the generator looks at 32 bits of its seed only."""
+    drawn = hashlib.sha256(" ".join(map(str, key)).encode()).digest()[:4]
+    return torch.Generator().manual_seed(int.from_bytes(drawn, "big"))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from pathlib import Path
 
+from ps_core._errors import CheckpointDamaged
+
 _DOOMED, _NEW = ".removed-", ".new"
+_SUMS = "checksums.sfv"
+_PIECE_BYTES = 2**22
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -44,3 +49,22 @@ def clear(parent: Path) -> None:
             shutil.rmtree(each, ignore_errors=True)
     for each in parent.glob(f".*{_NEW}"):
         each.unlink()
+
+
+def check_whole(checkpoint: Path) -> None:
+    """`CheckpointDamaged` unless every file of a checkpoint has the bytes that were written; nothing is loaded."""
+    try:
+        rows = [line.split(" ") for line in (checkpoint / _SUMS).read_text("utf-8").splitlines()]
+        changed = [name for name, written in rows if f"{_sum_of(checkpoint / name):08X}" != written]
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{checkpoint}: it cannot be read ({error})") from error
+    if changed or not rows:
+        raise CheckpointDamaged(f"{checkpoint / (changed or [_SUMS])[0]}: these are not the bytes that were written")
+
+
+def _sum_of(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            found = zlib.crc32(piece, found)
+    return found

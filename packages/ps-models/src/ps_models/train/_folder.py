@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from ps_core._errors import CheckpointDamaged, InvalidInput
-from ps_models.train._files import clear, remove_whole, write_whole
+from ps_models.train._files import check_whole, clear, remove_whole, write_whole
 from ps_models.train._options import TrainOptions, flag_of
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -68,26 +68,32 @@ class RunFolder:
         self.close()
 
     def _claim(self, options: TrainOptions, digest: str) -> None:
-        """Say what this run is, or find that it is the same."""
+        """Say what this run is, or find that it is the same. Where no step was ever made, there is no run yet."""
         written, own = self.path / "run.json", {"options": options.identity, "data": digest}
         try:
             found = json.loads(written.read_text("utf-8"))
             differences = list(_differences(found, own))
         except FileNotFoundError:
-            if any(self.steps()) or (self.path / "metrics.jsonl").exists():
+            if self._begun():
                 raise InvalidInput(
                     f"--out: {str(self.path)!r} holds a run without run.json; allowed is a new folder, or a whole run"
                 ) from None
-            write_whole(written, json.dumps(own, indent=1) + "\n")
-            differences = []
+            found, differences = None, []
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidInput(f"--out: cannot read {str(written)!r}: {' '.join(str(error).split())}") from error
-        if differences:
+        if differences and self._begun():
             raise InvalidInput(
                 f"--out: {str(self.path)!r} holds another run: {', '.join(differences)}; allowed are the same model "
                 "and data options, or another --out"
             )
+        if found is None or differences:
+            write_whole(written, json.dumps(own, indent=1) + "\n")
         write_whole(self.path / "options.toml", options.to_toml())
+
+    def _begun(self) -> bool:
+        """Whether a step was made here."""
+        rows = self.path / "metrics.jsonl"
+        return any(self.steps()) or (rows.exists() and rows.stat().st_size > 0)
 
     # ---- checkpoints ----
 
@@ -115,10 +121,8 @@ class RunFolder:
             except CheckpointDamaged as error:
                 if step == steps[-1]:
                     raise
-                aside = self.checkpoints / f"damaged-{self.checkpoint(step).name}"
+                aside = self._put_aside(step)
                 say(f"step {step} is passed over, and kept as {aside}: {' '.join(str(error).split())}")
-                shutil.rmtree(aside, ignore_errors=True)
-                self.checkpoint(step).rename(aside)
                 continue
             self._point(step)
             return found
@@ -135,6 +139,17 @@ class RunFolder:
     def _point(self, step: int) -> None:
         write_whole(self.checkpoints / "latest", self.checkpoint(step).name + "\n")
 
+    def _put_aside(self, step: int) -> Path:
+        """Give a damaged checkpoint another name."""
+        aside = self.checkpoints / f"damaged-{self.checkpoint(step).name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.checkpoint(step).rename(aside)
+        return aside
+
+    def metrics(self, step: int) -> Metrics:
+        """The rows up to that step, to go on after."""
+        return Metrics(self.path / "metrics.jsonl", step)
+
     def best(self) -> tuple[int, float]:
         """The step of the best checkpoint and its validation loss; (0, infinity) before there is one."""
         try:
@@ -142,6 +157,28 @@ class RunFolder:
             return int(name.removeprefix("step-")), float(loss)
         except (OSError, ValueError):
             return 0, float("inf")
+
+    def check_best(self, loaded: int, say: Callable[[str], None]) -> None:
+        """Where the best checkpoint is damaged or gone, say so and forget its loss, that another may take its place.
+
+        ``loaded``: the step that training goes on from, whose checkpoint was read already.
+        """
+        step, loss = self.best()
+        if step in (0, loaded):
+            return
+        kept = ""
+        try:
+            check_whole(self.checkpoint(step))
+            return
+        except CheckpointDamaged as error:
+            why = " ".join(str(error).split())
+        if self.checkpoint(step).exists():
+            kept = f" and kept as {self._put_aside(step)}"
+        (self.checkpoints / "best").unlink()
+        say(
+            f"the best checkpoint, of step {step} with a validation loss of {loss:.4f}, is passed over{kept}: {why}; "
+            "the next validation counts as the best so far"
+        )
 
     def set_best(self, step: int, loss: float) -> None:
         """That checkpoint is the best there is."""

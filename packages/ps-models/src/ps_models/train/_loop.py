@@ -14,22 +14,21 @@ from torch import Tensor, nn
 
 from ps_core import DeviceOutOfMemory, DoesNotFit
 from ps_core.engine import ChunkedOptimizer, load_checkpoint, save_checkpoint, statistics
-from ps_models.train._data import Corpus, Packed
 from ps_models.train._folder import Metrics, RunFolder
 from ps_models.train._options import TrainOptions
 from ps_models.train._row import Pace, Rates, Row, memory_of
 from ps_models.train._schedule import learning_rate
+from ps_models.train._tasks import Batch, Task
 from ps_models.train._watchers import Watcher
 
 
 @dataclass(frozen=True, kw_only=True)
 class Managed:
-    """A model under management, and what its inputs must be."""
+    """A model under management, and where its inputs must be."""
 
     model: nn.Module
     optimizer: ChunkedOptimizer
     inputs: torch.device
-    vocabulary: int
 
 
 class Loop:
@@ -38,7 +37,7 @@ class Loop:
     def __init__(
         self,
         options: TrainOptions,
-        data: Corpus,
+        task: Task,
         managed: Managed,
         folder: RunFolder,
         rates: Rates,
@@ -46,9 +45,7 @@ class Loop:
     ) -> None:
         self.options, self.folder, self.rates = options, folder, rates
         self.model, self.optimizer, self._inputs = managed.model, managed.optimizer, managed.inputs
-        self._train = Packed(data.train, options.seq, seed=options.seed, vocabulary=managed.vocabulary)
-        held = Packed(data.validation, options.seq, vocabulary=managed.vocabulary)
-        self._validation = torch.split(held.spread(options.batch * options.eval_batches), options.batch)
+        self._task = task
         self._watchers, self._pace = watchers, Pace()
         self.step = 0
         """Steps done, those of earlier calls included."""
@@ -70,6 +67,8 @@ class Loop:
             return False
         self.step = self._saved = int(found["step"])
         self.sequences, self.val_loss = int(found["sequences"]), found["val_loss"]
+        if self.options.keep_best:
+            self.folder.check_best(self.step, self.say)
         return True
 
     def _load(self, path: Path) -> Mapping[str, Any]:
@@ -153,15 +152,14 @@ class Loop:
     def _passes(self) -> float:
         options, total = self.options, 0.0
         for micro in range(options.accumulate):
-            batch = self._train.take(self.sequences + micro * options.batch, options.batch)
+            batch = self._task.take(self.sequences + micro * options.batch, options.batch)
             loss = self._loss(batch) / options.accumulate
             self.optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total
 
-    def _loss(self, batch: Tensor) -> Tensor:
-        batch = batch.to(self._inputs)
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+    def _loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.model(**{name: each.to(self._inputs) for name, each in batch.items()}).loss
         return loss
 
     @torch.no_grad()
@@ -169,10 +167,11 @@ class Loop:
         """The mean loss over the same sequences each time, none of which is trained on."""
         self.model.eval()
         try:
-            sums = [self._loss(batch).item() * len(batch) for batch in self._validation]
+            batches = [(batch, len(batch["input_ids"])) for batch in self._task.validation]
+            sums = [self._loss(batch).item() * count for batch, count in batches]
         finally:
             self.model.train()
-        return sum(sums) / sum(map(len, self._validation))
+        return sum(sums) / sum(count for _, count in batches)
 
     def _save(self) -> None:
         extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ps_core import DoesNotFit, InvalidInput, PatrickStarError
+from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarError
 from ps_core.engine import statistics
+from ps_models.train._advice import advice, in_options
 from ps_models.train._data import corpus
 from ps_models.train._folder import RunFolder
 from ps_models.train._line import parse
@@ -20,6 +21,7 @@ from ps_models.train._sample import sample
 from ps_models.train._setup import check_alone, device_of, manage, shape_of, told
 from ps_models.train._signals import Stop
 from ps_models.train._summary import summary
+from ps_models.train._tasks import task_of
 from ps_models.train._watchers import check_installed, watchers
 
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -29,21 +31,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    options = TrainOptions()
     try:
-        train(parse(argv))
+        options = parse(argv)
+        train(options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except InvalidInput as error:
-        return _fail(BAD_INPUT, error)
+        return _fail(BAD_INPUT, str(error))
+    except CheckpointMismatch as error:
+        told = str(error).partition("\n  try:")[0]
+        return _fail(
+            BAD_INPUT, f"--out: {told}\nallowed is a folder whose checkpoints are of this training, or a new one"
+        )
     except DoesNotFit as error:
-        return _fail(DOES_NOT_FIT, error)
+        return _fail(DOES_NOT_FIT, advice(error, options))
     except (PatrickStarError, OSError) as error:
-        return _fail(FAILED, error)
+        return _fail(FAILED, str(error))
     return DONE
 
 
-def _fail(status: int, error: Exception) -> int:
-    lines = (" ".join(line.split()) for line in str(error).splitlines())
+def _fail(status: int, told: str) -> int:
+    lines = (" ".join(line.split()) for line in in_options(told).splitlines())
     print(f"{COMMAND}: {'; '.join(lines)}", file=sys.stderr)
     return status
 
@@ -57,13 +66,14 @@ def train(options: TrainOptions) -> None:
         stop = stack.enter_context(Stop())
         data = corpus(options)
         found = shape_of(options, data)
+        task = task_of(options, data, found)
         folder = stack.enter_context(RunFolder(options, data.digest))
         audience = watchers(options)
         for each in audience:
             stack.callback(each.close)
         rates = Rates(found, options, device_of(options))
         managed = manage(options, found)
-        loop = Loop(options, data, managed, folder, rates, audience)
+        loop = Loop(options, task, managed, folder, rates, audience)
         loop.say(told(found, options))
         loop.say(data.told)
         if loop.resume():
@@ -78,7 +88,6 @@ def train(options: TrainOptions) -> None:
             loop.say(f"{stop.asked}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return
         if loop.val_loss is not None:
-            per = "byte" if options.tokenizer == "bytes" and data.tokenizer is not None else "token"
-            loop.say(f"validation loss {loop.val_loss:.4f} nats a {per}")
+            loop.say(f"validation loss {loop.val_loss:.4f} {task.measured_in}")
         if options.sample:
-            loop.say(sample(options, data, managed))
+            loop.say(sample(options, data, managed, task))

@@ -34,11 +34,15 @@ class TrainOptions:
     """What is trained, on what, where, and what is kept of it."""
 
     model: str = _option(
-        "gpt-10m", rules.text("NAME"), MODEL, "a named size, or gpt-LAYERSxHIDDEN, as for `pstar plan`", identity=True
+        "gpt-10m",
+        rules.text("NAME"),
+        MODEL,
+        "a named size, or gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN, as for `pstar plan`",
+        identity=True,
     )
     vocab: int | None = _option(
         None,
-        rules.whole(2),
+        rules.whole(2, 2**31),
         MODEL,
         "tokens the model knows (default: the tokenizer's; with token files the model's own)",
         identity=True,
@@ -47,6 +51,9 @@ class TrainOptions:
         "bf16", rules.one_of("bf16", "fp16", "fp32"), MODEL, "what is computed in; masters are fp32", identity=True
     )
     checkpointing: bool = _option(True, rules.flag(), MODEL, "keep only every block's input, recompute the rest")
+    offload_checkpoints: bool = _option(
+        False, rules.flag(), MODEL, "and keep that in the computer's memory between forward and backward"
+    )
 
     device: str = _option(
         "auto",
@@ -62,7 +69,7 @@ class TrainOptions:
     )
     disk: str | int | None = _option(None, rules.size(), PLACE, "disk space for a third tier (default: none)")
     disk_dir: str | None = _option(None, rules.text("DIR"), PLACE, "where that is (default: `OUT/disk`)")
-    threads: int | None = _option(None, rules.whole(1), PLACE, "of the CPU (default: PyTorch's choice)")
+    threads: int | None = _option(None, rules.whole(1, 1024), PLACE, "of the CPU (default: PyTorch's choice)")
 
     data: tuple[str, ...] = _option(
         (),
@@ -74,11 +81,18 @@ class TrainOptions:
     tokenizer: str = _option(
         "bytes", rules.text("FILE"), DATA, "`bytes`, or a Hugging Face `tokenizer.json`", identity=True
     )
+    mask_token: int | None = _option(
+        None,
+        rules.whole(0),
+        DATA,
+        "what hides a token from a BERT (default: the tokenizer's; needed with token files)",
+        identity=True,
+    )
     validation: float = _option(
         0.05, rules.number(0, 0.5, above=True), DATA, "the part of the data that is never trained on", identity=True
     )
     seq: int = _option(256, rules.whole(2), DATA, "tokens of a sequence", identity=True)
-    batch: int = _option(8, rules.whole(1), DATA, "sequences of a micro-batch", identity=True)
+    batch: int = _option(8, rules.whole(1, 2**20), DATA, "sequences of a micro-batch", identity=True)
     accumulate: int = _option(1, rules.whole(1), DATA, "micro-batches of a step", identity=True)
     seed: int = _option(0, rules.whole(0), DATA, "of the weights, the order of the data, and the sample", identity=True)
 
@@ -134,6 +148,15 @@ class TrainOptions:
         if self.device == "emulated" and self.device_memory is None:
             raise InvalidInput(
                 "--device: found 'emulated' without --device-memory, which says how large the accelerator is to be"
+            )
+        if self.offload_checkpoints and not self.checkpointing:
+            raise InvalidInput(
+                "--offload-checkpoints: found with --no-checkpointing, which makes none; allowed without it"
+            )
+        if self.offload_checkpoints and self.disk is not None:
+            raise InvalidInput(
+                f"--offload-checkpoints: found with --disk {self.disk}, where the computer's memory is full already; "
+                "allowed is one of them"
             )
         if self.disk_dir is not None and self.disk is None:
             raise InvalidInput(f"--disk-dir: found {self.disk_dir!r} without --disk, which says how much of it")

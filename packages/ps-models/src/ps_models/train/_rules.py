@@ -24,13 +24,18 @@ class Rule:
     """Whether the command line takes several words."""
 
 
-def whole(least: int) -> Rule:
+_MOST = 2**63 - 1
+_MOST_BYTES = 2**60
+
+
+def whole(least: int, most: int = _MOST) -> Rule:
     """A whole number."""
 
     def good(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
-    return Rule(allowed=f"a whole number of at least {least}", metavar="N", read=int, good=good)
+    allowed = f"of at least {least}" if most == _MOST else f"from {least} to {most}"
+    return Rule(allowed=f"a whole number {allowed}", metavar="N", read=int, good=good)
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Rule:
@@ -63,15 +68,26 @@ def text(metavar: str, *, empty: bool = False) -> Rule:
         allowed="a text" if empty else "a text that is not empty",
         metavar=metavar,
         read=str,
-        good=lambda value: isinstance(value, str) and (empty or bool(value)) and "\0" not in value,
+        good=lambda value: _is_text(value) and (empty or bool(value)),
     )
+
+
+def _is_text(value: object) -> bool:
+    """Whether it can be a file's name, and written into one."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def texts(metavar: str) -> Rule:
     """One text or more; none at all is what the default says."""
 
     def good(value: object) -> bool:
-        return isinstance(value, tuple) and all(isinstance(each, str) and each and "\0" not in each for each in value)
+        return isinstance(value, tuple) and all(_is_text(each) and bool(each) for each in value)
 
     return Rule(allowed="one or more texts", metavar=metavar, read=str, good=good, several=True)
 
@@ -81,7 +97,7 @@ def size() -> Rule:
 
     def good(value: object) -> bool:
         try:
-            return isinstance(value, int | str) and parse_bytes(value) > 0
+            return isinstance(value, int | str) and 0 < parse_bytes(value) <= _MOST_BYTES
         except InvalidInput:
             return False
 

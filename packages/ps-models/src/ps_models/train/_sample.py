@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -9,9 +11,18 @@ import torch
 from ps_models.train._data import Corpus
 from ps_models.train._loop import Managed
 from ps_models.train._options import TrainOptions
+from ps_models.train._tasks import MaskedWords, Task
+
+_GAP = "[?]"
+_NOTHING = "sample: none, for what the model gives is not finite"
 
 
-def sample(options: TrainOptions, data: Corpus, managed: Managed) -> str:
+def sample(options: TrainOptions, data: Corpus, managed: Managed, task: Task) -> str:
+    """The prompt, gone on with; of a BERT a held-back text, with what it makes of the gaps in it."""
+    return filled(options, data, managed, task) if isinstance(task, MaskedWords) else written(options, data, managed)
+
+
+def written(options: TrainOptions, data: Corpus, managed: Managed) -> str:
     """The prompt, gone on with. Of token files, which nothing here can spell out, the numbers."""
     chosen = data.tokenizer
     start = data.validation[0][:1].tolist() if chosen is None else chosen.encode(options.prompt.encode()).tolist()
@@ -19,12 +30,46 @@ def sample(options: TrainOptions, data: Corpus, managed: Managed) -> str:
         start = [chosen.end]
     generator = torch.Generator(managed.inputs).manual_seed(options.seed)
     model: Any = managed.model  # `generate` is not nn.Module's
+    ids = torch.tensor([start], device=managed.inputs)
+    model.eval()
+    with torch.no_grad():
+        if not model(ids).logits.isfinite().all():
+            return _NOTHING
     tokens = model.generate(
-        torch.tensor([start], device=managed.inputs),
+        ids,
         options.sample,
         temperature=options.temperature,
         end_token=None if chosen is None else chosen.end,
         generator=generator,
     )[0].tolist()
-    text = " ".join(map(str, tokens)) if chosen is None else chosen.decode(tokens)
-    return f"sample:\n{text}"
+    return f"sample:\n{_text(data, tokens)}"
+
+
+@torch.no_grad()
+def filled(options: TrainOptions, data: Corpus, managed: Managed, task: MaskedWords) -> str:
+    """A text that was held back, with gaps, and with the likeliest tokens in them."""
+    ids, hidden = task.example(options.sample)
+    seen = ids.clone()
+    seen[hidden] = task.marks.mask
+    managed.model.eval()
+    logits = managed.model(input_ids=seen[None].to(managed.inputs)).logits[0].to("cpu")
+    if not logits.isfinite().all():
+        return _NOTHING
+    guessed = logits[hidden].argmax(-1)
+    full = ids.clone()
+    full[hidden] = guessed
+    right = int((guessed == ids[hidden]).sum())
+    gaps, tokens = set(hidden.tolist()), seen.tolist()
+    pieces = groupby(range(len(tokens)), key=gaps.__contains__)
+    shown = [
+        _GAP * len(places) if gap else _text(data, [tokens[place] for place in places])
+        for gap, places in ((gap, list(each)) for gap, each in pieces)
+    ]
+    return (
+        f"sample: {len(hidden)} of {len(ids)} tokens that were held back are hidden, {right} were guessed\n"
+        f"{(' ' if data.tokenizer is None else '').join(shown)}\nfilled:\n{_text(data, full.tolist())}"
+    )
+
+
+def _text(data: Corpus, tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens)) if data.tokenizer is None else data.tokenizer.decode(tokens)

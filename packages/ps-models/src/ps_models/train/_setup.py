@@ -12,7 +12,7 @@ import torch
 import ps_kernels
 from ps_core import AdamW, Budget, Group, InvalidInput
 from ps_core._units import format_count
-from ps_core._workloads.shapes import Family, TransformerShape, shape
+from ps_core._workloads.shapes import TransformerShape, shape
 from ps_core.engine import chunked
 from ps_models._build import build
 from ps_models.train._data import Corpus
@@ -32,8 +32,6 @@ def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerSh
         found = shape(options.model)
     except InvalidInput as error:
         raise InvalidInput(f"--model: found {options.model!r}; {error}") from None
-    if found.family is Family.BERT:
-        raise InvalidInput(f"--model: found {options.model!r}, which does not predict the next token; allowed are GPTs")
     if data is None:
         return found
     words = options.vocab or (found.vocabulary if data.tokenizer is None else data.tokenizer.vocabulary)
@@ -62,8 +60,15 @@ def manage(options: TrainOptions, found: TransformerShape) -> Managed:
     device = device_of(options)
     torch.manual_seed(options.seed)
     overrides = {"vocabulary": found.vocabulary, "positions": found.positions}
-    model = build(options.model, "meta", checkpoint_blocks=options.checkpointing, **overrides)
-    groups = (Group(match=_is_vector, weight_decay=0.0),) if options.decay == "matrices" else ()
+    model = build(
+        options.model,
+        "meta",
+        checkpoint_blocks=options.checkpointing,
+        offload_checkpoints=options.offload_checkpoints,
+        **overrides,
+    )
+    # Two groups in either case: then a checkpoint of one is one of the other, and --decay may change.
+    groups = (Group(match=_is_vector, weight_decay=0.0 if options.decay == "matrices" else options.weight_decay),)
     _, optimizer = chunked(
         model,
         AdamW(
@@ -81,7 +86,7 @@ def manage(options: TrainOptions, found: TransformerShape) -> Managed:
     )
     assert optimizer is not None, "an optimizer was asked for"
     inputs = torch.device("cuda" if device == "cuda" else "cpu")
-    return Managed(model=model, optimizer=optimizer, inputs=inputs, vocabulary=found.vocabulary)
+    return Managed(model=model, optimizer=optimizer, inputs=inputs)
 
 
 def _is_vector(name: str, parameter: Any) -> bool:

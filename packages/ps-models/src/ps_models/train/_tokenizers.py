@@ -14,6 +14,10 @@ from ps_core._errors import InvalidInput
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """What tokenizers call the end of a document, the likeliest first."""
+_MASKS = ("[MASK]", "<mask>", "<|mask|>")
+"""What they call a word that is to be guessed."""
+_FIRSTS = ("[CLS]", "<s>", "<cls>", "<bos>")
+"""What they call the token that stands for a whole sequence."""
 
 
 class Tokenizer(Protocol):
@@ -23,6 +27,10 @@ class Tokenizer(Protocol):
     """How many tokens there are, the end of a document included."""
     end: int
     """The token after each document."""
+    mask: int | None
+    """The token in the place of one that is to be guessed; None: there is none."""
+    first: int | None
+    """The token that stands for a whole sequence, likewise."""
     digest: str
     """Equal for equal tokenizers."""
 
@@ -34,11 +42,13 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """Each byte is a token; one more ends a document."""
+    """Each byte is a token; three more end a document, hide a byte, and stand for a whole sequence."""
 
     end = 256
+    mask: int | None = 257
+    first: int | None = 258
     vocabulary = 264
-    """257, rounded up to a multiple of 8, which is what matrix units like."""
+    """259, rounded up to a multiple of 8, which is what matrix units like."""
     digest = "bytes"
 
     def encode(self, document: bytes) -> Tensor:
@@ -76,10 +86,15 @@ class HuggingFace:
         self._tokenizer.no_padding()
         self.digest = hashlib.sha256(written).hexdigest()
         known = self._tokenizer.get_vocab_size()
-        found = (self._tokenizer.token_to_id(name) for name in _ENDS)
-        self.end = next((token for token in found if token is not None), known)
+        end = self._token(_ENDS)
+        self.end = known if end is None else end
+        self.mask, self.first = self._token(_MASKS), self._token(_FIRSTS)
         self.vocabulary = max(known, self.end + 1)
         self._type = torch.int16 if self.vocabulary <= 2**15 else torch.int32
+
+    def _token(self, names: Sequence[str]) -> int | None:
+        found = (self._tokenizer.token_to_id(name) for name in names)
+        return next((token for token in found if token is not None), None)
 
     def encode(self, document: bytes) -> Tensor:
         """As in `Tokenizer`."""

@@ -1,0 +1,52 @@
+"""What the engine says to those who call it, said in the options of the command line."""
+
+from __future__ import annotations
+
+import re
+
+from ps_core import DoesNotFit
+from ps_models.train._options import TrainOptions
+
+_BUDGET = re.compile(r"""Budget\((device|host|disk)=(?:\.\.\.\)(?: of ([\d,]+) bytes)?|"?([^)"]*)"?\))""")
+_FIELD = re.compile(r"\bBudget\.(device|host|disk_dir|disk)\b")
+_OPTION = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk", "disk_dir": "--disk-dir"}
+_HALF = re.compile(r"(?:half the|a smaller) batch or sequence(.*)")
+_STRANGE = re.compile(r"\b(?:Budget|Options|chunked)\b|accumulation_steps|freeze ")
+"""What nobody at a command line can do."""
+
+
+def in_options(text: str) -> str:
+    """A text in which budgets are called by their options."""
+
+    def named(match: re.Match[str]) -> str:
+        size = (match[2] or match[3] or "").replace(",", "")
+        return f"{_OPTION[match[1]]} {size}".rstrip()
+
+    return _FIELD.sub(lambda match: _OPTION[match[1]], _BUDGET.sub(named, text))
+
+
+def advice(error: DoesNotFit, options: TrainOptions) -> str:
+    """What does not fit, and the options that would help."""
+    what = str(error).splitlines()[0]
+    found = [told for remedy in error.remedies for told in _remedy(remedy, options)]
+    return "; try ".join([what, *dict.fromkeys(found)])
+
+
+def _remedy(remedy: str, options: TrainOptions) -> list[str]:
+    """The engine's remedy as this command line has it, or what comes nearest; none where nothing does."""
+    half = _HALF.match(remedy)
+    if half is not None:
+        smaller = f"--batch {options.batch // 2}" if options.batch > 1 else f"--seq {max(2, options.seq // 2)}"
+        return [smaller + half[1]]
+    if remedy.startswith("activation checkpointing"):
+        return [] if options.checkpointing else ["--checkpointing" + remedy.removeprefix("activation checkpointing")]
+    if remedy.startswith("precision="):
+        said = remedy.partition(":")[2]
+        narrow = ["--precision bf16"] * (options.precision == "fp32") + ["--accumulate 1"] * (options.accumulate > 1)
+        return [" ".join(narrow) + (f":{said}" if said else "")] if narrow else []
+    if remedy.startswith("freeze "):
+        return [] if options.disk is not None else ["--disk SIZE: room for what the computer's memory cannot hold"]
+    if remedy.startswith("a smaller model"):
+        return ["a smaller --model" + remedy.removeprefix("a smaller model")]
+    told = in_options(remedy)
+    return [] if _STRANGE.search(told) else [told]

@@ -1,0 +1,183 @@
+"""What a model is asked: which token comes next, or which ones were hidden.
+
+[Note: hidden tokens]
+As in the publication of BERT: of a sequence's tokens 15 per cent are to be guessed; of these eight in ten are hidden by
+the mask, one is any token, and one stays as it is. Where the model can tell whether one sentence follows another, a
+sequence is the first parts of two: in half of the cases both of one sequence of the data, else the second one of
+another, which lies elsewhere in the same epoch. All of this is drawn from the seed and the sequence's position, so
+neither what came before nor who takes which sequence changes it. Held-back sequences are drawn for once and for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ps_core._errors import InvalidInput
+from ps_core._workloads.shapes import Family, TransformerShape
+from ps_models._loss import IGNORED
+from ps_models.train._data import Corpus, Packed, generator_of
+from ps_models.train._options import TrainOptions
+
+Batch: TypeAlias = dict[str, Tensor]
+"""A model's inputs by name, the first dimension of each counts sequences."""
+HIDDEN, MASKED, EXCHANGED = 0.15, 0.8, 0.1
+_LEAST = 8
+"""Tokens of a sequence that is made of two."""
+
+
+class Task(Protocol):
+    """Where batches come from."""
+
+    validation: Sequence[Batch]
+    """The same each time, and never trained on."""
+    measured_in: str
+    """What a validation loss counts."""
+
+    def take(self, position: int, count: int) -> Batch:
+        """The sequences from that position on; the data repeat without end."""
+
+
+def task_of(options: TrainOptions, data: Corpus, shape: TransformerShape) -> Task:
+    """What a model of this shape learns; ``shape`` has the data's vocabulary."""
+    if shape.family is Family.BERT:
+        return MaskedWords(options, data, shape)
+    if options.mask_token is not None:
+        raise InvalidInput(f"--mask-token: found {options.mask_token} with {options.model}; allowed with a BERT only")
+    return NextToken(options, data, shape)
+
+
+def _unit(options: TrainOptions, data: Corpus) -> str:
+    return "byte" if options.tokenizer == "bytes" and data.tokenizer is not None else "token"
+
+
+class NextToken:
+    """Each token is asked for the one after it."""
+
+    def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
+        self._train = Packed(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
+        held = Packed(data.validation, options.seq, vocabulary=shape.vocabulary)
+        rows = torch.split(held.spread(options.batch * options.eval_batches), options.batch)
+        self.validation: Sequence[Batch] = [{"input_ids": ids, "labels": ids} for ids in rows]
+        self.measured_in = f"nats a {_unit(options, data)}"
+
+    def take(self, position: int, count: int) -> Batch:
+        """As in `Task`."""
+        ids = self._train.take(position, count)
+        return {"input_ids": ids, "labels": ids}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Tokens that are no words; None: the data have no such thing."""
+
+    mask: int
+    first: int | None
+    end: int | None
+
+    @property
+    def count(self) -> int:
+        """How many a sequence of two parts has."""
+        return (self.first is not None) + 2 * (self.end is not None)
+
+
+def marks_of(options: TrainOptions, data: Corpus, vocabulary: int) -> Marks:
+    """The tokenizer's, or what was given."""
+    chosen, mask = data.tokenizer, options.mask_token
+    if mask is None and chosen is not None:
+        mask = chosen.mask
+    if mask is None:
+        raise InvalidInput(
+            f"--mask-token: found none, and {'token files name' if chosen is None else 'the tokenizer names'} no mask; "
+            f"allowed for {options.model} is 0 to {vocabulary - 1}"
+        )
+    if mask >= vocabulary:
+        raise InvalidInput(f"--mask-token: found {mask}, allowed is 0 to {vocabulary - 1} (see --vocab)")
+    if chosen is None:
+        return Marks(mask=mask, first=None, end=None)
+    return Marks(mask=mask, first=chosen.first, end=chosen.end)
+
+
+class MaskedWords:
+    """Hidden tokens are asked for, and whether one part follows another; see [Note: hidden tokens]."""
+
+    def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
+        self.marks = marks_of(options, data, shape.vocabulary)
+        self._pairs, self._seed = shape.next_sentence, options.seed
+        if self._pairs and options.seq < _LEAST:
+            raise InvalidInput(f"--seq: found {options.seq}, allowed with {options.model} is at least {_LEAST}")
+        self._vocabulary = shape.vocabulary
+        self._train = Packed(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
+        self._held = held = Packed(data.validation, options.seq, vocabulary=shape.vocabulary)
+        rows = [self._held_back(index) for index in held.evenly(options.batch * options.eval_batches)]
+        self.validation: Sequence[Batch] = [
+            self._stacked(rows[at : at + options.batch]) for at in range(0, len(rows), options.batch)
+        ]
+        self.measured_in = f"nats a masked {_unit(options, data)}" + (" and next sentence" if self._pairs else "")
+
+    def take(self, position: int, count: int) -> Batch:
+        """As in `Task`."""
+        return self._stacked([self._trained(at) for at in range(position, position + count)])
+
+    def example(self, length: int) -> tuple[Tensor, Tensor]:
+        """A held-back sequence's first tokens, and which of them are hidden."""
+        ids = self._held.checked(self._held.unshuffled(0)[:length])
+        return ids, self._chosen(ids, generator_of(self._seed, "example"))
+
+    def _trained(self, position: int) -> Batch:
+        def another(further: int) -> Tensor:
+            return self._train.sequence(position, further)
+
+        return self._asked(another, self._train.sequences, generator_of(self._seed, "mask", position))
+
+    def _held_back(self, index: int) -> Batch:
+        def another(further: int) -> Tensor:
+            return self._held.unshuffled((index + further) % self._held.sequences)
+
+        return self._asked(another, self._held.sequences, generator_of("held back", index))
+
+    def _asked(self, another: Callable[[int], Tensor], sequences: int, generator: torch.Generator) -> Batch:
+        """One sequence with its questions; ``another`` gives it (0) and those that lie so many further."""
+        if not self._pairs:
+            return self._hidden(another(0), generator)
+        marks, own = self.marks, another(0)
+        elsewhere = sequences > 1 and bool(torch.rand((), generator=generator) < 0.5)
+        other = another(1 + int(torch.randint(sequences - 1, (), generator=generator))) if elsewhere else own
+        room = len(own) - marks.count
+        first, end = (
+            torch.tensor([] if each is None else [each], dtype=own.dtype) for each in (marks.first, marks.end)
+        )
+        one = torch.cat([first, own[: room // 2], end])
+        two = torch.cat([other[room // 2 : room], end])
+        found = self._hidden(torch.cat([one, two]), generator)
+        found["token_type_ids"] = (torch.arange(len(own)) >= len(one)).long()
+        found["next_sentence_label"] = torch.tensor(int(elsewhere))
+        return found
+
+    def _hidden(self, ids: Tensor, generator: torch.Generator) -> Batch:
+        chosen = self._chosen(ids, generator)
+        fate = torch.rand(len(chosen), generator=generator)
+        drawn = torch.randint(self._vocabulary, (len(chosen),), generator=generator)
+        drawn = torch.where(fate < MASKED + EXCHANGED, drawn, ids[chosen])
+        labels = torch.full_like(ids, IGNORED)
+        labels[chosen] = ids[chosen]
+        seen = ids.clone()
+        seen[chosen] = torch.where(fate < MASKED, self.marks.mask, drawn)
+        return {"input_ids": seen, "labels": labels}
+
+    def _chosen(self, ids: Tensor, generator: torch.Generator) -> Tensor:
+        """The places to be asked for: at least one where there is a word."""
+        marks = [each for each in (self.marks.mask, self.marks.first, self.marks.end) if each is not None]
+        words = (~torch.isin(ids, torch.tensor(marks))).nonzero()[:, 0]
+        count = min(len(words), max(1, round(HIDDEN * len(words))))
+        return words[torch.randperm(len(words), generator=generator)[:count]]
+
+    def _stacked(self, rows: Sequence[Mapping[str, Tensor]]) -> Batch:
+        found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        self._train.checked(found["input_ids"])
+        self._train.checked(found["labels"].clamp(min=0))
+        return found

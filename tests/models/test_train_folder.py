@@ -1,0 +1,203 @@
+"""The trainer's folder: who may have it, what happens to a best checkpoint that broke, and how refusals are worded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from _trainer import data, numbers, rows, train
+from ps_core import DoesNotFit
+from ps_models.train import TrainOptions, main
+from ps_models.train._advice import advice, in_options
+from test_train import BUDGET, at_step, checkpoints, kill_at_once
+
+Capture = pytest.CaptureFixture[str]
+TOO_SMALL = ("--device", "emulated", "--device-memory", "1KB")
+
+
+# ---------------------------------------------------------------- who may have it
+
+
+def test_a_start_that_made_no_step_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, words = tmp_path / "run", ("--steps", 2)
+    assert train(out, *words, *TOO_SMALL) == 3
+    at_step(monkeypatch, 1, kill_at_once)
+    with pytest.raises(RuntimeError, match="gone"):
+        train(out, *words, "--seed", 5)
+    monkeypatch.undo()
+    assert train(out, *words, "--seq", 12, "--batch", 1, *BUDGET) == 0
+    assert json.loads((out / "run.json").read_text())["options"]["seq"] == 12
+    assert train(out, *words, "--seq", 16) == 2, "now there is a run"
+    assert train(tmp_path / "new", *words, "--seq", 12, "--batch", 1, *BUDGET) == 0
+    assert numbers(out) == numbers(tmp_path / "new")
+
+
+def test_one_step_is_enough_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    at_step(monkeypatch, 2, kill_at_once)
+    with pytest.raises(RuntimeError, match="gone"):
+        train(out, "--steps", 3)
+    monkeypatch.undo()
+    assert not checkpoints(out)
+    assert train(out, "--steps", 3, "--seed", 1) == 2
+    assert train(out, "--steps", 3) == 0
+
+
+def test_which_parameters_decay_may_change(tmp_path: Path) -> None:
+    words = ("--lr", "1e-2", "--schedule", "constant", "--weight-decay", 50)
+    for folder in ("same", "other"):
+        assert train(tmp_path / folder, *words, "--steps", 3) == 0
+    assert train(tmp_path / "same", *words, "--steps", 6) == 0
+    assert train(tmp_path / "other", *words, "--steps", 6, "--decay", "all") == 0
+    same, other = numbers(tmp_path / "same"), numbers(tmp_path / "other")
+    assert same[:4] == other[:4]  # a loss is taken before its update
+    assert all(one[1] != two[1] for one, two in zip(same[4:], other[4:], strict=True))
+
+
+def test_a_checkpoint_of_something_else_is_status_2(tmp_path: Path, capsys: Capture) -> None:
+    assert train(tmp_path / "run", "--steps", 1) == 0
+    assert train(tmp_path / "other", "--steps", 1, "--model", "gpt-1x32") == 0
+    found = tmp_path / "run" / "checkpoints" / "step-00000001"
+    shutil.rmtree(found)
+    (tmp_path / "other" / "checkpoints" / "step-00000001").rename(found)
+    capsys.readouterr()
+    assert train(tmp_path / "run", "--steps", 2) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"pstar-train: --out: {found} is of something else"), said
+    assert "; parameter 'transformer.h.1.ln_1.weight': in the model, not in the checkpoint; " in said, said
+    assert said.endswith("; allowed is a folder whose checkpoints are of this training, or a new one\n")
+    assert said.count("\n") == 1
+
+
+# ---------------------------------------------------------------- the best checkpoint
+
+BEST = ("--eval-every", 1, "--keep-best", "--keep", 1, "--checkpoint-every", 1, "--lr", "3e-2", "--warmup", 1)
+
+
+def got_worse(out: Path) -> int:
+    """A run of six steps whose best is one of the first three; that step."""
+    assert train(out, "--steps", 3, *BEST) == 0
+    assert train(out, "--steps", 6, *BEST, "--lr", 9) == 0
+    best = int((out / "checkpoints" / "best").read_text().split()[0].removeprefix("step-"))
+    assert best <= 3
+    return best
+
+
+@pytest.mark.parametrize("how", ["changed", "gone"])
+def test_a_best_that_broke_keeps_nobody_out(how: str, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    best = got_worse(out)
+    folder = out / "checkpoints" / f"step-{best:08d}"
+    if how == "gone":
+        shutil.rmtree(folder)
+    else:
+        largest = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[-9] ^= 1
+        largest.write_bytes(content)
+    capsys.readouterr()
+    assert train(out, "--steps", 7, *BEST, "--lr", 9) == 0
+    told = capsys.readouterr().out
+    assert re.search(
+        rf"the best checkpoint, of step {best} with a validation loss of \d\.\d{{4}}, is passed over", told
+    )
+    assert told.count("counts as the best so far") == 1
+    name, loss = (out / "checkpoints" / "best").read_text().split()
+    assert (name, float(loss)) == ("step-00000007", rows(out)[-1]["val_loss"])
+    aside = [f"damaged-step-{best:08d}"] if how == "changed" else []
+    assert checkpoints(out) == [*aside, "step-00000007"]
+    assert train(out, "--steps", 7, *BEST, "--lr", 9) == 0
+    assert "is passed over" not in capsys.readouterr().out
+
+
+def test_a_best_that_is_sound_stays(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    best = got_worse(out)
+    before = (out / "checkpoints" / "best").read_text()
+    assert train(out, "--steps", 7, *BEST, "--lr", 9) == 0
+    assert "passed over" not in capsys.readouterr().out
+    assert (out / "checkpoints" / "best").read_text() == before
+    assert checkpoints(out) == [f"step-{best:08d}", "step-00000007"]
+
+
+# ---------------------------------------------------------------- what does not fit
+
+STRANGE = re.compile(r"Budget|Options|chunked|accumulation_steps|\bdevice=")
+
+
+def refused(folder: Path, capsys: Capture, *words: str) -> str:
+    """What is said, in one line, by a start that cannot fit."""
+    assert train(folder / "run", "--steps", 1, *words) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("pstar-train: does not fit: ")
+    assert said.count("\n") == 1
+    assert not STRANGE.search(said), said
+    return said
+
+
+def test_what_does_not_fit_names_the_options(tmp_path: Path, capsys: Capture) -> None:
+    said = refused(tmp_path, capsys, *TOO_SMALL, "--no-checkpointing")
+    memory = re.search(r"; try --device-memory (\d+): [\d,.]+ (bytes|MiB) more; try ", said)
+    assert memory is not None
+    assert "; try --batch 1: " in said
+    for _ in range(8):  # a model's activations are found out about one moment after the other
+        words = ("--device", "emulated", "--device-memory", memory[1], "--no-checkpointing")
+        status = train(tmp_path / "run", "--steps", 1, *words)
+        if status == 0:
+            return
+        found = re.search(r"; try --device-memory (\w+): ", capsys.readouterr().err)
+        assert found is not None
+        memory = found
+    raise AssertionError("what is told is never enough")
+
+
+def test_every_tier_likewise(tmp_path: Path, capsys: Capture) -> None:
+    one = ("--batch", "1")
+    said = refused(tmp_path, capsys, *TOO_SMALL, *one)
+    assert "; try --seq 8: " in said
+    assert "--checkpointing" not in said, "it is on"
+    said = refused(tmp_path, capsys, "--device", "cpu", "--host-memory", "100KB", "--precision", "fp32")
+    assert re.search(r"; try --host-memory \d+: .*; try --precision bf16: .*; try a smaller --model: ", said)
+    said = refused(tmp_path, capsys, *BUDGET, "--host-memory", "100KB", "--accumulate", "2")
+    assert re.search(r"; try --host-memory \d+: ", said)
+    assert "; try --disk SIZE: " in said
+    said = refused(tmp_path, capsys, *BUDGET, "--host-memory", "100KB", "--disk", "100KB")
+    assert re.search(r"; try --disk \d+: ", said)
+
+
+def test_any_remedy_is_put_in_options() -> None:
+    error = DoesNotFit(
+        tier="host",
+        moment="a step",
+        needed_bytes=2,
+        available_bytes=1,
+        proven=False,
+        remedies=(
+            "Budget(host=...) of 1,234 bytes",
+            'Budget(disk="3MiB"): 1 more',
+            "Options(group_bytes=3): less",
+            "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
+            "activation checkpointing: only a block's activations at a time",
+            "freeze half of the parameters: 3 bytes less",
+        ),
+    )
+    told = advice(error, TrainOptions(checkpointing=False)).split("; try ")[1:]
+    assert told == [
+        "--host-memory 1234",
+        "--disk 3MiB: 1 more",
+        "--checkpointing: only a block's activations at a time",
+        "--disk SIZE: room for what the computer's memory cannot hold",
+    ]
+    assert in_options("a smaller Budget(device=...) or Budget.disk_dir") == "a smaller --device-memory or --disk-dir"
+
+
+def test_what_is_said_helps_offloading_too(tmp_path: Path, capsys: Capture) -> None:
+    line = ["--data", str(data(tmp_path)), "--out", str(tmp_path / "run"), "--offload-checkpoints"]
+    assert main([*line, "--no-checkpointing"]) == 2
+    assert "--offload-checkpoints: found with --no-checkpointing" in capsys.readouterr().err
+    assert main([*line, "--device", "emulated", "--device-memory", "1MB", "--disk", "1MB"]) == 2
+    assert "--offload-checkpoints: found with --disk 1MB" in capsys.readouterr().err
