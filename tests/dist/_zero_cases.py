@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from _one_process import adds_like, check_homes, check_weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -65,6 +66,18 @@ class Way:
     max_norm: float | None = None
     rule: str = "adamw"
     eps: float = 1e-8
+    group_bytes: int = 4000
+    folder: str = ""
+    """For the disk tier."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether sums over ranks are rounded to what is computed with."""
+        return self.precision != "fp32" and self.accumulate == 1
+
+    def alone(self) -> tuple[nn.Module, Any]:
+        """In one process that adds in fp32, with everything in memory."""
+        return replace(self, device="cpu", accumulate=max(2, self.accumulate)).chunked(None, 1)
 
     def chunked(self, together: ps_dist.TorchCollectives | None, parts: int) -> tuple[nn.Module, Any]:
         """With ``together`` on this rank; else in one process, which adds up so many parts."""
@@ -72,8 +85,6 @@ class Way:
         if self.device == "checked":
             device = StandIn(name="emulated", check=True, seed=3)
         size = parts if together is None else together.mesh.size
-        small = Budget(device=f"{48 + 24 * size}KiB", host="256MiB")  # scratch grows with the number of ranks
-        host = Budget(host="256MiB") if self.device == "cpu" else small
         groups = (Group(match=lambda name, parameter: parameter.dim() < 2, weight_decay=0.0),)
         rules = {
             "adamw": AdamW(lr=1e-2, weight_decay=0.1, eps=self.eps, groups=groups),
@@ -82,14 +93,25 @@ class Way:
         return chunked(
             made(),
             rules[self.rule],
-            device=device,
-            budget=host,
+            device="cpu" if device == "disk" else device,
+            budget=self.budget(size),
             precision=self.precision,
             accumulation_steps=self.accumulate * parts,
             max_grad_norm=self.max_norm,
             collectives=together,
-            options=Options(group_bytes=4000, poison=self.device != "cpu", keep_fp32=("norm.*",)),
+            options=Options(group_bytes=self.group_bytes, poison=self.device != "cpu", keep_fp32=("norm.*",)),
         )
+
+    def budget(self, size: int) -> Budget:
+        """As small as it may be; scratch grows with the number of ranks."""
+        if self.device == "cpu":
+            return Budget(host="256MiB")
+        small = (48 + 24 * size) * 1024
+        if self.device == "disk":
+            return Budget(host=(small + 32 * 1024) * size, disk="16MiB", disk_dir=self.folder)
+        if self.folder:
+            return Budget(device=small, host=56 * 1024 * size, disk="16MiB", disk_dir=self.folder)
+        return Budget(device=small, host="256MiB")
 
 
 def batches(step: int, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,7 +149,7 @@ def trains(each: ps_dist.TorchCollectives, way: Way, steps: int, exact: bool) ->
     """Several processes, and one that adds up the same parts in the same order: the same bits, or so many ulps."""
     size, rank = each.mesh.size, each.mesh.rank
     model, optimizer = way.chunked(each, 1)
-    single, reference = way.chunked(None, size)
+    single, reference = way.alone()
     worst = 0.0
     for step in range(steps):
         if not exact:  # each step by itself: what a rounding leads to later is not this step's
@@ -136,7 +158,11 @@ def trains(each: ps_dist.TorchCollectives, way: Way, steps: int, exact: bool) ->
         parts = list(batches(step, size * way.accumulate))
         count = len(parts)
         mine = passes(model, optimizer, parts[rank::size], count)
-        theirs = passes(single, reference, parts, count)
+
+        def alone(part: int, parts: list[tuple[Tensor, Tensor]] = parts) -> float:
+            return passes(single, reference, [parts[part]], len(parts))[0]
+
+        theirs = adds_like(each.mesh, single, reference, alone, count, rounds=way.rounds)
         assert mine == theirs[rank::size]
         for one in (optimizer, reference):
             one.step()
@@ -151,23 +177,18 @@ def trains(each: ps_dist.TorchCollectives, way: Way, steps: int, exact: bool) ->
         for (name, one), other in zip(model.state_dict().items(), single.state_dict().values(), strict=True):
             assert torch.equal(one, other) or not exact, name
     assert optimizer.last_norm > (way.max_norm or 0), "clipping was put to the test"
-    check_budget(model, each)
+    check_weights(model)
+    check_budget(model, each, accumulates=way.accumulate > 1)
     release(model)
     return worst
 
 
-def check_budget(model: nn.Module, each: ps_dist.TorchCollectives) -> None:
+def check_budget(model: nn.Module, each: ps_dist.TorchCollectives, *, accumulates: bool) -> None:
     found = statistics(model)
     for name, tier in found.tiers.items():
         assert tier.peak_bytes <= tier.budget_bytes, name
+    check_homes(model, each.ranks, accumulates=accumulates)
     engine = management_of(model).engine
-    for group in engine.groups:
-        assert group.chunk_numel == group.shard_numel * each.ranks
-        assert group.shard_numel % 64 == 0
-        assert group.chunk_numel - group.numel < 64 * each.ranks
-        weight = 2 if group.dtype != torch.float32 else 0
-        states = (weight + 16 if group.trainable else weight or 4) * group.shard_numel
-        assert sum(home.slot.bytes for home in group.homes.values()) == states
     used = sum(tier.current_bytes for tier in found.tiers.values())
     homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
     assert used == homes, "between steps there is nothing but shards"
@@ -178,7 +199,7 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
-    states = 5 * (16 if precision == "fp32" else 18) * (40 * 41 // (64 * each.ranks) + 1) * 64
+    states = 5 * (16 if precision == "fp32" else 14) * (40 * 41 // (64 * each.ranks) + 1) * 64
     model, optimizer = chunked(
         model,
         SGD(lr=0.1),
@@ -235,7 +256,8 @@ def overflows(each: ps_dist.TorchCollectives) -> None:
     optimizer.zero_grad()
     after = states(optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    passes(model, optimizer, [next(batches(0, 1))], 1)
+    check_weights(model)
+    passes(model, optimizer, [next(batches(0, 1))], each.mesh.size)
     optimizer.step()
     assert not optimizer.last_skipped
     release(model)

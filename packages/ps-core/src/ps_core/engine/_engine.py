@@ -45,6 +45,7 @@ class Engine:
         loss_scale: LossScale | None,
         constant_bytes: int,
         together: Together | None = None,
+        prefetch: int | None = None,
     ) -> None:
         self.store = store
         self.groups = groups
@@ -60,7 +61,7 @@ class Engine:
         if together is None:
             parts = whole(store, groups, self.counters, overwrites=overwrites)
         else:
-            parts = sharded(store, groups, self.counters, together)
+            parts = sharded(store, groups, self.counters, together, overwrites=overwrites)
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
         self.saved = SavedTensors(self)

@@ -208,7 +208,7 @@ class GradientKeeper:
         home = group.homes.get(Kind.ACC)
         if home is None:
             tier = group.homes[Kind.P32].slot.tier
-            slot = self._store.reserve(tier, group.chunk_numel * 4)
+            slot = self._store.reserve(tier, group.shard_numel * 4)
             home = group.homes[Kind.ACC] = Home(group.extent(Kind.ACC), slot.bytes, slot)
             home.changed(slot)
         return home

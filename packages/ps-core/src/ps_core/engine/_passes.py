@@ -76,10 +76,10 @@ class Unguided:
     def consider(self) -> None:
         """There is nothing to plan."""
 
-    def step(self, settings_of: SettingsOf, factor: float) -> bool:
     def resized(self) -> None:
         """There was no plan."""
 
+    def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """By no plan."""
         return False
 
@@ -225,7 +225,8 @@ class Passes:
                 beat.grads[record.index] = None
         if self.driver.tracked:
             needed = self._measure_tide(beat)
-            if strict and needed > self._store.tiers[0].capacity_bytes:
+            over = needed - self._store.tiers[0].capacity_bytes
+            if strict and over > 0 and self._residency.gives_way(over) < over:
                 if not isinstance(self.driver, Replay):
                     raise self._too_large(beat, needed)
                 if self.recording is not None:

@@ -20,11 +20,12 @@ _Extent: TypeAlias = tuple[GroupRecord, Kind]
 
 
 def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
-    """The kinds of a group that have a home."""
+    """The kinds of a group that have a home; shards in fp32 always have sums, for nothing else could hold gradients."""
     if not group.trainable:
         return (group.weight,)
     kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
-    return (*kinds, Kind.ACC) if accumulates and not group.pinned else kinds
+    sums = (accumulates and not group.pinned) or (group.gathered and group.weight is Kind.P32)
+    return (*kinds, Kind.ACC) if sums else kinds
 
 
 def bytes_of(group: GroupRecord, kind: Kind) -> int:

@@ -35,10 +35,12 @@ _BITS = 32
 """Tensors that one number speaks for, when processes say which got gradients."""
 
 
-def sharded(store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together) -> Parts:
+def sharded(
+    store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together, *, overwrites: bool
+) -> Parts:
     """The engine's rooms for a process that has a shard of the model."""
     residency = ShardResidency(store, groups, watcher, together)
-    gradients = ShardGradients(residency, together)
+    gradients = ShardGradients(residency, together, overwrites=overwrites)
     updater = ShardUpdater(residency, gradients, groups)
     return Parts(residency, gradients, updater, ShardDriver(residency, gradients, together))
 
@@ -116,7 +118,9 @@ class ShardDriver(Demand):
         self._settle(0)
         self._shards.sweep()
         self._shards.free_spare()
-        if not self._roomy(size):
+        while not self._roomy(size):
+            if self._shards.gives_way(size):
+                continue
             store, groups = self._store, self._shards.groups
             total = store.used_bytes[0] + size + store.tide_bytes
             raise compute_tier_too_small(store, groups, name, total, store.tide_bytes, proven=True)
@@ -158,16 +162,16 @@ class ShardDriver(Demand):
 
     def _send(self, group: GroupRecord, records: list[TensorRecord]) -> None:
         """Begin to sum a group's gradients over processes; ``records``: those that some process has."""
-        name, numel = f"gradients of {group.name}", group.shard_numel
+        name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
         staged = self._staged.pop(group)
         whole = staged.slot.flat(group.dtype, group.chunk_numel)
         self._clear(group, staged, whole)
         direct = self._sums.direct(group)
-        shard = direct or self._reserve(numel * 4, name)
+        shard = direct or self._reserve(numel * kind.itemsize, name)
         scratch = self._reserve(min(self._together.scratch_bytes(numel, group.dtype), WIRE_BYTES), name)
         self._shards.before_collective()
         self._store.device.work(Queue.COLL, name, (whole,), (shard.memory, scratch.memory))
-        pending = self._together.start_reduce_scatter(shard.flat(torch.float32, numel), whole, scratch.memory, name)
+        pending = self._together.start_reduce_scatter(shard.flat(kind, numel), whole, scratch.memory, name)
         slots = (staged.slot, scratch) if direct else (staged.slot, scratch, shard)
         self._on_way.append(_Sum(group, records, shard, slots, pending))
         self._sent.update(records)

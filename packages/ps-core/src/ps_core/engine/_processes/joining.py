@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core._options import Budget, Optimizer, Options
+from ps_core._options import Optimizer, Options
 from ps_core.engine._device import Device
 from ps_core.engine._packing import Packing
 from ps_core.engine._processes.together import Together
@@ -40,7 +40,7 @@ class Alone:
 
     sharers = 1
 
-    def check(self, device: Device, budget: Budget, options: Options) -> None:
+    def check(self, device: Device, options: Options) -> None:
         """Anything goes."""
 
     def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
@@ -59,12 +59,10 @@ class Joining:
         self.sharers = together.local_ranks
         """Processes that divide this computer's memory."""
 
-    def check(self, device: Device, budget: Budget, options: Options) -> None:
+    def check(self, device: Device, options: Options) -> None:
         """Refuse what several processes cannot have."""
         if device.torch_device.type != "cpu":
             raise InvalidInput(f"device={device.name!r} with collectives: expected 'cpu' or 'emulated'")
-        if budget.disk is not None:
-            raise InvalidInput("Budget.disk with collectives: shards live on the device and the host; leave it out")
         if options.eager_step:
             raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
 

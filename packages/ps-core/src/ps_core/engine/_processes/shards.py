@@ -15,8 +15,9 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
+from ps_core.engine._processes.risers import Risers
 from ps_core.engine._processes.together import Together
-from ps_core.engine._records import Bound, GroupRecord, TensorRecord
+from ps_core.engine._records import Bound, GroupRecord, Payload, TensorRecord
 from ps_core.engine._residency import Residency, Watcher
 from ps_core.engine._store import Home, Slot, Store
 
@@ -31,6 +32,7 @@ class ShardResidency(Residency):
         """Copies that count as gone, but for their memory."""
         self._spare: dict[int, list[Slot]] = {}
         """By size."""
+        self.risers = Risers(self, groups)
         self._whole: tuple[Home, int, torch.Tensor] | None = None
         """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
         store.queues = (*store.queues, Queue.COLL)
@@ -58,17 +60,26 @@ class ShardResidency(Residency):
 
     def _copy_shard(self, group: GroupRecord, own: torch.Tensor) -> None:
         """Put this process's shard into its place, where the collective may read it."""
-        device, home = self.store.device, group.homes[group.weight]
-        source, memory = home.source(), own.view(torch.uint8)
-        if source.tier == 0:
-            self.await_all(Queue.COMPUTE)
-            device.work(Queue.COMPUTE, f"shard of {group.name}", (source.memory,), (memory,))
-            memory.copy_(source.memory[: home.bytes])
+        home, place = group.homes[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
+        self.check_disk()
+        if all(record.payload is Payload.VALID for record in group.tensors):
+            self.copy_to(home, place)
         else:
-            self.await_all(Queue.H2D)
-            device.copy(Queue.H2D, memory, source.memory[: home.bytes])
-            self.watcher.moved(source.tier, 0, home.bytes)
+            self._cast_shard(group, place)
         self.before_collective()
+
+    def _cast_shard(self, group: GroupRecord, place: Slot) -> None:
+        """The same from the master, while gradients lie over the weight."""
+        values = self.shard(group.homes[Kind.P32]).view(torch.float32)
+        near = group.homes[Kind.P32].slot.tier == 0 or self.store.tiers[0].name == "host"
+        target = place if near else self.store.reserve(1, place.bytes)
+        queue = Queue.CPU if target.tier else Queue.COMPUTE
+        self.await_all(queue)
+        self.store.device.work(queue, f"shard of {group.name}", (values,), (target.memory,))
+        target.flat(group.dtype, group.shard_numel).copy_(values)
+        if target is not place:
+            self._arrived(self._launch(target, place, place.bytes))
+            self.give_back(target)
 
     def before_collective(self) -> None:
         """Let a collective find every queue's work done."""
@@ -130,33 +141,50 @@ class ShardResidency(Residency):
                 self.give_back(slot)
         self._spare.clear()
 
-    # For the host thread.
+    def gives_way(self, size: int) -> int:
+        """Take shards back to the disk that were brought up from there while there was room."""
+        return self.risers.sink(size)
+
+    # For the host thread: this process's part, where it lies or from the disk.
+
+    def shard(self, home: Home) -> torch.Tensor:
+        """This process's newest bytes of an extent."""
+        return super().contents(home)
+
+    def load(self, home: Home, span: slice) -> torch.Tensor:
+        """Of these, some elements."""
+        group = self.groups[home.extent.index]
+        dtype = group.dtype_of(home.extent.kind)
+        if home.slot.place is None:
+            return self.at_home(home).flat(dtype, group.shard_numel)[span]
+        self.await_all(Queue.CPU)
+        return self._elements(self._near(home), span, dtype, group.shard_numel)
+
+    def save(self, home: Home, span: slice, values: torch.Tensor) -> None:
+        """Change them at home; where they lie in memory, ``values`` may be what `load` gave."""
+        group = self.groups[home.extent.index]
+        dtype = group.dtype_of(home.extent.kind)
+        if home.slot.place is None:
+            target = self.at_home(home).flat(dtype, group.shard_numel)[span]
+            self.store.device.work(Queue.CPU, f"write {group.name}", (), (home.slot.memory,))
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values)
+        else:
+            self.write_home(home)
+            if span.stop > span.start:
+                source = values.to("cpu", dtype).contiguous().view(torch.uint8)
+                self._write(home.slot, span.start * dtype.itemsize, source)
+        self._changed(home)
 
     def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
         """This process's elements of a parameter in a slot that holds a shard."""
-        return slot.flat(dtype, record.group.shard_numel)[record.piece]
+        return self._elements(slot, record.piece, dtype, record.group.shard_numel)
 
-    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
-        """All elements of a parameter of a kind: every process asks for it at once, and gets them."""
-        home = record.group.homes[kind]
-        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.stamp:
-            self._whole = (home, home.stamp, self.contents(home).view(record.group.dtype_of(kind)))
-        return self._whole[2][record.span]
-
-    def contents(self, home: Home) -> torch.Tensor:
-        """All of a group's bytes of a kind, put together; every process asks for them at once."""
-        group, slot = self.groups[home.extent.index], self.at_home(home)
-        self.store.device.work(Queue.CPU, f"read {group.name}", (slot.memory,), ())
-        whole = torch.empty(home.bytes * group.ranks, dtype=torch.uint8)
-        shard = slot.memory[: home.bytes]
-        self._together.start_all_gather(whole, shard, f"{home.extent.kind.value} of {group.name}").wait()
-        return whole
-
-    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
-        """What `contents` gave was changed: keep this process's part."""
-        start = self.groups[home.extent.index].rank * home.bytes
-        home.slot.memory[: home.bytes].copy_(memory[start : start + home.bytes])
-        self._changed(home)
+    def _elements(self, slot: Slot, span: slice, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if slot.place is None:
+            return slot.flat(dtype, numel)[span]
+        size = (span.stop - span.start) * dtype.itemsize
+        return self._read(slot, span.start * dtype.itemsize, size).view(dtype)
 
     def _changed(self, home: Home) -> None:
         home.changed(home.slot)
@@ -164,26 +192,47 @@ class ShardResidency(Residency):
         if home.extent.kind is group.weight:
             group.home.stamp += 1  # what was gathered is old now
 
-    def forget(self) -> None:
-        """Nobody reads any more."""
-        self._whole = None
-
     def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Change this process's elements of a parameter, all of which are given."""
         group, piece = record.group, record.piece
-        home = group.homes[kind]
-        slot = self.at_home(home)
         start = group.rank * group.shard_numel + piece.start - record.offset
-        target = slot.flat(group.dtype_of(kind), group.shard_numel)[piece]
-        self.store.device.work(Queue.CPU, f"write {record.name}", (), (slot.memory,))
-        target.copy_(value[start : start + target.numel()])
-        self._changed(home)
+        self.save(group.homes[kind], piece, value[start : start + piece.stop - piece.start])
 
     def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
-        """What was changed in place is gathered anew."""
+        """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
         slot = group.home.copies.get(0)
         if slot is not None:
             slot.stamp = -1
+        if group.weight is Kind.P16:
+            for record in records:
+                self.save(group.homes[Kind.P16], record.piece, self.load(group.homes[Kind.P32], record.piece))
+
+    # All processes' parts: every process asks for the same at once, and gets the whole.
+
+    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """All elements of a parameter of a kind."""
+        home = record.group.homes[kind]
+        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.stamp:
+            self._whole = (home, home.stamp, self.contents(home).view(record.group.dtype_of(kind)))
+        return self._whole[2][record.span]
+
+    def contents(self, home: Home) -> torch.Tensor:
+        """All of a group's bytes of a kind, put together."""
+        group, shard = self.groups[home.extent.index], self.shard(home)
+        self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
+        whole = torch.empty(home.bytes * group.ranks, dtype=torch.uint8)
+        self._together.start_all_gather(whole, shard, f"{home.extent.kind.value} of {group.name}").wait()
+        return whole
+
+    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+        """What `contents` gave was changed: keep this process's part."""
+        group = self.groups[home.extent.index]
+        dtype, numel = group.dtype_of(home.extent.kind), group.shard_numel
+        self.save(home, slice(0, numel), memory.view(dtype)[group.rank * numel : (group.rank + 1) * numel])
+
+    def forget(self) -> None:
+        """Nobody reads any more."""
+        self._whole = None
 
 
 def _used(bound: Bound) -> bool:

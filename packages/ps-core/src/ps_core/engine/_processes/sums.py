@@ -1,6 +1,16 @@
-"""Gradients and states of a shared model: each process sums, measures and steps its own shards."""
+"""Gradients and states of a shared model: each process sums, measures and steps its own shards.
+
+[Note: where sums lie]
+With one backward pass a step, in 16 bits, the sum over processes is rounded once to the weight's type and takes the
+place of this process's shard of the weight, so that it costs no memory; whoever gathers the group before the step gets
+the shard from the master, which nobody has changed. What comes on top (a second backward pass) makes it move into fp32
+sums, and the weight is rebuilt. Else sums are fp32 from the start. All this follows from which gradients came, which is
+the same on every process, and from nothing else.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -10,24 +20,31 @@ from ps_core._program import Kind
 from ps_core.engine._gradients import GradientKeeper
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.together import Together
-from ps_core.engine._records import Gradient, GroupRecord, TensorRecord
+from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._store import Home, Slot
 from ps_core.engine._update import Updater
 
+_CUT_NUMEL = 1 << 18
+"""Elements of a sum on the disk that are read, added to and written at a time."""
+
 
 class ShardGradients(GradientKeeper):
-    """Sums over processes, in fp32; see [Note: who sums what when] in `driver`."""
+    """Sums over processes; see [Note: who sums what when] in `driver` and [Note: where sums lie]."""
 
-    def __init__(self, residency: ShardResidency, together: Together) -> None:
+    def __init__(self, residency: ShardResidency, together: Together, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
-        self._together = together
+        self._shards, self._together = residency, together
+        self._over_weights = overwrites
         self._fresh: set[TensorRecord] = set()
-        """Those whose place in the accumulator holds nothing yet."""
+        """Those whose gradient is on its way, and is nowhere yet."""
+        self._measured: dict[TensorRecord, torch.Tensor] = {}
+        """This process's part of the norm, where it was taken when the sum came."""
 
     def announce(self, record: TensorRecord) -> None:
         """A gradient is on its way."""
         record.part = None
+        self._measured.pop(record, None)
         if record.gradient is Gradient.NONE:
             record.gradient = Gradient.SUMMED
             self._fresh.add(record)
@@ -36,43 +53,103 @@ class ShardGradients(GradientKeeper):
         """Everything that was announced has come."""
         self._fresh.clear()
 
+    def dtype(self, group: GroupRecord) -> torch.dtype:
+        """What sums over processes are rounded to."""
+        return group.dtype if self._goes_over(group) else torch.float32
+
+    def _goes_over(self, group: GroupRecord) -> bool:
+        return self._over_weights and group.weight is Kind.P16
+
+    def _empty(self, group: GroupRecord) -> Home | None:
+        """What the next sum of a group fills; None: there is one already, to which it is added."""
+        if any(each.gradient is not Gradient.NONE and each not in self._fresh for each in group.tensors):
+            return None
+        return group.homes[Kind.P16] if self._goes_over(group) else self.accumulator(group)
+
     def direct(self, group: GroupRecord) -> Slot | None:
-        """The accumulator, if the sum over processes may be put there as it is."""
-        slot = self.accumulator(group).slot
-        old = any(each.gradient is Gradient.SUMMED and each not in self._fresh for each in group.tensors)
-        return None if slot.tier or old else slot
+        """Where the sum over processes may be put as it is, if there is such a place on the compute tier."""
+        home = self._empty(group)
+        if home is None or home.slot.tier:
+            return None
+        if self._goes_over(group):
+            _lose(group)
+        return home.slot
 
     def add_shard(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
-        """Add the sum over processes of this shard, which lies on the compute tier in fp32."""
-        home, numel = self.accumulator(group), group.shard_numel
-        if slot is home.slot:
-            self._fresh.difference_update(records)
-            home.changed(slot)
-            return
-        stage = slot if home.slot.tier == slot.tier else self._down(slot, home)
-        source, target = (each.flat(torch.float32, numel) for each in (stage, home.slot))
-        self._residency.await_all(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sums of {group.name}", (source, target), (target,))
-        for record in records:
-            piece = record.piece
-            if record in self._fresh:
-                target[piece].copy_(source[piece])
-                self._fresh.discard(record)
-                continue
-            self.apply_factor(record)
-            if piece.stop > piece.start:
-                ps_kernels.accumulate(target[piece], source[piece])
-        home.changed(home.slot)
-        if stage is not slot:
-            self._residency.give_back(stage)
+        """Take the sum over processes of this shard, which lies on the compute tier."""
+        home = self._empty(group)
+        if home is None:
+            self._add(group, records, slot)
+        else:
+            over = self._goes_over(group)
+            if over:
+                _lose(group)
+                self._measure_all(records, slot)
+            self._fill(home, slot)
+            for record in records:
+                record.gradient = Gradient.OVER if over else Gradient.SUMMED
+                record.payload = Payload.OVER if over else Payload.VALID
+        self._fresh.difference_update(records)
 
-    def _down(self, slot: Slot, home: Home) -> Slot:
-        """A copy where the accumulator is."""
-        stage = self._store.reserve(home.slot.tier, slot.bytes)
-        self._residency.await_all(Queue.D2H)
+    def _fill(self, home: Home, slot: Slot) -> None:
+        """Have at home what a slot holds."""
+        home.changed(slot)
+        if slot is not home.slot:
+            home.copies[slot.tier] = slot
+            self._shards.write_home(home)
+            self._shards.check_disk()
+            del home.copies[slot.tier]
+
+    def _add(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
+        """Add to what there is, in fp32."""
+        self.reclaim(group)
+        home, kind = self.accumulator(group), self.dtype(group)
+        tier = self._store.work_tier(home.slot.tier)
+        stage = slot if tier == slot.tier else self._down(slot, tier)
+        source = stage.flat(kind, group.shard_numel)
+        self._shards.await_all(Queue.CPU)
+        self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
+        for record in records:
+            factor, record.factor = record.factor, 1.0
+            for part in self._cut(home, record.piece):
+                if record in self._fresh:
+                    self._shards.save(home, part, source[part])
+                    continue
+                total = self._shards.load(home, part)
+                ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), source[part])
+                self._shards.save(home, part, total)
+        if stage is not slot:
+            self._shards.give_back(stage)
+
+    def _cut(self, home: Home, span: slice) -> Iterator[slice]:
+        """The whole of it in memory, pieces on the disk."""
+        step = _CUT_NUMEL if home.slot.place is not None else max(1, span.stop - span.start)
+        for start in range(span.start, span.stop, step):
+            yield slice(start, min(start + step, span.stop))
+
+    def _down(self, slot: Slot, tier: int) -> Slot:
+        """A copy on the host tier."""
+        stage = self._store.reserve(tier, slot.bytes)
+        self._shards.await_all(Queue.D2H)
         self._store.device.copy(Queue.D2H, stage.memory, slot.memory)
-        self._residency.watcher.moved(0, stage.tier, slot.bytes)
+        self._shards.watcher.moved(0, tier, slot.bytes)
         return stage
+
+    def reclaim(self, group: GroupRecord) -> None:
+        """Move gradients that lie over the weight into the sums, and have the weight back."""
+        over = [record for record in group.tensors if record.gradient is Gradient.OVER]
+        gone = [record for record in group.tensors if record.payload is not Payload.VALID]
+        if over:
+            source, target = group.homes[Kind.P16], self.accumulator(group)
+            for part in self._cut(target, slice(0, group.shard_numel)):
+                self._shards.save(target, part, self._shards.load(source, part))
+            for record in over:
+                record.gradient = Gradient.SUMMED
+        self._shards.rebuild(group, gone)
+        for record in gone:
+            record.payload = Payload.VALID
+
+    # Norms.
 
     def measure(self, record: TensorRecord, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Sum of squares and non-finite flag of the whole gradient; the first to ask has all of them taken."""
@@ -94,12 +171,31 @@ class ShardGradients(GradientKeeper):
         return [record.part for record in records if record.part is not None]
 
     def _measure_piece(self, record: TensorRecord) -> list[float]:
-        group, piece, part = record.group, record.piece, torch.zeros(2)
-        slot = self._residency.at_home(group.homes[Kind.ACC])
-        if piece.stop > piece.start:
-            ps_kernels.sumsq_finite(slot.flat(torch.float32, group.shard_numel)[piece], part)
+        part = self._measured.pop(record, None)
+        if part is None:
+            home = record.group.homes[Kind.P16 if record.gradient is Gradient.OVER else Kind.ACC]
+            part = _measured(self._shards.load(home, record.piece))
         found: list[float] = part.tolist()
         return found
+
+    def _measure_all(self, records: list[TensorRecord], slot: Slot) -> None:
+        """While it is on the compute tier."""
+        self._store.device.work(Queue.COMPUTE, f"norms of {records[0].group.name}", (slot.memory,), ())
+        for record in records:
+            self._measured[record] = _measured(self._shards.part_of(slot, record, record.dtype))
+
+
+def _measured(flat: torch.Tensor) -> torch.Tensor:
+    part = torch.zeros(2, device=flat.device)
+    if flat.numel():
+        ps_kernels.sumsq_finite(flat, part)
+    return part
+
+
+def _lose(group: GroupRecord) -> None:
+    """The shard of the weight is not the weight any more."""
+    for record in group.tensors:
+        record.payload = Payload.LOST
 
 
 class ShardUpdater(Updater):
@@ -108,6 +204,11 @@ class ShardUpdater(Updater):
     def __init__(self, residency: ShardResidency, gradients: GradientKeeper, groups: list[GroupRecord]) -> None:
         super().__init__(residency, gradients, groups)
         self._shards = residency
+
+    def step(self, settings_of: SettingsOf, factor: float) -> None:
+        """Step every shard that has a gradient."""
+        super().step(settings_of, factor)
+        self._shards.risers.rise()
 
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard; what was gathered is old now."""

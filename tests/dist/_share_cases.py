@@ -1,0 +1,238 @@
+"""Shards on each rank of a crew: what lies over them between backward and step, where they live, what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _one_process import added, adds_like, check_homes, check_weights, give, gradients
+from _zero_cases import Way, batches, passes, states
+from torch import Tensor, nn
+
+import ps_dist
+from ps_core import SGD, Budget, Options
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._management import management_of
+from ps_core.engine._records import Gradient
+
+
+class Both:
+    """A shared model, and one process that does the same."""
+
+    def __init__(self, each: ps_dist.TorchCollectives, way: Way) -> None:
+        self.each, self.way = each, way
+        self.model, self.optimizer = way.chunked(each, 1)
+        self.single, self.reference = way.alone()
+
+    def backward(self, step: int) -> None:
+        """A pass of each, on the same parts."""
+        parts = list(batches(step, self.each.mesh.size))
+        count = len(parts)
+
+        def alone(part: int) -> Any:
+            return passes(self.single, self.reference, [parts[part]], count)
+
+        passes(self.model, self.optimizer, [parts[self.each.mesh.rank]], count)
+        adds_like(self.each.mesh, self.single, self.reference, alone, count, rounds=self.way.rounds)
+
+    def step(self) -> None:
+        """A step of each."""
+        for one in (self.optimizer, self.reference):
+            one.step()
+            one.zero_grad()
+        self.check()
+
+    def check(self) -> None:
+        found, wanted = states(self.optimizer), states(self.reference)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+        check_weights(self.model)
+
+    def over(self) -> int:
+        """How many gradients lie over their parameters."""
+        return sum(record.gradient is Gradient.OVER for record in management_of(self.model).engine.records)
+
+    def seen(self) -> Tensor:
+        """What an evaluation gives."""
+        with torch.no_grad():
+            return self.model(next(batches(0, 1))[0])
+
+
+def looks_between(both: Both) -> None:
+    """Evaluation and state dicts between backward and step, and gradients thrown away: the weights are there."""
+    weights, seen = both.model.state_dict(), both.seen()
+    both.backward(1)
+    assert both.over() > 10
+    for _ in range(2):
+        assert torch.equal(both.seen(), seen)
+        for name, value in both.model.state_dict().items():
+            assert torch.equal(value, weights[name]), name
+        both.optimizer.zero_grad()
+        assert not both.over()
+    both.reference.zero_grad()
+    both.backward(2)
+    both.seen()
+    both.step()
+
+
+def goes_back_twice(both: Both) -> None:
+    """Two backward passes before the step, with torch's clipping and an evaluation in between: fp32 sums."""
+    both.backward(1)
+    first = gradients(both.single)
+    factors = {record: record.factor for record in first}
+    nn.utils.clip_grad_norm_(both.model.parameters(), 0.05)
+    for record in management_of(both.model).engine.records:
+        factors |= {each: record.factor for each in first if each.index == record.index}
+    assert max(factors.values()) < 1
+    seen = both.seen()
+    both.backward(2)
+    assert not both.over(), "there is more than 16 bits hold"
+    give(added([{record: value * factors[record] for record, value in first.items()}, gradients(both.single)]))
+    assert torch.equal(both.seen(), seen)
+    both.step()
+    check_homes(both.model, both.each.ranks, accumulates=False)
+
+
+def keeps_the_graph(both: Both) -> None:
+    """The same graph backward twice: the second time its parameters are gathered from the masters."""
+    parts = list(batches(3, both.each.mesh.size))
+    for model, mine in ((both.model, [parts[both.each.mesh.rank]]), (both.single, [])):
+        for tokens, targets in mine:
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()) / len(parts)
+            both.optimizer.scale(loss).backward(retain_graph=True)
+            assert both.over() > 10
+            both.optimizer.scale(loss).backward()
+
+    def alone(part: int) -> Any:
+        return passes(both.single, both.reference, [parts[part]], len(parts))
+
+    adds_like(both.each.mesh, both.single, both.reference, alone, len(parts), rounds=both.way.rounds)
+    once = gradients(both.single)
+    give(added([once, once]))
+    both.step()
+
+
+def fails_amid(both: Both) -> None:
+    """A backward pass that breaks off on every rank: nothing is lost, and training goes on."""
+    weights = both.model.state_dict()
+
+    def fails(gradient: Tensor) -> None:
+        raise ArithmeticError("amid backward")
+
+    def marked(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fails)
+
+    handle = both.model.blocks[0].register_forward_hook(marked)  # type: ignore[index, union-attr]
+    with pytest.raises(ArithmeticError, match="amid backward"):
+        both.backward(1)
+    handle.remove()
+    both.optimizer.zero_grad()
+    assert not both.over()
+    for name, value in both.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    both.backward(2)
+    both.step()
+
+
+def loads_amid(both: Both) -> None:
+    """Parameters are replaced between backward and step: the gradients stay, and step what was loaded."""
+    weights = {name: value * 0.5 for name, value in both.model.state_dict().items()}
+    both.backward(1)
+    for model in (both.model, both.single):
+        model.load_state_dict(weights)
+    both.step()
+
+
+def leaves_some_out(both: Both) -> None:
+    """Tensors without a gradient beside others with one: what lay over them is gone, and comes back."""
+    parts = list(batches(4, both.each.mesh.size))
+    for shifts in (False, True, False):
+
+        def alone(part: int, shifts: bool = shifts) -> Any:
+            return passes(both.single, both.reference, [parts[part]], len(parts), shifts=shifts)
+
+        passes(both.model, both.optimizer, [parts[both.each.mesh.rank]], len(parts), shifts=shifts)
+        adds_like(both.each.mesh, both.single, both.reference, alone, len(parts), rounds=both.way.rounds)
+        both.step()
+
+
+LIVES: dict[str, Callable[[Both], None]] = {
+    each.__name__: each
+    for each in (looks_between, goes_back_twice, keeps_the_graph, fails_amid, loads_amid, leaves_some_out)
+}
+
+
+def lives(each: ps_dist.TorchCollectives, name: str, way: Way) -> None:
+    """One of these, from the start to the release."""
+    both = Both(each, way)
+    LIVES[name](both)
+    both.backward(5)
+    both.step()
+    release(both.model)
+
+
+def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[int, int, int]:
+    """Bytes received in a step, those of M parameters and of padding, and of what need not be gathered twice."""
+    torch.manual_seed(0)
+    size = 4 if precision == "fp32" else 2
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+    shard = (40 * 41 // (64 * each.ranks) + 1) * 64
+    room = 2**20 if roomy else 5 * (16 if precision == "fp32" else 14) * shard + (20 + 10 * size) * 2**10
+    model, optimizer = chunked(
+        model,
+        SGD(lr=0.1),
+        precision=precision,
+        budget=Budget(host=each.local_ranks * room),
+        collectives=each,
+        options=Options(group_bytes=40 * 41 * size),
+    )
+    groups = management_of(model).engine.groups
+    for _ in range(2):  # the first agrees on what is kept
+        before = each.statistics().wire_bytes
+        model(torch.randn(3, 40, requires_grad=True)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = each.statistics().wire_bytes
+    spent = sum(after[name] - before.get(name, 0) for name in ("all_gather", "reduce_scatter"))
+    numel = sum(group.numel for group in groups)
+    padding = sum(group.chunk_numel - group.numel for group in groups)
+    assert 0 < padding < 64 * each.ranks * len(groups)
+    again = sum(group.chunk_numel for group in (groups if roomy else groups[-1:]))
+    weight = 14 if precision != "fp32" else 16
+    assert statistics(model).bytes_per_parameter == weight * (numel + padding) / (numel * each.ranks)
+    release(model)
+    return spent, numel + padding, again
+
+
+def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:
+    """With a disk next to memory, shards come up while there is room, and go when activations need it.
+
+    A row a step: how many homes are up, and bytes read. Nothing of this changes a result.
+    """
+    fronts, found = [], []
+    budgets = {"host": each.local_ranks * 160 * 2**10, "disk": "16MiB", "disk_dir": folder}
+    for budget in (Budget(**budgets), Budget(host="64MiB")):  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+        options = Options(group_bytes=40 * 41 * 2, poison=True)
+        fronts.append(chunked(model, SGD(lr=0.1), collectives=each, budget=budget, options=options))
+    (model, optimizer), (other, reference) = fronts
+    for step, rows in enumerate((3, 3, 3, 3, 3, 100, 100)):
+        before = statistics(model).moved_bytes.get("disk->host", 0)
+        inputs = torch.randn(rows, 40, generator=torch.Generator().manual_seed(10 * step + each.mesh.rank))
+        for one, front in fronts:
+            one(inputs).float().square().mean().backward()
+            assert front is not None
+            front.step()
+            front.zero_grad()
+        homes = [home for group in management_of(model).engine.groups for home in group.homes.values() if home.planned]
+        up = sum(home.slot.place is None for home in homes)
+        found.append((up, statistics(model).moved_bytes["disk->host"] - before))
+    wanted = states(reference)
+    assert all(torch.equal(value, wanted[name]) for name, value in states(optimizer).items())
+    for one in (model, other):
+        release(one)
+    return found
