@@ -10,9 +10,8 @@ from ps_core._plan import Tier
 from ps_core._planner.frame import NoRoom, make_frame
 from ps_core._planner.placement import filled
 from ps_core._planner.policy import Policy
+from ps_core._planner.scores import Found, Scorer
 from ps_core._planner.search import Setup, find_plan, group_sizes, with_policy
-from ps_core._planner.search import _Found as Found
-from ps_core._planner.search import _Scorer as Scorer
 from ps_core._planner.segments import make_plan
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import simulate
@@ -57,7 +56,7 @@ def test_the_plan_found_is_no_slower_than_any_number_of_resident_groups():
 
 def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_is_faster(monkeypatch):
     program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
-    scorer = Scorer(program, two(1, 1), A100, Setup())
+    scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None)
     times = {0: 10.0, 16: 9.9, 8: 8.0, 4: 7.0, 2: 9.0, 1: 12.0}
 
     def score(resident, stride=0):
@@ -74,14 +73,14 @@ def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_i
 
 def test_a_streamed_group_steps_above_its_states():
     program = find("gpt-50m", two(8, 8), group_numel=3_000_000).program
-    placement = Scorer(program, two(8, 8), A100, Setup()).placement(2, 3)
+    placement = Scorer(program, two(8, 8), A100, policy=Policy.BELADY, ranks_per_node=None).placement(2, 3)
     assert placement.states[:6] == (0, 0, 1, 1, 1, 1)
     assert placement.steps[:6] == (0, 0, 0, 1, 1, 0)
 
 
 def test_a_narrow_range_between_too_few_and_too_many_is_found(monkeypatch):
     program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
-    scorer = Scorer(program, two(1, 1), A100, Setup())
+    scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None)
 
     def score(resident, _stride=0):
         return NoRoom(1, 0, 1) if resident < 17 else NoRoom(0, 0, 1) if resident > 18 else (float(resident), 0)
