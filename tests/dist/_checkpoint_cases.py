@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -30,7 +31,7 @@ from ps_core import (
     RanksDiverged,
     TierFailure,
 )
-from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, save_weights
+from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, save_weights, statistics
 from ps_core.engine._checkpoint import folder as _folder
 from ps_core.engine._emulated.standin import StandIn
 
@@ -70,7 +71,7 @@ class Run:
         each: ps_dist.TorchCollectives | None,
         *,
         seed: int = 5,
-        device: Any = "cpu",
+        device: str = "cpu",
         precision: str = "bf16",
         rule: str = "adamw",
         group_bytes: int = 4000,
@@ -78,12 +79,14 @@ class Run:
         self.each, self.step = each, 0
         self.rank, self.ranks = (0, 1) if each is None else (each.mesh.rank, each.mesh.size)
         torch.manual_seed(seed)
-        small = {"device": f"{96 + 24 * self.ranks}KiB"} if device != "cpu" else {}
+        small: dict[str, str] = {"device": f"{96 + 24 * self.ranks}KiB"} if device == "checked" else {}
+        if device == "cpu, disk":
+            small = {"host": f"{120 * self.ranks}KiB", "disk": "256MiB", "disk_dir": tempfile.gettempdir()}
         self.model, self.optimizer = chunked(
             Net(),
             AdamW(lr=1e-2, weight_decay=0.1) if rule == "adamw" else SGD(lr=0.1, momentum=0.9),
-            device=StandIn(name="emulated", check=True, seed=3) if device == "checked" else device,
-            budget=Budget(host="256MiB", **small),
+            device=StandIn(name="emulated", check=True, seed=3) if device == "checked" else "cpu",
+            budget=Budget(**{"host": "256MiB", **small}),
             precision=precision,
             max_grad_norm=1.0,
             collectives=each,
@@ -142,6 +145,8 @@ def resumes(each: ps_dist.TorchCollectives, path: Path, device: str, precision: 
     how = {"device": device, "precision": precision, "rule": rule}
     with running(each, **how) as run:
         run.train(2)
+        found = statistics(run.model)
+        assert "disk" not in device or found.moved_bytes.get("disk->host"), "it was to be tight"
         run.save(path)
         losses, values = run.train(2), run.values()
     assert os.listdir(path.parent) == [path.name]

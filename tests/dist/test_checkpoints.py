@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "rule"), [("cpu", "fp32", "sgd"), ("checked", "bf16", "adamw"), ("cpu", "fp16", "adamw")]
+    ("device", "precision", "rule"),
+    [("cpu", "fp32", "sgd"), ("checked", "bf16", "adamw"), ("cpu", "fp16", "adamw"), ("cpu, disk", "bf16", "adamw")],
 )
 def test_resumed_is_uninterrupted(two: Crew, tmp_path: Path, device: str, precision: str, rule: str) -> None:
     two.run(cases.resumes, tmp_path / "a", device, precision, rule)
@@ -45,6 +47,8 @@ def test_any_number_of_processes_loads_it(four: Crew, two: Crew, tmp_path: Path)
     for name in ("four", "two", "one", "again"):
         export_checkpoint(tmp_path / name, tmp_path / f"{name}.safetensors")
         assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "four.safetensors").read_bytes()
+    saved_orders = json.loads((tmp_path / "four" / "manifest.json").read_text())["orders"]
+    assert saved_orders == {"turned": [1, cases.WORDS]}, "it is cut, and does not lie row by row"
     assert len(list((tmp_path / "four").glob("masters-*-of-00004.safetensors"))) == 4
 
 

@@ -36,7 +36,8 @@ def save_checkpoint(
     """Write all that training needs to go on, and ``extra``, into a new folder, between two steps.
 
     The folder appears when everything is on the disk. With ``overwrite`` it takes the place of the checkpoint that is
-    there; a process killed at whatever instant leaves that one or the new one.
+    there; a process killed at whatever instant leaves that one or the new one. Where several processes share the model,
+    all call it alike, and each writes its shards.
     """
     peers = Peers(management_of(model).engine.together)
     with peers.step("save_checkpoint"):
@@ -88,7 +89,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Go on where `save_checkpoint` was called: model, optimizer and random numbers are as they were; gives ``extra``.
 
-    Budget, device and group size may be others. For a model without an optimizer, only weights and buffers are taken.
+    Budget, device, group size and the number of processes may be others. For a model without an optimizer, only weights
+    and buffers are taken.
     """
     peers = Peers(management_of(model).engine.together)
     with peers.step("load_checkpoint"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def _exchange(share: Share, mine: Mapping[str, int]) -> dict[str, str]:
     """Every file's checksum."""
     writers = {file.name: file.writer for file in share.files}
     writers |= {name: rank for rank, name in enumerate(share.manifest.get("random_files", []))}
-    most = max((list(writers.values()).count(rank) for rank in set(writers.values())), default=0)
+    most = max(Counter(writers.values()).values(), default=0)
     ordered = [mine[name] for name, writer in writers.items() if writer == share.peers.rank]
     found = [iter(row) for row in share.peers.rows(ordered, "checksums of what was written", count=most)]
     return {name: text_of(next(found[writer])) for name, writer in writers.items()}
