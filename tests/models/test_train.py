@@ -359,10 +359,12 @@ def test_token_files_train_too(tmp_path: Path, capsys: Capture) -> None:
     assert re.search(r"--data: found token \d+, allowed is 0 to 199 ", capsys.readouterr().err)
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_several_processes_need_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train(tmp_path / "run") == 2
-    assert "WORLD_SIZE: found several processes" in capsys.readouterr().err
+    assert "not started by torchrun: RANK, MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().err
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: Capture) -> None:

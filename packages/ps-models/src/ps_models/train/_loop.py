@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ps_core import DeviceOutOfMemory, DoesNotFit
 from ps_core.engine import ChunkedOptimizer, load_checkpoint, save_checkpoint, statistics
-from ps_models.train._folder import Metrics, RunFolder
+from ps_models.train._folder import RunFolder
 from ps_models.train._options import TrainOptions
+from ps_models.train._peers import Peers
 from ps_models.train._row import Pace, Rates, Row, memory_of
 from ps_models.train._schedule import learning_rate
 from ps_models.train._tasks import Batch, Task
@@ -24,11 +25,12 @@ from ps_models.train._watchers import Watcher
 
 @dataclass(frozen=True, kw_only=True)
 class Managed:
-    """A model under management, and where its inputs must be."""
+    """A model under management, where its inputs must be, and who has a part of it."""
 
     model: nn.Module
     optimizer: ChunkedOptimizer
     inputs: torch.device
+    peers: Peers
 
 
 class Loop:
@@ -45,7 +47,8 @@ class Loop:
     ) -> None:
         self.options, self.folder, self.rates = options, folder, rates
         self.model, self.optimizer, self._inputs = managed.model, managed.optimizer, managed.inputs
-        self._task = task
+        self._task, self._peers = task, managed.peers
+        self._held = managed.peers.share(task.validation)
         self._watchers, self._pace = watchers, Pace()
         self.step = 0
         """Steps done, those of earlier calls included."""
@@ -62,6 +65,7 @@ class Loop:
 
     def resume(self) -> bool:
         """Go back to the newest checkpoint, if there is one."""
+        self._peers.agree("--out (a folder that all processes see): the newest checkpoint", self.folder.steps()[:1])
         found = self.folder.load_newest(self._load, self.say)
         if found is None:
             return False
@@ -82,7 +86,7 @@ class Loop:
     def run(self, asked: Callable[[], bool]) -> None:
         """Train up to the last step, or until ``asked``; what was trained is saved then."""
         options = self.options
-        metrics = Metrics(self.folder.path / "metrics.jsonl", self.step)
+        metrics = self.folder.metrics(self.step)
         try:
             self.model.train()
             while self.step < options.steps and not asked():
@@ -92,7 +96,9 @@ class Loop:
                     each.step(row, self._pace.left_s(options.steps - self.step))
                 if row.skipped and options.precision != "fp16":
                     self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
-                best = options.keep_best and row.val_loss is not None and row.val_loss < self.folder.best()[1]
+                best = False
+                if options.keep_best and row.val_loss is not None:
+                    best = self._peers.first(row.val_loss < self.folder.best()[1])
                 every = options.checkpoint_every
                 if best or self.step == options.steps or (every and self.step % every == 0):
                     metrics.sync()
@@ -112,7 +118,7 @@ class Loop:
         rate = learning_rate(options, self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._gradients()
+        loss = self._peers.total(self._gradients())
         self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
@@ -133,7 +139,7 @@ class Loop:
             moved_bytes={link: count - before.get(link, 0) for link, count in counted.moved_bytes.items()},
             skipped=self.optimizer.last_skipped,
             val_loss=self.val_loss if validates else None,
-            tokens_per_s=self.rates.tokens_per_s(seconds),
+            tokens_per_s=self.rates.tokens_per_s(seconds) * self._peers.ranks,
             tflops=self.rates.tflops(seconds),
             mfu=self.rates.mfu(seconds),
         )
@@ -143,6 +149,8 @@ class Loop:
         try:
             return self._passes()
         except (DeviceOutOfMemory, DoesNotFit) as error:
+            if self._peers.ranks > 1:
+                raise  # the others are in the middle of their passes
             reason = str(error).splitlines()[0]
         # Outside the handler: its traceback would keep the failed pass's tensors alive.
         self.say(f"step {self.step + 1} ran out of memory ({reason}); once more, with the smaller plan")
@@ -150,10 +158,11 @@ class Loop:
         return self._passes()
 
     def _passes(self) -> float:
-        options, total = self.options, 0.0
+        options, peers, total = self.options, self._peers, 0.0
+        count = options.batch // peers.ranks
         for micro in range(options.accumulate):
-            batch = self._task.take(self.sequences + micro * options.batch, options.batch)
-            loss = self._loss(batch) / options.accumulate
+            batch = self._task.take(self.sequences + micro * options.batch + peers.rank * count, count)
+            loss = self._loss(batch) / (options.accumulate * peers.ranks)
             self.optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total
@@ -167,11 +176,10 @@ class Loop:
         """The mean loss over the same sequences each time, none of which is trained on."""
         self.model.eval()
         try:
-            batches = [(batch, len(batch["input_ids"])) for batch in self._task.validation]
-            sums = [self._loss(batch).item() * count for batch, count in batches]
+            mine = sum([self._loss(batch).item() * count for batch, count in self._held])
         finally:
             self.model.train()
-        return sum(sums) / sum(count for _, count in batches)
+        return self._peers.total(mine) / self._peers.total(sum(count for _, count in self._held))
 
     def _save(self) -> None:
         extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}

@@ -12,13 +12,14 @@ from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarErr
 from ps_core.engine import statistics
 from ps_models.train._advice import advice, in_options
 from ps_models.train._data import corpus
-from ps_models.train._folder import RunFolder
+from ps_models.train._follower import open_folder
 from ps_models.train._line import parse
 from ps_models.train._loop import Loop
 from ps_models.train._options import COMMAND, TrainOptions
+from ps_models.train._peers import Halt, find_peers
 from ps_models.train._row import Rates
 from ps_models.train._sample import sample
-from ps_models.train._setup import check_alone, device_of, manage, shape_of, told
+from ps_models.train._setup import device_of, manage, shape_of, told
 from ps_models.train._signals import Stop
 from ps_models.train._summary import summary
 from ps_models.train._tasks import task_of
@@ -59,33 +60,35 @@ def _fail(status: int, told: str) -> int:
 
 def train(options: TrainOptions) -> None:
     """Train as the options say, from the newest checkpoint if there is one."""
-    check_alone()
     check_installed(options)
     shape_of(options)
     with ExitStack() as stack:
+        peers = stack.enter_context(find_peers())
         stop = stack.enter_context(Stop())
         data = corpus(options)
         found = shape_of(options, data)
         task = task_of(options, data, found)
-        folder = stack.enter_context(RunFolder(options, data.digest))
-        audience = watchers(options)
+        peers.check(options, data.digest)
+        folder = stack.enter_context(open_folder(options, data.digest, peers))
+        audience = watchers(options) if peers.leads else []
         for each in audience:
             stack.callback(each.close)
-        rates = Rates(found, options, device_of(options))
-        managed = manage(options, found)
+        rates = Rates(found, peers.own(options), device_of(options))
+        managed = manage(options, found, peers)
         loop = Loop(options, task, managed, folder, rates, audience)
-        loop.say(told(found, options))
+        loop.say(told(found, options, peers))
         loop.say(data.told)
         if loop.resume():
             rest = "nothing is left to train" if loop.step >= options.steps else "going on from there"
             loop.say(f"{options.out}: step {loop.step} of {options.steps} is done; {rest}")
         before, started = loop.step, time.perf_counter()
-        loop.run(lambda: stop.asked is not None)
+        halt = Halt(stop, peers)
+        loop.run(halt)
         seconds = time.perf_counter() - started
         if loop.step > before:
             loop.say(summary(options, statistics(managed.model), rates, steps=loop.step - before, seconds=seconds))
-        if stop.asked is not None:
-            loop.say(f"{stop.asked}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
+        if halt():
+            loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return
         if loop.val_loss is not None:
             loop.say(f"validation loss {loop.val_loss:.4f} {task.measured_in}")

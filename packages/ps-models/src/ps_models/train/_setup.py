@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,7 @@ from ps_models._build import build
 from ps_models.train._data import Corpus
 from ps_models.train._loop import Managed
 from ps_models.train._options import TrainOptions
-
-
-def check_alone() -> None:
-    """`InvalidInput` under torchrun with several processes, which would each train the same."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InvalidInput("WORLD_SIZE: found several processes; allowed is one, for this trainer has no collectives")
+from ps_models.train._peers import Peers
 
 
 def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerShape:
@@ -53,8 +47,8 @@ def device_of(options: TrainOptions) -> str:
     return "cpu" if options.device_memory is None else "emulated"
 
 
-def manage(options: TrainOptions, found: TransformerShape) -> Managed:
-    """Build the model without memory, and put it under management."""
+def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Managed:
+    """Build the model without memory, and put it under management, alone or with others."""
     if options.threads is not None:
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
     device = device_of(options)
@@ -83,10 +77,11 @@ def manage(options: TrainOptions, found: TransformerShape) -> Managed:
         precision=options.precision,
         max_grad_norm=options.clip or None,
         accumulation_steps=options.accumulate,
+        collectives=peers.together,
     )
     assert optimizer is not None, "an optimizer was asked for"
     inputs = torch.device("cuda" if device == "cuda" else "cpu")
-    return Managed(model=model, optimizer=optimizer, inputs=inputs)
+    return Managed(model=model, optimizer=optimizer, inputs=inputs, peers=peers)
 
 
 def _is_vector(name: str, parameter: Any) -> bool:
@@ -104,10 +99,15 @@ def _budget(options: TrainOptions) -> Budget:
     return Budget(device=options.device_memory, host=options.host_memory, disk=options.disk, disk_dir=folder)
 
 
-def told(found: TransformerShape, options: TrainOptions) -> str:
-    """The model in a line."""
+def told(found: TransformerShape, options: TrainOptions, peers: Peers) -> str:
+    """The model in a line, and who shares it in another."""
+    count = options.batch // peers.ranks
+    others = (
+        f"\n{peers.ranks} processes, each with {count} of the {options.batch} sequences of a micro-batch; "
+        "below, tokens/s is of all, everything else of the first"
+    )
     return (
         f"{found.name}: {format_count(found.parameters)} parameters, {found.layers} layers of {found.hidden}, "
         f"{found.vocabulary} tokens; {options.precision} on {device_of(options)}, "
-        f"{options.tokens_per_step:,} tokens a step"
+        f"{options.tokens_per_step:,} tokens a step{others if peers.ranks > 1 else ''}"
     )

@@ -1,0 +1,115 @@
+"""The processes that train one model under ``torchrun``; alone, this one is all of them.
+
+[Note: parts]
+``--batch`` counts the sequences of all processes. Process i of p takes the i-th p-th of each micro-batch, and divides
+its losses by p besides: gradients are summed over processes, and so are losses. So p processes get what one process
+gets that takes the same parts one after the other (``--batch`` a p-th, ``--accumulate`` p times as much).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from ps_core._errors import InvalidInput
+from ps_models.train._options import PLACE, TrainOptions, flag_of
+from ps_models.train._signals import Stop
+from ps_models.train._tasks import Batch
+
+_OWN = frozenset({"data", "log_every"})
+"""What may differ between processes, besides where they run: of the data the digest is compared."""
+
+
+class Peers:
+    """This process and the others. As a context manager it leaves them at the end."""
+
+    def __init__(self, together: Any = None) -> None:
+        """``together``: `ps_dist.TorchCollectives` (any: ps-dist is not there for everybody); None: alone."""
+        self.together = together
+        self.rank: int = 0 if together is None else together.mesh.rank
+        self.ranks: int = 1 if together is None else together.mesh.size
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.together is not None:
+            self.together.__exit__(*raised)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one that writes and speaks."""
+        return self.rank == 0
+
+    def check(self, options: TrainOptions, digest: str) -> None:
+        """`InvalidInput` unless a batch can be shared; `RanksDiverged` unless all were told the same."""
+        if options.batch % self.ranks:
+            raise InvalidInput(
+                f"--batch: found {options.batch}, which {self.ranks} processes share; allowed is a multiple of "
+                f"{self.ranks}"
+            )
+        for row in fields(options):
+            if row.metadata["section"] != PLACE and row.name not in _OWN:
+                self.agree(flag_of(row), getattr(options, row.name))
+        self.agree("--data (the digest of what is in it)", digest)
+
+    def agree(self, name: str, value: object) -> None:
+        """`RanksDiverged` unless every process has the same."""
+        if self.together is not None:
+            self.together.agree(name, str(value))
+
+    def own(self, options: TrainOptions) -> TrainOptions:
+        """The options with this process's part of a batch."""
+        return replace(options, batch=options.batch // self.ranks)
+
+    def total(self, value: float) -> float:
+        """The sum over processes, in their order."""
+        found: float = value if self.together is None else self.together.all_reduce_sum(value)
+        return found
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so for any process."""
+        return self.total(float(value)) > 0
+
+    def first(self, value: bool) -> bool:
+        """What is so for the one that leads."""
+        return self.any(value and self.leads)
+
+    def share(self, batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
+        """This process's sequences of each batch, and how many count; every process has at least one to pass on."""
+        found = []
+        for batch in batches:
+            count = len(batch["input_ids"])
+            start, end = (count * place // self.ranks for place in (self.rank, self.rank + 1))
+            part = slice(start, end) if end > start else slice(0, 1)
+            found.append(({name: each[part] for name, each in batch.items()}, end - start))
+        return found
+
+
+def find_peers() -> Peers:
+    """Join the others, if ``torchrun`` started some."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Peers()
+    if importlib.util.find_spec("ps_dist") is None:
+        raise InvalidInput(
+            "WORLD_SIZE: found several processes, and the package ps-dist is not installed; allowed without it is one"
+        )
+    return Peers(importlib.import_module("ps_dist").connect())
+
+
+class Halt:
+    """Whether to end after this step: asked by all processes at the same place, and all get the same answer."""
+
+    def __init__(self, stop: Stop, peers: Peers) -> None:
+        self._stop, self._peers = stop, peers
+        self.by: str | None = None
+        """Which signal it was."""
+
+    def __call__(self) -> bool:
+        if self.by is None and self._peers.any(self._stop.asked is not None):
+            self.by = self._stop.asked or "a signal to another process"
+        return self.by is not None

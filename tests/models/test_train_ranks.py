@@ -1,0 +1,138 @@
+"""The trainer as several processes: the numbers of one process, one voice, one folder, and one end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from _ranks import Ranks
+from _trainer import TINY, data, numbers, rows
+
+EMULATED = ("--device", "emulated", "--device-memory", "400KB", "--accumulate", "2")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.close()
+
+
+def words(out: Path, *more: str | int) -> list[str]:
+    """Four steps, clipped only where asked for: the norm is summed in another order by other numbers of processes."""
+    fixed = ("--batch", "4", "--steps", "4", "--lr", "1e-2", "--eval-every", "2", "--clip", "0")
+    return [*TINY, *fixed, "--data", str(data(out.parent)), "--out", str(out), *map(str, more)]
+
+
+def losses(out: Path) -> list[tuple[float, float | None]]:
+    return [(row["loss"], row.get("val_loss")) for row in rows(out)]
+
+
+def test_the_bits_of_one_process_that_takes_the_parts_one_by_one(crew: Ranks, tmp_path: Path) -> None:
+    """In fp32; and to rounding, the numbers of one that takes them at once."""
+    given = ("--precision", "fp32")
+    assert [end.status for end in crew.train(tmp_path, words(tmp_path / "two", *given))] == [0, 0]
+    for name, more in (("one", ()), ("parts", ("--batch", 2, "--accumulate", 2))):
+        (end,) = crew.train(tmp_path, words(tmp_path / name, *given, *more), ranks=1)
+        assert end.status == 0, end.output
+    two = losses(tmp_path / "two")
+    assert [loss for loss, _ in two] == [loss for loss, _ in losses(tmp_path / "parts")]
+    assert len({loss for loss, _ in two}) == 4
+    alike(two, losses(tmp_path / "one"), 1e-5)
+
+
+def test_the_numbers_of_one_process(crew: Ranks, tmp_path: Path) -> None:
+    """With half the precision, an accelerator, and several passes a step."""
+    assert [end.status for end in crew.train(tmp_path, words(tmp_path / "two", *EMULATED))] == [0, 0]
+    (end,) = crew.train(tmp_path, words(tmp_path / "one", *EMULATED), ranks=1)
+    assert end.status == 0, end.output
+    alike(losses(tmp_path / "two"), losses(tmp_path / "one"), 2e-3)
+
+
+def alike(some: list[tuple[float, float | None]], others: list[tuple[float, float | None]], rounding: float) -> None:
+    """Losses, and those of validations, where there were any."""
+    for one, other in zip(some, others, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=rounding)
+        assert (one[1] is None) == (other[1] is None)
+        assert one[1] is None or one[1] == pytest.approx(other[1], rel=rounding)
+
+
+def test_one_speaks_and_writes(crew: Ranks, tmp_path: Path) -> None:
+    first, second = crew.train(tmp_path, words(tmp_path / "run", "--sample", 5))
+    assert (first.status, second.status, second.output) == (0, 0, "")
+    assert "2 processes, each with 2 of the 4 sequences of a micro-batch" in first.output
+    assert "sample:\n" in first.output
+    assert "trained 4 steps, 256 tokens" in first.output
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+OFTEN = ("--checkpoint-every", 1, "--keep-best")
+
+
+@pytest.fixture(scope="module")
+def whole(crew: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that nobody disturbs."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert [end.status for end in crew.train(out.parent, words(out, *OFTEN))] == [0, 0]
+    return out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_ends_all_after_the_same_step(
+    number: signal.Signals, crew: Ranks, whole: Path, tmp_path: Path
+) -> None:
+    cut = tmp_path / "cut"
+    ends = crew.train(tmp_path, words(cut, *OFTEN), at=(1, 2, number))
+    assert [end.status for end in ends] == [0, 0], ends
+    assert "a signal to another process: step 2 of 4 is saved" in ends[0].output
+    assert [row["step"] for row in rows(cut)] == [1, 2]
+    assert [end.status for end in crew.train(tmp_path, words(cut, *OFTEN))] == [0, 0]
+    assert numbers(cut) == numbers(whole)
+
+
+def test_killed_and_started_again(crew: Ranks, whole: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    ends = crew.train(tmp_path, words(cut, *OFTEN), at=(1, 4, signal.SIGKILL))
+    assert [end.status for end in ends] == [1, -9]
+    assert "rank 1 ended or cannot be reached" in ends[0].output
+    again = crew.train(tmp_path, words(cut, *OFTEN))
+    assert "step 3 of 4 is done; going on from there" in again[0].output
+    assert numbers(cut) == numbers(whole)
+
+
+def test_two_go_on_where_one_was(crew: Ranks, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (end,) = crew.train(tmp_path, words(out, *OFTEN, "--steps", 2, "--schedule", "constant"), ranks=1)
+    assert end.status == 0, end.output
+    first, second = crew.train(tmp_path, words(out, *OFTEN, "--steps", 4, "--schedule", "constant"))
+    assert (first.status, second.status) == (0, 0)
+    assert "step 2 of 4 is done; going on from there" in first.output
+    assert [row["step"] for row in rows(out)] == [1, 2, 3, 4]
+
+
+def test_a_batch_is_shared_evenly(crew: Ranks, tmp_path: Path) -> None:
+    for end in crew.train(tmp_path, words(tmp_path / "run", "--batch", 3)):
+        assert end.status == 2
+        assert "--batch: found 3, which 2 processes share; allowed is a multiple of 2" in end.output
+
+
+def test_all_are_told_the_same(crew: Ranks, tmp_path: Path) -> None:
+    for end in crew.train(tmp_path, words(tmp_path / "run"), own=(["--lr", "0.5"], ["--lr", "0.25"])):
+        assert end.status == 1
+        assert "--lr must be the same on all ranks, found: 0.5 (rank 0); 0.25 (rank 1)" in end.output
+
+
+def test_what_stops_the_first_is_told_by_the_others(crew: Ranks, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (end,) = crew.train(tmp_path, words(out, "--steps", 1), ranks=1)
+    assert end.status == 0
+    first, second = crew.train(tmp_path, words(out, "--seed", 7))
+    assert first.status == 2
+    assert "holds another run: --seed 0 there, 7 now" in first.output
+    assert second.status == 1
+    assert "rank 0 raised InvalidInput: --out: " in second.output
+    assert json.loads((out / "run.json").read_text("utf-8"))["options"]["seed"] == 0
