@@ -61,7 +61,9 @@ THIS_COMPUTER = Machine(
 _SPARE_PARTS = (20, 4)
 """Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 _WATCHED_EVERY = 32
-"""So many passes by a plan to one whose tide is watched all the same, where each operator has to be seen for that."""
+"""So many passes by a plan to one whose tide is watched all the same: each operator has to be seen for that, or PyTorch's
+figures of its own to be reset.
+"""
 
 
 @dataclass(slots=True)
@@ -224,9 +226,9 @@ class Pilot:
         return replay
 
     def _is_watched(self) -> bool:
-        """Whether a pass by the plan has its tide watched: one in many, or each where that costs nothing."""
+        """Whether a pass by the plan has its tide watched."""
         self._replayed += 1
-        return self._estimated or not self._engine.store.device.lazy or self._replayed % _WATCHED_EVERY == 0
+        return self._estimated or self._replayed % _WATCHED_EVERY == 0
 
     def _make_way(self, training: bool) -> None:
         """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
