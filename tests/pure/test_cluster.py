@@ -8,7 +8,7 @@ import pytest
 
 from ps_core._errors import InvalidInput
 from ps_core._plan import Tier, check_tiers
-from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, Cluster, ring_s, tree_s
 
 GIB = 2**30
 
@@ -75,3 +75,14 @@ def test_a_reserve_larger_than_the_memory_leaves_nothing() -> None:
     assert device.capacity_bytes == 0 < host.capacity_bytes
     device, host = Cluster(gpus=8, device_memory=8 * GIB, host_memory=16 * GIB).tiers()
     assert host.capacity_bytes == 0 < device.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "ring", "tree"),
+    [(1, 1, (0, 0), (0, 0)), (8, 8, (7, 0), (3, 0)), (16, 8, (14, 1), (3, 1)), (48, 6, (40, 7), (3, 3))],
+)
+def test_hops(ranks: int, ranks_per_node: int, ring: tuple[int, int], tree: tuple[int, int]) -> None:
+    """Within nodes and between them; a number that is no power of two takes as many doublings as the next one."""
+    hops = (LINK_HOP_S, NODE_HOP_S)
+    assert ring_s(ranks, ranks_per_node) == pytest.approx(sum(a * b for a, b in zip(ring, hops, strict=True)))
+    assert tree_s(ranks, ranks_per_node) == pytest.approx(sum(a * b for a, b in zip(tree, hops, strict=True)))

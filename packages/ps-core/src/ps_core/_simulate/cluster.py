@@ -4,6 +4,12 @@ Budgets are cut by named *reserves*: bytes that something outside the plan takes
 context and library workspaces, and NCCL's buffers where several processes talk; on the host the operating system, and
 each process's interpreter and libraries. Fragmentation of non-model data is a part of it, so it goes to
 `Program.nonmodel_overhead` rather than here.
+
+[Note: hops]
+However few its bytes, a gather or a sum takes the time in which the first of them comes round. In a *ring*, as NCCL
+makes it of all processes, that is a hop for every process: one between nodes for every node but one, the rest within.
+A *tree* (doubling distances, across nodes and within each) has the logarithms of both numbers instead; it is the best
+that can be hoped for, and libraries have it for some collectives and shapes only. So predictions take the ring.
 """
 
 from __future__ import annotations
@@ -24,6 +30,20 @@ HOST_RESERVE_PER_RANK_BYTES = 2_500_000_000
 """For each process's interpreter, libraries and batches."""
 FRAGMENTATION = 0.05
 """A part of non-model bytes, added to them."""
+LINK_HOP_S, NODE_HOP_S = 3.4e-6, 14e-6
+"""From a GPU to the next, within a node and to another: what NCCL's own model of itself assumes for large messages."""
+
+
+def ring_s(ranks: int, ranks_per_node: int) -> float:
+    """A collective's hops in a ring of all processes; see [Note: hops]."""
+    nodes = ranks // ranks_per_node
+    return (ranks - nodes) * LINK_HOP_S + (nodes - 1) * NODE_HOP_S
+
+
+def tree_s(ranks: int, ranks_per_node: int) -> float:
+    """The same in a tree; see [Note: hops]."""
+    nodes = ranks // ranks_per_node
+    return (ranks_per_node - 1).bit_length() * LINK_HOP_S + (nodes - 1).bit_length() * NODE_HOP_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

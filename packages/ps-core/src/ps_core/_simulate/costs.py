@@ -10,7 +10,7 @@ plus a latency. Bytes counted once each way, per element (16-bit weights; fp32 i
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
     Shift       its bytes in and out
     Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
-                neighbours and its node's adapters together (a ring leaves each node once)
+                neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
 
 Ranks of a node divide host memory and disk bandwidth evenly. *Sharing a rank's part of host memory:* where a segment
 copies both up and down, each direction gets the part its bytes are of both, but at least half; and CPU work in a
@@ -43,6 +43,7 @@ from ps_core._program import Precision, Program
 from ps_core._simulate.machine import Machine
 
 
+from ps_core._simulate.cluster import ring_s
 class Work(NamedTuple):
     """A segment's instructions priced."""
 
@@ -88,6 +89,7 @@ class Costs:
         gradient = program.weight_bytes
         accumulated = gradient if program.overwrites else 4
         self._step = 24 + accumulated + (0 if fp32 else 2)
+        self._hops_s = ring_s(ranks, ranks_per_node)
         self._norm = accumulated
         self._accumulate = gradient + 4
 
@@ -108,7 +110,7 @@ class Costs:
                 note(self._visits[op.visit].flops / self._flops + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
-                note(self._sent[op.group] / self._wire + latency)
+                note(self._sent[op.group] / self._wire + latency + self._hops_s)
             elif isinstance(op, Decide):
                 note(latency if self._ranks > 1 else 0.0)
             else:
