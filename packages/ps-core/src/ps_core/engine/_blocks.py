@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ps_core._errors import UnsupportedParameter
 from ps_core.engine._around import Around, Call, compiled_call
 from ps_core.engine._engine import Engine
+from ps_core.engine._interrupts import alone, undisturbed
 from ps_core.engine._parameter import ManagedParameter, make_plain
 
 REMEDY = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
@@ -44,23 +45,31 @@ class Block:
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
         engine.touch(self._records)
-        self._running, engine.saved.seen = True, engine.passes.count
         try:
-            if torch.is_grad_enabled():
-                engine.saved.push()
-            for parameter in self._parameters:
-                make_plain(parameter)
+            self._begin()
             result = call(*args, **kwargs)
         finally:
-            self._running, engine.saved.seen = False, None
-            for parameter in self._parameters:
-                parameter.__class__ = ManagedParameter
-            engine.saved.pop_to(depth)
+            self._end(depth)
         engine.check_unchanged(self._records)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 engine.passes.count(tensor)
         return result
+
+    @undisturbed
+    def _begin(self) -> None:
+        self._running, self._engine.saved.seen = True, self._engine.passes.count
+        if torch.is_grad_enabled():
+            self._engine.saved.push()
+        for parameter in self._parameters:
+            make_plain(parameter)
+
+    @undisturbed
+    def _end(self, depth: int) -> None:
+        self._running, self._engine.saved.seen = False, None
+        for parameter in self._parameters:
+            parameter.__class__ = ManagedParameter
+        self._engine.saved.pop_to(depth)
 
     def remove(self) -> None:
         """Let it be a block like any other."""
@@ -79,6 +88,7 @@ class Blocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    @alone
     def refresh(self, model: nn.Module) -> None:
         """Stand around those that were compiled since the last look."""
         for block in self._blocks:

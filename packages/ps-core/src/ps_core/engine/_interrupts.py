@@ -5,8 +5,13 @@ the engine does between two of the model's operations is over soon, so it is let
 
 [Note: whose handler]
 Ours asks whether an `undisturbed` function runs, and calls the one that was there at once or afterwards. It is put in
-when a pass begins (or something rare, as a step), and taken out when that ends: notebooks set theirs anew for every
-cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
+when a pass begins (or something rare, as a step), and taken out when all that it was put in for has ended: notebooks
+set theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
+
+[Note: when it waits]
+While an `undisturbed` function runs; at its very first instruction, where it does not count as running yet (so that
+what tidies up after one interrupt is not broken off by the next); and within a `callback`, whose exceptions Python
+prints and forgets: there an interrupt would be lost. It then comes at the end of the next undisturbed function.
 """
 
 from __future__ import annotations
@@ -14,41 +19,51 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 _MAIN = threading.main_thread().ident
+_FIRST: set[CodeType] = set()
+"""What begins an undisturbed function, or is about to deliver what came."""
+_WITHIN: set[CodeType] = {weakref.finalize.__call__.__code__}
+"""Callbacks."""
 
 
 class _State:
     """What the handler has to know."""
 
-    __slots__ = ("before", "came", "depth", "leaving")
+    __slots__ = ("before", "came", "depth", "put", "users")
 
     def __init__(self) -> None:
         self.depth = 0
-        self.leaving = False
+        self.users = 0
+        """What ours is to be in for."""
+        self.put = False
+        """Whether ours was put in, and has not been taken out since."""
         self.came: list[FrameType | None] = []
         self.before: Callable[[int, FrameType | None], Any] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Called by Python when the signal came."""
-        if self.depth:
+        if self.depth or _has_to_wait(frame):
             self.came.append(frame)
         elif self.before is not None:
             self.before(number, frame)
 
     def settle(self) -> None:
-        """Nothing is undisturbed any more: what came meanwhile comes now, and the handler goes if it was to go."""
-        self.depth += 1  # or an interrupt could come between the two lines that belong together
+        """Have what came meanwhile come now, and the handler go if nobody needs it."""
+        self.depth += 1  # or an interrupt could come between lines that belong together
         try:
-            if self.leaving and signal.getsignal(signal.SIGINT) is _HANDLER:  # else somebody has put in another since
-                signal.signal(signal.SIGINT, self.before)
+            if self.put and not self.users:
+                self.put = False
+                if signal.getsignal(signal.SIGINT) is _HANDLER:  # else somebody has put in another since
+                    signal.signal(signal.SIGINT, self.before)
         finally:
-            self.leaving = False
             self.depth -= 1
         if self.came:
             frame = self.came.pop()
@@ -57,30 +72,41 @@ class _State:
                 self.before(signal.SIGINT, frame)
 
 
+def _has_to_wait(frame: FrameType | None) -> bool:
+    """See [Note: when it waits]."""
+    if frame is not None and frame.f_code in _FIRST:
+        return True
+    while frame is not None:
+        if frame.f_code in _WITHIN:
+            return True
+        frame = frame.f_back
+    return False
+
+
 _STATE = _State()
 _HANDLER = _STATE.handle
 
 
-def put_in() -> bool:
-    """Have interrupts ask first; whether that was not so before. Only a handler that is Python's can be asked for."""
+def put_in() -> None:
+    """Have interrupts ask first, until `take_out`. Only a handler that is Python's can be asked for."""
+    _STATE.users += 1
     if threading.get_ident() != _MAIN:
-        return False
-    handler, was_leaving, _STATE.leaving = signal.getsignal(signal.SIGINT), _STATE.leaving, False
-    if handler is _HANDLER:
-        return was_leaving
-    if not callable(handler):
-        return False
-    _STATE.before = handler
-    signal.signal(signal.SIGINT, _HANDLER)
-    return True
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not _HANDLER and callable(handler):
+        _STATE.before, _STATE.put = handler, True
+        signal.signal(signal.SIGINT, _HANDLER)
 
 
 def take_out() -> None:
-    """Give the handler back that was there, once nothing is undisturbed."""
+    """One of those it was put in for has ended; with the last, the handler is given back that was there."""
+    _STATE.users -= 1
     if threading.get_ident() == _MAIN:
-        _STATE.leaving = True
-        if not _STATE.depth:
-            _STATE.settle()
+        _settle()
+
+
+def _begins(function: Any) -> None:  # any: functools' type for what it wraps does not say that it is a function
+    _FIRST.add(function.__code__)
 
 
 def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
@@ -95,9 +121,10 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         finally:
             _STATE.depth -= 1
-            if not _STATE.depth and (_STATE.came or _STATE.leaving):
+            if not _STATE.depth and (_STATE.came or not _STATE.users):
                 _STATE.settle()
 
+    _begins(call)
     return call
 
 
@@ -108,15 +135,28 @@ def alone(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if threading.get_ident() != _MAIN:
             return function(*args, **kwargs)
-        ours = False
         _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
+        put_in()
         try:
-            ours = put_in()
             return function(*args, **kwargs)
         finally:
-            _STATE.leaving |= ours
+            _STATE.users -= 1
             _STATE.depth -= 1
-            if not _STATE.depth and (_STATE.came or _STATE.leaving):
-                _STATE.settle()
+            _settle()
 
+    _begins(call)
     return call
+
+
+def _settle() -> None:
+    if not _STATE.depth:
+        _STATE.settle()
+
+
+_FIRST |= {_settle.__code__, _State.settle.__code__}
+
+
+def callback(function: F) -> F:
+    """For what Python calls where an exception goes nowhere, as when an object dies; see [Note: when it waits]."""
+    _WITHIN.add(function.__code__)
+    return function

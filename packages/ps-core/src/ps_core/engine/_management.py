@@ -17,7 +17,7 @@ from ps_core.engine._around import Around, Call
 from ps_core.engine._blocks import Blocks
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
-from ps_core.engine._interrupts import take_out
+from ps_core.engine._interrupts import alone, take_out, undisturbed
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
 from ps_core.engine._pilot import Pilot
@@ -84,6 +84,7 @@ class Management:
             handle.remove()
         self._handles.clear()
 
+    @alone
     def _watch(self, model: nn.Module) -> None:
         """Hear of the end of the modules that have managed parameters."""
         for module, parameter in _places(model):
@@ -131,20 +132,32 @@ class Management:
         if self._running:
             return self._call(call, args, kwargs)
         self.pilot.prepare(model, args, kwargs)
-        self._running = True
         depth = self.engine.saved.depth
         try:
-            self.engine.enter()
+            self._enter()
             result = self._call(call, args, kwargs)
+            self._leave(depth)
         except BaseException:
-            self._running = False
-            self.engine.saved.pop_to(depth)
-            self.engine.abort()
+            self._break_off(depth)
             raise
+        return result
+
+    @undisturbed
+    def _enter(self) -> None:
+        self._running = True
+        self.engine.enter()
+
+    @undisturbed
+    def _leave(self, depth: int) -> None:
         self._running = False
         self.engine.saved.pop_to(depth)
         self.engine.leave()
-        return result
+
+    @undisturbed
+    def _break_off(self, depth: int) -> None:
+        self._running = False
+        self.engine.saved.pop_to(depth)
+        self.engine.abort()
 
     def _call(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """With inputs in the precision; within the pass, so that their bytes are counted."""

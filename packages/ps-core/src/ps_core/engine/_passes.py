@@ -297,10 +297,10 @@ class Passes:
         finally:
             self.tide.stop()
             self._clock.turn("")
+            take_out()
         self._store.tide_bytes = 0
         recording.regular &= not any(record.handles for record in self._records)
         self._counters.passes += 1
-        take_out()
         self.guide.observe(recording)
 
     def _go_home(self, recording: Recording) -> None:

@@ -30,6 +30,7 @@ from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
 from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
+from ps_core.engine._interrupts import alone
 from ps_core.engine._lowering import Homes
 from ps_core.engine._messages import say
 from ps_core.engine._moments import Beat, Recording
@@ -141,6 +142,11 @@ class Pilot:
         return 0 if self._plan is None else len(self._plan.beats)
 
     @property
+    def planned(self) -> Planned | None:
+        """The plan in force."""
+        return None if self._plan is None else self._plan.planned
+
+    @property
     def planned_step_s(self) -> float:
         """As predicted; 0 without a plan."""
         return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
@@ -157,10 +163,11 @@ class Pilot:
         if not self._setup.training:
             self.consider()
         elif not (self._tried or self._engine.still or self._options.eager_step) and torch.is_grad_enabled():
-            self._tried = True
             if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
                 self._foresee(module, args, kwargs)
+            self._tried = True  # now: who interrupted it may want it at the next attempt
 
+    @alone
     def _recover(self) -> None:
         """Where memory ran out since the last pass, plan anew with more left for everything else."""
         store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
@@ -320,6 +327,13 @@ class Pilot:
         self._engine.counters.replans += self._recorded
         self._estimated, self._recorded = False, True
 
+    def resized(self) -> None:
+        """Plan anew, for tiers of other sizes."""
+        self._found, self._plan, self._estimated = self._found or self._source, None, False
+        micro = self._micro
+        self.consider()
+        self._micro = micro
+
     def _adopt(self, recording: Recording, batch: _Batch) -> bool:
         """Plan from these moments and have everything where the plan wants it; False: not possible now."""
         engine, started = self._engine, time.monotonic()
@@ -333,16 +347,21 @@ class Pilot:
             planned = self._find(trace, layout)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        plan = EnginePlan(planned, order, recording.beats)
-        if not self._homes.arrange(plan):
+        if not self._put_in_force(EnginePlan(planned, order, recording.beats), recording, batch):
             return False
-        engine.store.foreseen_bytes = 0
-        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         say(
             f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
             f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._machine.name}"
         )
+        return True
+
+    @alone
+    def _put_in_force(self, plan: EnginePlan, recording: Recording, batch: _Batch) -> bool:
+        if not self._homes.arrange(plan):
+            return False
+        self._engine.store.foreseen_bytes = 0
+        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         return True
 
     def _find(self, trace: Trace, layout: Layout) -> Planned:
@@ -357,13 +376,6 @@ class Pilot:
         if error.tier != store.tiers[0].name:
             return everything_too_large(store, groups, error.needed_bytes)
         tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes
-    def resized(self) -> None:
-        """Plan anew, for tiers of other sizes."""
-        self._found, self._plan, self._estimated = self._found or self._source, None, False
-        micro = self._micro
-        self.consider()
-        self._micro = micro
-
         return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
 
     def _tiers(self) -> tuple[Tier, ...]:

@@ -234,8 +234,6 @@ class Store:
 
     # The arena.
 
-    def settle(self, line: int) -> None:
-        """Between passes, with nothing under way: let the arena end here; what is in it waits in the host's memory."""
     def resize(self, tiers: tuple[Tier, ...]) -> None:
         """Keep to other sizes from now on; nothing is in the arena."""
         assert not self._taken, "addresses begin anew"
@@ -243,6 +241,8 @@ class Store:
         if self._arena is not None:
             self._arena = self._new_arena(tiers[0].capacity_bytes if self.device.lazy else 0)
 
+    def settle(self, line: int) -> None:
+        """Between passes, with nothing under way: let the arena end here; what is in it waits in the host's memory."""
         if self._arena is None or self.device.lazy or self._arena.numel() == max(128, line):
             return
         end = max(line, self._arena.numel())

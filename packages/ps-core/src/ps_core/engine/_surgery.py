@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -11,56 +12,92 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._engine import Engine
-from ps_core.engine._interrupts import alone
+from ps_core.engine._interrupts import alone, put_in, take_out, undisturbed
 from ps_core.engine._management import management_of
 from ps_core.engine._parameter import ManagedParameter, make_plain, point_at
 from ps_core.engine._records import TensorRecord
 
 
-@contextmanager
-def materialized(model: nn.Module, names: Iterable[str] | None = None, *, write: bool = False) -> Iterator[nn.Module]:
+def materialized(
+    model: nn.Module, names: Iterable[str] | None = None, *, write: bool = False
+) -> AbstractContextManager[nn.Module]:
     """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep what it does to them.
 
     They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; a parameter
     that was not changed keeps its master, unrounded. Training inside the block raises.
     """
-    engine = management_of(model).engine
-    wanted = _wanted(engine, names)
-    engine.check_usable()
-    engine.finish_pass()
-    given: dict[TensorRecord, torch.Tensor | None] = {}
-    try:
-        _take(engine, wanted, given, write=write)
-        yield model
-    finally:
-        _put_back(engine, given)
+    return _Materialized(model, names, write=write)
 
 
-@alone
-def _take(
-    engine: Engine, wanted: list[TensorRecord], given: dict[TensorRecord, torch.Tensor | None], *, write: bool
-) -> None:
-    for record in wanted:
-        value = engine.read(record)
-        engine.residency.unbind(record)
-        make_plain(record.parameter)
-        point_at(record.parameter, value)
-        given[record] = value.clone() if write else None
-    engine.surgery = True
+class _Materialized(AbstractContextManager[nn.Module]):
+    """A class of its own, and not a generator: an interrupt may come between a generator and what calls it."""
 
+    def __init__(self, model: nn.Module, names: Iterable[str] | None, *, write: bool) -> None:
+        self._model, self._names, self._write = model, names, write
+        self._engine: Engine | None = None
+        self._given: dict[TensorRecord, torch.Tensor | None] = {}
+        self._held: list[weakref.ref[nn.Parameter]] = []
+        """Lest ``torch.utils.swap_tensors`` exchange parameters: they would lose what the engine hung on them."""
 
-@alone
-def _put_back(engine: Engine, given: dict[TensorRecord, torch.Tensor | None]) -> None:
-    engine.surgery = False
-    found = {record: record.parameter.detach() for record in given}
-    for record in given:
-        record.parameter.__class__ = ManagedParameter
-        point_at(record.parameter, record.placeholder)
-        engine.forget_version(record)
-    for record, before in given.items():
-        after = found[record]
-        if before is not None and not (after.shape == before.shape and bool((after == before).all())):
-            _write(engine, record, after)
+    def __enter__(self) -> nn.Module:
+        try:
+            self._begin()
+        except BaseException:
+            self._finish()
+            raise
+        return self._model
+
+    @undisturbed
+    def __exit__(self, *_: object) -> None:
+        self._finish()
+
+    @undisturbed
+    def _begin(self) -> None:
+        engine = management_of(self._model).engine
+        wanted = _wanted(engine, self._names)
+        engine.check_usable()
+        engine.finish_pass()
+        put_in()
+        self._engine = engine
+        self._take(engine, wanted)
+
+    @undisturbed
+    def _finish(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            self._put_back(engine)
+        finally:
+            take_out()
+
+    def _take(self, engine: Engine, wanted: list[TensorRecord]) -> None:
+        for record in wanted:
+            value = engine.read(record)
+            engine.residency.unbind(record)
+            make_plain(record.parameter)
+            point_at(record.parameter, value)
+            self._given[record] = value.clone() if self._write else None
+            self._held.append(weakref.ref(record.parameter))
+        engine.surgery = True
+
+    def _put_back(self, engine: Engine) -> None:
+        given, self._given = self._given, {}
+        self._held.clear()
+        engine.surgery = False
+        found = {record: record.parameter.detach() for record in given}
+        for record in given:
+            record.parameter.__class__ = ManagedParameter
+            point_at(record.parameter, record.placeholder)
+            engine.forget_version(record)
+        for record, before in given.items():
+            if before is not None:
+                _check_shape(record, found[record])
+        for record, before in given.items():
+            if before is not None and not bool((found[record] == before).all()):
+                engine.write_state(
+                    record, Kind.P32 if Kind.P32 in record.group.homes else record.group.weight, found[record]
+                )
 
 
 @alone
@@ -82,13 +119,12 @@ def undo(engine: Engine) -> None:
     engine.store.close()
 
 
-def _write(engine: Engine, record: TensorRecord, value: torch.Tensor) -> None:
+def _check_shape(record: TensorRecord, value: torch.Tensor) -> None:
     if value.shape != record.shape:
         raise InvalidInput(
             f"{record.name!r} now has shape {tuple(value.shape)}, expected {tuple(record.shape)}: to change shapes, "
             "release(model) first"
         )
-    engine.write_state(record, Kind.P32 if Kind.P32 in record.group.homes else record.group.weight, value)
 
 
 def _wanted(engine: Engine, names: Iterable[str] | None) -> list[TensorRecord]:

@@ -28,6 +28,8 @@ from torch._C._dynamo import eval_frame as _frames
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from ps_core.engine._interrupts import callback
+
 _INFRASTRUCTURE = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _lift_fresh = torch.ops.aten.lift_fresh.default
@@ -139,6 +141,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self.current_bytes += bytes
         self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
+    @callback
     def _died(self, life: _Life) -> None:
         if self._lives.get(life.key) is life:
             del self._lives[life.key]

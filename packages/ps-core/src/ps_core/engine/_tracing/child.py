@@ -23,6 +23,7 @@ from typing import IO, NoReturn
 import torch
 
 from ps_core._errors import InvalidInput, PatrickStarError
+from ps_core.engine._interrupts import alone
 
 _TORCH = str(Path(torch.__file__).parent)
 _SAID_BYTES = 2000
@@ -39,22 +40,74 @@ def in_child(work: Callable[[], str], timeout_s: float) -> str:
     """
     if not hasattr(os, "fork"):
         raise ChildFailed("this platform cannot fork a process")
-    reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as said, os.fdopen(reader, "rb", buffering=0) as answer:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads: see above
-            child = os.fork()
-        if not child:
-            _be_the_child(work, writer, said)
-        os.close(writer)
+    with tempfile.TemporaryFile() as said:
+        child = _Child()
         try:
-            text = _read(answer, timeout_s)
+            child.start(work, said)
+            text = child.read(timeout_s)
+            status = child.wait()
         except BaseException:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.end()
             raise
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return _judge(text, status, said)
+
+
+class _Child:
+    """A copy of this process. No interrupt comes between its birth and its number being known, nor within a fork.
+
+    (What Python does around a fork calls functions whose exceptions go nowhere.) In the copy none ever comes.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._answer: IO[bytes] | None = None
+
+    @alone
+    def start(self, work: Callable[[], str], said: IO[bytes]) -> None:
+        """Have it do the work and write the outcome."""
+        reader, writer = os.pipe()
+        self._answer = os.fdopen(reader, "rb", buffering=0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads: see above
+                self._number = os.fork()
+            if not self._number:
+                _be_the_child(work, writer, said)
+        except OSError as error:
+            raise ChildFailed(f"this process could not be copied: {error.strerror}") from error
+        finally:
+            os.close(writer)
+
+    def read(self, timeout_s: float) -> bytes:
+        """All that it has to say."""
+        assert self._answer is not None, "it was started"
+        end = time.monotonic() + timeout_s
+        parts: list[bytes] = []
+        while True:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._answer], [], [], left)[0]:
+                raise ChildFailed(f"it was not done after {timeout_s:g} s")
+            part = self._answer.read(1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+
+    @alone
+    def wait(self) -> int:
+        """Its exit status; it has nothing more to say."""
+        number, self._number = self._number, 0
+        if self._answer is not None:
+            self._answer.close()
+        return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+    @alone
+    def end(self) -> None:
+        """Have it gone, if it is not."""
+        if self._number:
+            os.kill(self._number, signal.SIGKILL)
+            self.wait()
+        elif self._answer is not None:
+            self._answer.close()
 
 
 def _be_the_child(work: Callable[[], str], writer: int, said: IO[bytes]) -> NoReturn:
@@ -89,19 +142,6 @@ def _where(error: Exception) -> str:
         if not frame.filename.startswith((_TORCH, ours, "<")):
             return f" ({frame.filename}, line {frame.lineno})"
     return ""
-
-
-def _read(answer: IO[bytes], timeout_s: float) -> bytes:
-    end = time.monotonic() + timeout_s
-    parts: list[bytes] = []
-    while True:
-        left = end - time.monotonic()
-        if left <= 0 or not select.select([answer], [], [], left)[0]:
-            raise ChildFailed(f"it was not done after {timeout_s:g} s")
-        part = answer.read(1 << 20)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
 
 
 def _judge(text: bytes, status: int, said: IO[bytes]) -> str:

@@ -1,0 +1,318 @@
+"""Ctrl-C at chosen instants: each is delivered once, nobody loses one, and the next step is right to the bit.
+
+An instant is one at which Python may run a signal handler: a function's first instruction, or a C function's return.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import _models as models
+from _cases import ADAMW, next_token, rows, square, tokens
+from _reference import Make, Settings
+from _runs import HOST, check_same, chunked_model, managed
+from ps_core import Budget
+from ps_core.engine import materialized, statistics
+from ps_core.engine._interrupts import _HANDLER, _STATE
+from ps_core.engine._parameter import ManagedParameter
+
+ENGINE = "/ps_core/engine/"
+POINTS = 30
+"""Instants within a step, spread evenly."""
+
+
+@pytest.fixture(autouse=True)
+def as_python_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Python's own handler before and after, and no exception that goes nowhere."""
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: lost.append(traceback.format_tb(found.exc_traceback)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert not lost
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (_STATE.depth, _STATE.users, _STATE.put, _STATE.came) == (0, 0, False, [])
+    signal.signal(signal.SIGINT, before)
+
+
+class CtrlC:
+    """Calls the handler at one instant of code in some files (or of one function of theirs).
+
+    With ``again`` once more, so many functions later.
+    """
+
+    def __init__(self, at: int, where: str = ENGINE, *, of: str = "", again: int = 0) -> None:
+        self.at, self.where, self.of, self.again = at, where, of, again
+        self.count = self.later = self.sent = 0
+
+    def __enter__(self) -> CtrlC:
+        if self.again:
+            sys.settrace(self._trace)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        sys.settrace(None)
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event not in ("call", "c_return") or code.co_flags & inspect.CO_GENERATOR:
+            return  # a generator that is closed looks like one that is called
+        if self.where in code.co_filename and self.of in ("", code.co_name):
+            self.count += 1
+            if self.count == self.at:
+                self._send(frame)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> None:
+        """What a profiling function raises ends the profiling, so the second comes from here."""
+        if self.sent and self.where in frame.f_code.co_filename:
+            self.later += 1
+            if self.later == self.again:
+                self._send(frame)
+
+    def _send(self, frame: FrameType) -> None:
+        self.sent += 1
+        handler: Any = signal.getsignal(signal.SIGINT)
+        handler(signal.SIGINT, frame)
+
+
+def count(work: Callable[[], object], where: str = ENGINE, *, of: str = "") -> int:
+    with CtrlC(-1, where, of=of) as counting:
+        work()
+    return counting.count
+
+
+def interrupted(work: Callable[[], object], at: int, where: str = ENGINE, *, of: str = "", again: int = 0) -> None:
+    """Do it, broken off once; what came is delivered, and nothing is left waiting."""
+    with pytest.raises(KeyboardInterrupt), CtrlC(at, where, of=of, again=again) as sending:
+        work()
+    assert sending.sent in ((1, 2) if again else (1,))
+    assert (_STATE.depth, _STATE.came) == (0, [])
+
+
+def step(model: nn.Module, optimizer: Any, index: int) -> Tensor:
+    loss = next_token(model, *tokens(index))
+    optimizer.scale(loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def training(points: int, again: int = 0) -> Callable[[Make], list[Tensor]]:
+    """Train; every step but the first two is broken off somewhere, and done again unless it had been taken."""
+
+    def train(make: Make) -> list[Tensor]:
+        model, optimizer = make(models.Language(layers=2), ADAMW)
+        logs = [step(model, optimizer, index) for index in range(2)]
+        events = count(lambda: logs.append(step(model, optimizer, 2)))
+        for index in range(3, 3 + POINTS):
+            if points:
+                before = statistics(model).steps
+                interrupted(partial(step, model, optimizer, index), 1 + (index - 3) * events // POINTS, again=again)
+                optimizer.zero_grad()
+                if statistics(model).steps > before:
+                    continue
+            step(model, optimizer, index)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if points:
+            before_it = statistics(model)
+            logs.append(step(model, optimizer, 99))
+            after = statistics(model)
+            assert after.planned_passes == before_it.planned_passes + 1, "plans are followed as before"
+            assert after.steps == before_it.steps + 1
+        else:
+            logs.append(step(model, optimizer, 99))
+        return logs
+
+    return train
+
+
+WHERE = {
+    "cpu": ("cpu", None, HOST),
+    "emulated": ("emulated", 64_000, HOST),
+    "cpu and disk": ("cpu", None, 100_000),
+    "emulated and disk": ("emulated", 64_000, 60_000),
+}
+
+
+@pytest.mark.parametrize("again", [0, 3], ids=["once", "twice"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_step_broken_off_anywhere(where: str, again: int, tmp_path: Path) -> None:
+    device, room, host = WHERE[where]
+    below = {"disk": "64MiB", "disk_dir": str(tmp_path)} if "disk" in where else {}
+    told = Settings(precision="bf16")
+    got = managed(training(POINTS, again), told, device, Budget(device=room, host=host, **below))
+    check_same(training(0), told, got)
+
+
+# The first pass, which is traced in a copy of the process and planned
+
+
+class WithLoss(models.Language):
+    """Returns its loss, so that it can be traced."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        logits = super().forward(batch)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def first_step(points: Callable[[int], Any], where: str) -> Callable[[Make], list[Tensor]]:
+    """Train two steps, the first of which is broken off and begun again; at these instants one after the other."""
+
+    def passes(model: nn.Module, optimizer: Any) -> Tensor:
+        loss = model(*tokens(0))
+        optimizer.scale(loss).backward()
+        return loss.detach()
+
+    def train(make: Make) -> list[Tensor]:
+        logs = []
+        model, optimizer = make(WithLoss(layers=1), ADAMW)
+        events = count(lambda: passes(model, optimizer), where)
+        for at in points(events):
+            model, optimizer = make(WithLoss(layers=1), ADAMW)
+            files = len(os.listdir("/proc/self/fd"))
+            interrupted(partial(passes, model, optimizer), at, where)
+            assert len(os.listdir("/proc/self/fd")) == files
+            with pytest.raises(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            optimizer.zero_grad()
+            for _ in range(2):
+                logs.append(passes(model, optimizer))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert statistics(model).moments > 0, "it was planned in the end"
+        return logs
+
+    return train
+
+
+@pytest.mark.parametrize(("where", "points"), [("/_tracing/child.py", 6), (ENGINE, 6)], ids=["the fork", "anywhere"])
+def test_a_first_pass_broken_off(where: str, points: int) -> None:
+    told, runs = Settings(precision="bf16"), []
+
+    def some(events: int) -> Any:
+        runs.append(range(1, events, events // points))
+        return runs[-1]
+
+    budget = Budget(device="256KiB", host=HOST)
+    got = managed(first_step(some, where), told, "emulated", budget)
+    assert len(runs[0]) >= points
+
+    def undisturbed(make: Make) -> list[Tensor]:
+        return first_step(lambda _: (), where)(make) + _plainly(make, len(runs[0]))
+
+    check_same(undisturbed, told, got)
+
+
+def _plainly(make: Make, times: int) -> list[Tensor]:
+    logs = []
+    for _ in range(times):
+        model, optimizer = make(WithLoss(layers=1), ADAMW)
+        for _ in range(2):
+            loss = model(*tokens(0))
+            optimizer.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            logs.append(loss.detach())
+    return logs
+
+
+@contextmanager
+def sending_after_forks() -> Iterator[list[int]]:
+    """Ctrl-C from what Python calls after a fork, whose exceptions go nowhere."""
+    _ARMED.append(0)
+    try:
+        yield _ARMED
+    finally:
+        _ARMED.clear()
+
+
+_ARMED: list[int] = []
+
+
+def _after_fork() -> None:
+    if _ARMED:
+        _ARMED[0] += 1
+        signal.raise_signal(signal.SIGINT)
+
+
+os.register_at_fork(after_in_parent=_after_fork)
+
+
+def test_an_interrupt_within_the_fork_is_not_lost() -> None:
+    with chunked_model(WithLoss(), budget=Budget(device="256KiB", host=HOST)) as (model, optimizer):
+        with sending_after_forks() as sent, pytest.raises(KeyboardInterrupt):
+            model(*tokens(0))
+        optimizer.zero_grad()
+        model(*tokens(0)).backward()
+        optimizer.step()
+        assert statistics(model).steps == 1
+    assert not sent
+
+
+# Elsewhere
+
+
+def test_where_an_object_dies_an_interrupt_waits() -> None:
+    """The pass is recorded, so deaths of tensors are counted, by functions whose exceptions Python only prints."""
+    with chunked_model(models.Language(layers=1), budget=Budget(device="256KiB", host=HOST)) as (model, optimizer):
+
+        def passes() -> None:
+            next_token(model, *tokens(0)).backward()
+
+        deaths = count(passes, of="_died")
+        assert deaths > 10
+        for at in (1, deaths // 2):
+            optimizer.zero_grad()
+            interrupted(passes, at, of="_died")
+        optimizer.zero_grad()
+        passes()
+        optimizer.step()
+        assert statistics(model).steps == 1
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_materialized_gives_parameters_back_wherever_it_is_broken_off(write: bool) -> None:
+    with chunked_model(models.stack(1)) as (model, optimizer):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def within() -> None:
+            with materialized(model, write=write):
+                pass
+
+        events = count(within)
+        for at in range(1, events, max(1, events // 40)):
+            interrupted(within, at)
+            assert all(type(parameter) is ManagedParameter for parameter in model.parameters())
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        square(model, *rows(0)).backward()
+        optimizer.step()
+        assert statistics(model).steps == 1
+
+
+def test_a_pass_within_another_leaves_the_handler() -> None:
+    with (
+        chunked_model(models.stack(2)) as (student, optimizer),
+        chunked_model(models.stack(1), spec=None) as (teacher, _),
+    ):
+        out = student(*rows(0))
+        with torch.no_grad():
+            teacher(*rows(0))
+        assert signal.getsignal(signal.SIGINT) == _HANDLER, "the student's pass is still on"
+        out.square().mean().backward()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        optimizer.step()
