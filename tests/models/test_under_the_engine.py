@@ -23,6 +23,7 @@ BUDGETS = {
     "tiles": (350_000, 205_000),
     "bert": (500_000, 310_000),
     "llama": (400_000, 220_000),
+    "offloaded": (0, 800_000),
     "experts": (600_000, 380_000),
     "gpt experts": (300_000, 180_000),
 }
@@ -34,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiles": {"name": "gpt2", "tiles": 3},
     "bert": {"name": "bert-base", "loss_chunk_tokens": 10, **DROPOUT},
     "llama": {"name": "llama-10m", "kv_heads": 2, "loss_chunk_tokens": 10, "checkpoint_blocks": (1,)},
+    "offloaded": {"name": "llama-10m", "checkpoint_blocks": True, "offload_checkpoints": True, **DROPOUT},
     "experts": {"name": "llama-10m", "experts": 4, "loss_chunk_tokens": 10},
     "gpt experts": {"name": "gpt2", "experts": 3, "experts_chosen": 1, "checkpoint_blocks": True},
 }
@@ -72,8 +74,12 @@ def loop(kind: str, device: str) -> Loop:
     return run
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", MODELS)
+WAYS = [
+    (kind, precision) for precision in ("fp32", "bf16") for kind in MODELS if (kind, precision) != ("offloaded", "fp32")
+]
+
+
+@pytest.mark.parametrize(("kind", "precision"), WAYS)
 def test_the_same_bits_as_plain_pytorch_from_meta(kind: str, precision: str) -> None:
     settings = Settings(precision=precision, options=Options(poison=True, group_bytes=8192))
     expected = plain(loop(kind, "cpu"), settings)
@@ -82,3 +88,6 @@ def test_the_same_bits_as_plain_pytorch_from_meta(kind: str, precision: str) -> 
     got = managed(loop(kind, "meta"), settings, stand_in, budget)
     assert not differences(expected, got)
     assert got.evictions > 0
+    if kind == "offloaded":
+        inputs = SMALL["layers"] * SMALL["hidden"] * 3 * LENGTH * 2
+        assert min(got.statistics[0].moved_bytes[link] for link in ("device->host", "host->device")) > STEPS * inputs
