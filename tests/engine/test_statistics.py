@@ -7,11 +7,14 @@ import time
 import pytest
 
 import _models as models
+import ps_kernels
 from _cases import rows, square
+from _fake_cuda import FakeRuntime
 from _runs import HOST, chunked_model, stand_in
 from ps_core import Budget, Options
 from ps_core.engine import statistics
 from ps_core.engine._clock import PHASES, Clock
+from ps_core.engine._cuda.device import CudaDevice
 
 PAUSE_S = 0.02
 
@@ -60,3 +63,34 @@ def test_the_last_divergence_says_why() -> None:
         x = rows(0)[0]
         square(model, x.repeat(2, *[1] * (x.dim() - 1))).backward()
         assert statistics(model).last_divergence == "a batch larger than the plan's"
+
+
+KERNELS = {"cuda": "available", "avx512": "no such processor", "avx2": "available", "torch": "available"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "budget", "cuda", "expected"),
+    [
+        (1, "64MiB", "available", "cuda"),
+        (1, "64MiB", "cupy is not installed", "torch on CUDA"),
+        (8, "128KiB", "available", "avx2"),
+        (8, "400KiB", "available", "cuda and avx2"),
+    ],
+)
+def test_what_steps_run_on_with_a_card(
+    layers: int, budget: str, cuda: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ps_kernels, "backends", lambda: {**KERNELS, "cuda": cuda})
+    told = {"budget": Budget(device=budget, host=HOST), "options": Options(group_bytes=16384)}
+    with FakeRuntime() as runtime, chunked_model(models.stack(layers), device=CudaDevice(runtime), **told) as managed:
+        model, optimizer = managed
+        for index in range(2):
+            square(model, *rows(index)).backward()
+            optimizer.step()
+        assert statistics(model).adam_backend == expected
+
+
+def test_what_steps_run_on_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps_kernels, "backends", lambda: KERNELS)
+    with chunked_model(models.stack()) as (model, _):
+        assert statistics(model).adam_backend == "avx2", "whatever CUDA there may be"

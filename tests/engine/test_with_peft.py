@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from _hugging_face import HOST, batch, llama
 from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget
-from ps_core import AdamW, Budget, Options
+from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._management import management_of
 
@@ -25,7 +25,8 @@ STEPS = 4
 
 
 def with_adapters(seed: int = 0, **more: Any) -> Any:
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more)
+    told = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | more
+    config = peft.LoraConfig(**told)
     return peft.get_peft_model(llama(seed), config)
 
 
@@ -132,4 +133,87 @@ def test_adapters_switched_off_give_the_base() -> None:
     base = in_bf16(llama())
     with model.disable_adapter(), torch.no_grad():
         assert torch.equal(model(**batch(9)).loss, base(**batch(9)).loss)
+    release(model)
+
+
+# Adapters exchanged while the model is under management
+
+
+def saved_adapters(folder: Path, rank: int = 4) -> dict[str, Tensor]:
+    """Others, whose product is not zero, in a folder; their values by name."""
+    other = with_adapters(seed=5, r=rank)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in other.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16().float() / 8
+    other.save_pretrained(str(folder))
+    return {name: value for name, value in other.state_dict().items() if "lora_" in name}
+
+
+def hotswap(model: Any, folder: Path) -> None:
+    from peft.utils.hotswap import hotswap_adapter
+
+    hotswap_adapter(model, str(folder), adapter_name="default", torch_device="cpu")
+
+
+def adapters(model: Any) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in model.state_dict().items() if "lora_" in name}
+
+
+def test_adapters_are_exchanged_under_materialized(tmp_path: Path) -> None:
+    wanted = saved_adapters(tmp_path)
+    model, optimizer = managed(with_adapters())
+    train(model, optimizer)
+    with materialized(model, write=True):
+        hotswap(model, tmp_path)
+    found = adapters(model)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    plain = with_adapters()
+    plain.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        assert torch.equal(model(**batch(9)).loss, in_bf16(plain)(**batch(9)).loss)
+    train(model, optimizer)
+    assert any(not torch.equal(adapters(model)[name], value) for name, value in wanted.items())
+    release(model)
+
+
+def test_exchanged_without_it_they_are_refused_and_stay(tmp_path: Path) -> None:
+    saved_adapters(tmp_path)
+    model, optimizer = managed(with_adapters())
+    train(model, optimizer)
+    before = adapters(model)
+
+    def attempt() -> None:
+        hotswap(model, tmp_path)
+        model(**batch(0))
+
+    with pytest.raises(UnsupportedParameter, match=r"lora_.*changed in place.*with materialized\(model"):
+        attempt()
+    release(model)
+    found = {name: value.float() for name, value in model.state_dict().items() if "lora_" in name}
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_of_another_rank_they_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved_adapters(tmp_path, rank=8)
+    model, optimizer = managed(with_adapters())
+    before = adapters(model)
+    with (
+        pytest.raises(InvalidInput, match=r"lora_A.* now has shape \(8, 32\), expected \(4, 32\)"),
+        materialized(model, write=True),
+    ):
+        hotswap(model, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in adapters(model).items())
+    train(model, optimizer)
+    release(model)
+
+
+def test_an_adapter_that_is_added_is_refused() -> None:
+    model, _ = managed(with_adapters())
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedParameter, match=r"other.* was added after chunked"):
+        model(**batch(0))
+    model.delete_adapter("other")
+    model(**batch(0))
     release(model)

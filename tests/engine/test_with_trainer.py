@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from _hugging_face import HOST, assert_near, llama, row, tight, twin, under
-from ps_core import Budget
+from ps_core import Budget, InvalidInput
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -118,3 +118,30 @@ def test_in_bf16_the_norms_logged_are_those_of_the_step(tmp_path: Path) -> None:
     assert all(norm > CLIP for _, norm, _ in rows)
     assert clipped == pytest.approx([CLIP] * STEPS, rel=1e-4), "what the step sees is clipped already"
     assert all(math.isfinite(loss) for loss, _, _ in rows)
+
+
+def test_in_fp16_with_the_optimizers_scaler(tmp_path: Path) -> None:
+    """Accelerate scales the loss by what it is given; the log shows the loss, and the norm, without the scale."""
+
+    def by_trainer(model: nn.Module, optimizer: Any) -> Any:
+        trained = trainer(model, optimizer, tmp_path, save_strategy="steps", save_steps=STEPS)
+        trained.accelerator.scaler = optimizer.scaler
+        trained.train()
+        assert torch.load(tmp_path / f"checkpoint-{STEPS}" / "scaler.pt") == optimizer.scaler.state_dict()
+        return logged(trained), optimizer.loss_scale
+
+    model = llama()
+    plain = trainer(model, twin(model), tmp_path)
+    plain.train()
+    (rows, scale), _, counted = tight(lambda budget: under(budget, llama(), by_trainer, precision="fp16"), 180_000)
+    assert (counted.steps, counted.skipped_steps, scale) == (STEPS, 0, 2.0**16)
+    for found, expected in zip(rows, logged(plain), strict=True):
+        assert found == pytest.approx(expected, rel=2e-2), "16 bits round, by far less than a scale"
+
+
+def test_in_fp16_without_it_the_message_says_how(tmp_path: Path) -> None:
+    def by_trainer(model: nn.Module, optimizer: Any) -> None:
+        with pytest.raises(InvalidInput, match=r"trainer\.accelerator\.scaler = optimizer\.scaler"):
+            trainer(model, optimizer, tmp_path).train()
+
+    under(Budget(device=400_000, host=HOST), llama(), by_trainer, precision="fp16")

@@ -27,6 +27,11 @@ MEMORY = frozenset(
     | {"__array__", "__dlpack__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
 )
 
+REMEDY = (
+    "clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ (norm_type=2), or release(model) to work on plain "
+    "gradients"
+)
+
 
 class ManagedGrad(torch.Tensor):
     """The gradient of one managed parameter, without the loss scale."""
@@ -57,11 +62,10 @@ class ManagedGrad(torch.Tensor):
             self._refuse("an operation, after it was forgotten or stepped,")
         self._gradients.scale_gradient(self._record, factor)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, remedy: str = REMEDY) -> NoReturn:
         raise InvalidInput(
             f"{what} on the gradient of {self._record.name!r}: it is in a chunk, and here it has a norm and can be "
-            "multiplied by a number, no more; clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ "
-            "(norm_type=2), or release(model) to work on plain gradients"
+            f"multiplied by a number, no more; {remedy}"
         )
 
     # Any: torch passes whatever the caller did.
@@ -138,6 +142,13 @@ def _number(factor: Any, grad: ManagedGrad) -> float:
     return float(factor)
 
 
+def _unscale(grads: Sequence[Any], *_: Any) -> NoReturn:
+    _first(grads)._refuse(
+        "torch.amp.GradScaler (_amp_foreach_non_finite_check_and_unscale_)",
+        "leave torch's scaler out, or for fp16 use chunked(..., precision='fp16') and optimizer.scaler in its place",
+    )
+
+
 def _same(grad: ManagedGrad) -> ManagedGrad:
     """As a view would, it changes what it was taken from."""
     return ManagedGrad(grad._record, grad._gradients, grad._loss_scale)
@@ -152,6 +163,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_mul_.Tensor: _multiply_all,
     aten._foreach_mul_.Scalar: _multiply_all,
     aten._foreach_mul_.ScalarList: _multiply_all,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.is_pinned.default: lambda grad: False,

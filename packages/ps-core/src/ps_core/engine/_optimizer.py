@@ -22,7 +22,7 @@ from ps_core._errors import InvalidInput
 from ps_core._options import SGD, Adam, AdamW, Optimizer
 from ps_core._program import Kind
 from ps_core.engine._interrupts import alone
-from ps_core.engine._scaler import LossScale
+from ps_core.engine._scaler import LossScale, Scaler
 from ps_core.engine._settings import Gradients, Outcome, Rule, Settings
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if scaler is not None and not self._scaled:
             raise InvalidInput(
                 "precision fp16, but the loss was not scaled, so its gradients may have been lost to rounding: call "
-                "optimizer.scale(loss).backward() in place of loss.backward()"
+                "optimizer.scale(loss).backward() in place of loss.backward(); where Accelerate or the Trainer calls "
+                "backward, give it optimizer.scaler (trainer.accelerator.scaler = optimizer.scaler)"
             )
         self._outcome = self._gradients.step(settings_of, self.max_grad_norm, 1.0 if scaler is None else scaler.value)
         if scaler is not None:
@@ -111,6 +112,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return loss
         self._scaled = True
         return self._loss_scale.scale(loss)
+
+    @property
+    def scaler(self) -> Scaler:
+        """`scale` and `step` under the names of ``torch.amp.GradScaler``, for code that is written for one."""
+        return Scaler(self, self._loss_scale)
 
     @property
     def loss_scale(self) -> float:

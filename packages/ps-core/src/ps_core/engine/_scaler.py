@@ -1,9 +1,13 @@
-"""The loss scale of fp16 training: the policy and the state of ``torch.amp.GradScaler``, and no pass over gradients."""
+"""The loss scale of fp16 training: the policy, the state and the face of ``torch.amp.GradScaler``.
+
+There is no pass over gradients: the norm is taken anyway, and the step divides by the scale.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -61,3 +65,62 @@ class LossScale:
         self.backoff_factor = float(state["backoff_factor"])
         self.growth_interval = int(state["growth_interval"])
         self.clean_steps = int(state["_growth_tracker"])
+
+
+class Scaled(Protocol):
+    """The optimizer of a scaled loss."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to call backward on."""
+
+    def step(self) -> Any:
+        """Update, or skip where a gradient is not finite."""
+
+
+class Scaler:
+    """``optimizer.scaler``: for code that is written for a ``GradScaler``. Where nothing is scaled, it does nothing."""
+
+    def __init__(self, optimizer: Scaled, loss_scale: LossScale | None) -> None:
+        self._optimizer, self._loss_scale = optimizer, loss_scale
+
+    def is_enabled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self._loss_scale is not None
+
+    def get_scale(self) -> float:
+        """What the loss is multiplied by now."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on."""
+        return self._optimizer.scale(outputs)
+
+    def unscale_(self, optimizer: object) -> None:
+        """Nothing to do: gradients never show the scale."""
+        self._check(optimizer)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step, which skips itself where a gradient is not finite."""
+        self._check(optimizer)
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: object = None) -> None:
+        """Nothing to do: the step has seen to it."""
+        if new_scale is not None:
+            raise InvalidInput("update(new_scale=...): the scale is set by load_state_dict({'scale': ..., ...})")
+
+    def state_dict(self) -> dict[str, float | int]:
+        """``GradScaler``'s; it is in the optimizer's, too."""
+        return {} if self._loss_scale is None else self._loss_scale.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Take it over."""
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(state)
+
+    def _check(self, optimizer: object) -> None:
+        if optimizer is not self._optimizer:
+            raise InvalidInput(
+                f"this scaler is that of the optimizer that chunked(...) returned, found a {type(optimizer).__name__}; "
+                "scale other losses by a scaler of their own"
+            )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 import ps_kernels
+from ps_core._program import Kind
+from ps_core.engine._engine import Engine
 from ps_core.engine._management import management_of
 
 
@@ -45,7 +47,7 @@ class Statistics:
     bytes_per_parameter: float
     """Of model data with a home, padding included."""
     adam_backend: str
-    """What steps run on."""
+    """What steps run on, as in ``cuda and avx512`` where a card has the states of some groups."""
     last_divergence: str
     """Why the last of those passes did; empty: none has."""
     stalls_s: float
@@ -101,7 +103,7 @@ def statistics(model: nn.Module) -> Statistics:
         groups=len(engine.groups),
         moments=pilot.moments,
         bytes_per_parameter=homes / max(1, sum(record.numel for record in engine.records)),
-        adam_backend=_backend(),
+        adam_backend=_backend(engine),
         last_divergence=counters.last_divergence,
         stalls_s=counters.clock.stalled_s,
         step_time_s=dict(counters.clock.last_step),
@@ -109,5 +111,12 @@ def statistics(model: nn.Module) -> Statistics:
     )
 
 
-def _backend() -> str:
-    return next(name for name, state in ps_kernels.backends().items() if state == "available" and name != "cuda")
+def _backend(engine: Engine) -> str:
+    """What steps run on: each group's where its states live, so on a card there may be two."""
+    states = ps_kernels.backends()
+    on_cpu = next(name for name, state in states.items() if state == "available" and name != "cuda")
+    if engine.store.device.name != "cuda":
+        return on_cpu
+    on_card = "cuda" if states["cuda"] == "available" else "torch on CUDA"
+    tiers = {group.homes[Kind.P32].slot.tier for group in engine.groups if Kind.P32 in group.homes and group.trainable}
+    return " and ".join([on_card] * (0 in tiers) + [on_cpu] * (tiers != {0}))
