@@ -8,7 +8,7 @@ from _crew import Crew, crew
 from _zero_cases import Way
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-MOST_ULPS = 32
+MOST_ULPS = 4
 """Of a tensor's largest value or change, after one step from the same state."""
 
 
@@ -25,18 +25,17 @@ def test_four_ranks_are_one_process_bit_for_bit(four: Crew, precision: str) -> N
 
 @pytest.mark.parametrize(("accumulate", "max_norm"), [(1, 0.05), (2, None), (2, 0.05)])
 @pytest.mark.parametrize(("precision", "rule"), [("fp32", "sgd"), ("bf16", "sgd"), ("bf16", "adamw")])
-def test_clipping_and_accumulation_to_rounding(
+def test_clipping_and_accumulation(
     two: Crew, precision: str, rule: str, accumulate: int, max_norm: float | None
 ) -> None:
-    """What is left is the order of additions: a norm's over shards, a sum's over passes before processes."""
+    """Bit for bit; with clipping to the rounding of the norm, which is added up over shards."""
     way = Way(precision=precision, rule=rule, accumulate=accumulate, max_norm=max_norm, eps=1e-3)
-    for worst in two.run(cases.trains, way, 2, False):
+    for worst in two.run(cases.trains, way, 2, max_norm is None):
         assert worst < MOST_ULPS
 
 
 def test_two_copies_of_two_shards(four: Crew) -> None:
-    for worst in four.run(cases.trains, Way(device="emulated", precision="bf16", eps=1e-3), 2, False, replicate=2):
-        assert worst < MOST_ULPS
+    four.run(cases.trains, Way(device="emulated", precision="bf16"), 2, True, replicate=2)
 
 
 def test_copies_without_shards(two: Crew) -> None:
