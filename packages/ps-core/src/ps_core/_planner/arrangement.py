@@ -191,8 +191,7 @@ class Arrangement:
         start = lowest(still, seat.bytes)
         while (other := self._in_the_way(extent, start)) is not None:
             self.compact(0)
-            if self._in_the_way(extent, start) == other:
-                self._to_the_top(other)
+            self._to_the_top(other)
         if seat.offset != start:
             self._shift(extent, start)
         self.fixed |= {extent}
