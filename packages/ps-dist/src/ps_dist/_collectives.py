@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
+from ps_dist._bench import Bench, named
 from ps_dist._farewell import AtExit, words_of
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane, Pending
@@ -54,6 +56,7 @@ class TorchCollectives:
         self._wire = Wire(group, mesh.rank)
         self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
         self._lane = Lane(hopeless_s=patience.hopeless_s)
+        self._bench = Bench(self._lane, self._journal, self._wire, self._sum, mesh)
         self._watch = Watch(store, self._lane, self._journal, rank=mesh.rank, ranks=mesh.size, patience=patience)
         self._at_exit = AtExit(lambda words: self._close(words, waits=False))
         self.rank = mesh.shard
@@ -62,6 +65,8 @@ class TorchCollectives:
         """How many shards there are; without ``replicate`` how many processes."""
         self.copy = mesh.rank // mesh.shards
         """Which copy of the model this process has a part of; without ``replicate`` 0."""
+        self.process = mesh.rank
+        """This process's rank among all."""
         self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)
         """Processes on this computer, as torchrun says; all of them where it did not start them."""
 
@@ -69,6 +74,17 @@ class TorchCollectives:
     def mesh(self) -> Mesh:
         """Who shares the model with this process, and who has the same part of it."""
         return self._mesh
+
+    # Jobs.
+
+    def start(self, job: Callable[[Bench], None]) -> Pending:
+        """Have a job done when its turn comes, by the thread that does all collectives.
+
+        A job does collectives one after another, and what it does next may depend on what came before; every process
+        must do the same ones in the same order, in whatever jobs.
+        """
+        self._check_open("a job")
+        return self._lane.submit(None, partial(job, self._bench))
 
     # Buffers.
 
@@ -99,8 +115,10 @@ class TorchCollectives:
             raise InvalidInput(f"reduce_scatter: scratch is {scratch.dtype}, expected contiguous torch.uint8")
         self._sum.piece_numel(into.numel(), source.dtype, scratch)
         entry = self._journal.add(_name("reduce_scatter", what, source))
-        room = scratch.view(-1)
-        return self._lane.submit(entry, lambda: self._sum("reduce_scatter", entry.tag, into, source, room))
+        room, kind, givers = scratch.view(-1), source.dtype, self._mesh.everyone
+        return self._lane.submit(
+            entry, lambda: self._sum("reduce_scatter", entry.tag, into, source, room, kind=kind, givers=givers)
+        )
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The scratch with which a reduce-scatter of shards of so many elements is done in one piece."""
@@ -236,8 +254,7 @@ class TorchCollectives:
 
 
 def _name(operation: str, what: str, buffer: Tensor) -> str:
-    kind = str(buffer.dtype).removeprefix("torch.")
-    return f"{operation} of {buffer.numel()} {kind}{f' ({what})' if what else ''}"
+    return named(operation, what, buffer.numel(), buffer.dtype)
 
 
 def _largest(values: Sequence[float]) -> float:

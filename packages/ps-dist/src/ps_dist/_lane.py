@@ -21,7 +21,7 @@ _MOMENT_S = 0.1
 class Pending:
     """Something on its way."""
 
-    def __init__(self, lane: Lane, entry: Entry, work: Callable[[], None]) -> None:
+    def __init__(self, lane: Lane, entry: Entry | None, work: Callable[[], None]) -> None:
         self.entry = entry
         self._lane = lane
         self._work: Callable[[], None] | None = work
@@ -63,7 +63,7 @@ class Lane:
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
         self._open: dict[Pending, None] = {}
         self._lock = Lock()
-        self._flight: tuple[Pending, float] | None = None
+        self._flight: tuple[Entry, float] | None = None
         self.error: RanksDiverged | None = None
         """Why nothing goes any more, as told to everyone."""
         self.failure: str | None = None
@@ -73,8 +73,8 @@ class Lane:
         self._thread = Thread(target=self._run, name="ps_dist lane", daemon=True)
         self._thread.start()
 
-    def submit(self, entry: Entry, work: Callable[[], None]) -> Pending:
-        """Have something done when its turn comes."""
+    def submit(self, entry: Entry | None, work: Callable[[], None]) -> Pending:
+        """Have something done when its turn comes; None: it says itself, by `enter`, what it does."""
         pending = Pending(self, entry, work)
         with self._lock:
             if self.error is not None:
@@ -88,7 +88,11 @@ class Lane:
     def flight(self) -> tuple[Entry, float] | None:
         """What is being done, and for how many seconds."""
         flight = self._flight
-        return None if flight is None else (flight[0].entry, monotonic() - flight[1])
+        return None if flight is None else (flight[0], monotonic() - flight[1])
+
+    def enter(self, entry: Entry | None) -> None:
+        """What is done from now on; by the thread itself."""
+        self._flight = None if entry is None else (entry, monotonic())
 
     def fail(self, error: RanksDiverged) -> None:
         """Nothing more will come of anything."""
@@ -118,13 +122,13 @@ class Lane:
         while (pending := self._queue.get()) is not None:
             if pending.done:
                 continue
-            self._flight = (pending, monotonic())
+            self.enter(pending.entry)
             try:
                 pending.run()
-            except RuntimeError as error:
+            except Exception as error:
                 self.failure = (str(error).splitlines() or [type(error).__name__])[0]
                 return  # `_watch` tells the rest
-            self._flight = None
+            self.enter(None)
             with self._lock:
                 self._open.pop(pending, None)
             pending.finish()

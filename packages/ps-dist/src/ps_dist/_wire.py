@@ -9,7 +9,7 @@ oneself, so the scratch of a sum is a shard smaller than what is summed. Each me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -65,29 +65,56 @@ class Wire:
                 assert work is not None, "this process is one of the group"
                 work.wait(timedelta(milliseconds=1))
 
-    def gather(self, operation: str, tag: int, peers: Sequence[int], into: Tensor, shard: Tensor) -> None:
-        """Every peer's shard, in the order of ``peers``."""
-        rows = into.view(len(peers), -1)
+    def gather(
+        self,
+        operation: str,
+        tag: int,
+        peers: Sequence[int],
+        into: Tensor | None,
+        shard: Tensor,
+        takers: Collection[int] | None = None,
+    ) -> None:
+        """Every peer's shard, in the order of ``peers``; ``takers``: who gets them, if not all of them."""
         others = [(place, peer) for place, peer in enumerate(peers) if peer != self._me]
-        mine = rows[peers.index(self._me)]
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)
-        self.swap(
-            operation, tag, [(peer, shard) for _, peer in others], [(peer, rows[place]) for place, peer in others]
-        )
+        sends = [(peer, shard) for _, peer in others if takers is None or peer in takers]
+        receives: list[tuple[int, Tensor]] = []
+        if into is not None:
+            rows = into.view(len(peers), -1)
+            mine = rows[peers.index(self._me)]
+            if mine.data_ptr() != shard.data_ptr():
+                mine.copy_(shard)
+            receives = [(peer, rows[place]) for place, peer in others]
+        self.swap(operation, tag, sends, receives)
 
     def exchange_sum(
-        self, operation: str, tag: int, peers: Sequence[int], into: Tensor, rows: Sequence[Tensor], scratch: Tensor
+        self,
+        operation: str,
+        tag: int,
+        peers: Sequence[int],
+        into: Tensor,
+        rows: Sequence[Tensor] | None,
+        scratch: Tensor,
+        givers: Collection[int],
     ) -> None:
-        """Send each peer its row; sum what comes for us, in single precision and the order of ``peers``."""
-        numel, kind = into.numel(), rows[0].dtype
-        others = [place for place, peer in enumerate(peers) if peer != self._me]
-        came = scratch[: len(others) * numel * kind.itemsize].view(kind).view(len(others), numel)
-        sends = [(peers[place], rows[place]) for place in others]
-        self.swap(operation, tag, sends, [(peers[place], came[index]) for index, place in enumerate(others)])
+        """Send each peer its row; sum what comes for us, in single precision and the order of ``peers``.
+
+        Peers that are no ``givers`` have no rows, and count for nothing. ``scratch`` is of the rows' type.
+        """
+        numel = into.numel()
+        givers = [peer for peer in peers if peer in givers]
+        others = [peer for peer in givers if peer != self._me]
+        came = scratch[: len(others) * numel].view(len(others), numel)
+        sends = []
+        if rows is not None:
+            sends = [(peer, row) for peer, row in zip(peers, rows, strict=True) if peer != self._me]
+        self.swap(operation, tag, sends, list(zip(others, came, strict=True)))
         parts = list(came)
-        parts.insert(peers.index(self._me), rows[peers.index(self._me)])
-        self._sum(parts, into)
+        if rows is not None:
+            parts.insert(givers.index(self._me), rows[peers.index(self._me)])
+        if parts:
+            self._sum(parts, into)
+        else:
+            into.zero_()
 
     def _sum(self, parts: Sequence[Tensor], into: Tensor) -> None:
         direct = into.dtype is torch.float32
@@ -104,6 +131,10 @@ class Wire:
 def _as_bytes(buffer: Tensor) -> Tensor:
     """What only moves travels as bytes: no transport need know its type, and none may touch it."""
     return buffer.view(torch.uint8)
+
+
+def _as(kind: torch.dtype, scratch: Tensor) -> Tensor:
+    return scratch[: scratch.numel() // kind.itemsize * kind.itemsize].view(kind)
 
 
 class Sum:
@@ -129,22 +160,31 @@ class Sum:
             raise InvalidInput(f"reduce_scatter: scratch of {scratch.nbytes} bytes, expected at least {per_cut}")
         return cuts * _CUT_NUMEL
 
-    def __call__(self, operation: str, tag: int, into: Tensor, source: Tensor, scratch: Tensor) -> None:
-        """Sum every process's part for this shard into ``into``, piece by piece."""
-        rows = source.view(len(self._shards), -1)
+    def __call__(
+        self,
+        operation: str,
+        tag: int,
+        into: Tensor,
+        source: Tensor | None,
+        scratch: Tensor,
+        *,
+        kind: torch.dtype,
+        givers: Collection[int],
+    ) -> None:
+        """Sum the givers' parts for this shard into ``into``, piece by piece; ``kind``: of what they give."""
+        rows = None if source is None else source.view(len(self._shards), -1)
         numel = into.numel()
-        step = self.piece_numel(numel, source.dtype, scratch)
+        step = self.piece_numel(numel, kind, scratch)
         for start in range(0, numel, step):
             piece = slice(start, min(start + step, numel))
-            parts = [row[piece] for row in rows]
-            if len(self._replicas) == 1:
-                self._wire.exchange_sum(operation, tag, self._shards, into[piece], parts, scratch)
-                continue
-            width = piece.stop - piece.start
-            partial = scratch[: 4 * width].view(torch.float32)
-            rest = scratch[4 * width :]
-            self._wire.exchange_sum(operation, tag, self._shards, partial, parts, rest)
-            self._across(tag, into[piece], partial, rest)
+            parts = None if rows is None else [row[piece] for row in rows]
+            one, rest = into[piece], scratch
+            if len(self._replicas) > 1:
+                width = piece.stop - piece.start
+                one, rest = scratch[: 4 * width].view(torch.float32), scratch[4 * width :]
+            self._wire.exchange_sum(operation, tag, self._shards, one, parts, _as(kind, rest), givers)
+            if len(self._replicas) > 1:
+                self._across(tag, into[piece], one, rest)
 
     def _across(self, tag: int, into: Tensor, partial: Tensor, scratch: Tensor) -> None:
         """Each replica sums a part for all, then sends it on: every replica has the same bits."""
@@ -152,7 +192,9 @@ class Sum:
         cuts = [numel * place // copies for place in range(copies + 1)]
         parts = [slice(cuts[place], cuts[place + 1]) for place in range(copies)]
         mine = parts[self._replicas.index(self._me)]
-        self._wire.exchange_sum(operation, tag, self._replicas, into[mine], [partial[part] for part in parts], scratch)
+        rows = [partial[part] for part in parts]
+        room = _as(torch.float32, scratch)
+        self._wire.exchange_sum(operation, tag, self._replicas, into[mine], rows, room, self._replicas)
         others = [(peer, part) for peer, part in zip(self._replicas, parts, strict=True) if peer != self._me]
         self._wire.swap(
             operation, tag, [(peer, into[mine]) for peer, _ in others], [(peer, into[part]) for peer, part in others]

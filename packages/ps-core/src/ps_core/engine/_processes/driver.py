@@ -1,243 +1,455 @@
-"""A pass of a shared model: groups gathered moment by moment, gradients summed over processes as they become complete.
+"""A pass of a shared model: groups gathered as the schedule says, gradients summed over processes as they come.
 
 [Note: who sums what when]
-A group's gradients are put side by side in a slot. Once every tensor of the group has got its own, the sum over
-processes begins, beside the rest of backward. What is incomplete at the end (a tensor without a gradient) waits until
-all have said which tensors got one: the union is summed, with zeros where a process has nothing.
+A group's gradients are put side by side in a slot. Once all that are expected are there, the sum over processes can
+begin, beside the rest of backward, where the schedule has it; see [Note: taking turns] in `schedule`. What is
+incomplete at the end (a tensor without a gradient) waits until all have said which tensors got one: the union is
+summed, with zeros where a process has nothing.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
-from ps_core._errors import UnsupportedParameter
+from ps_core._errors import RanksDiverged, UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core._program import WIRE_BYTES
-from ps_core._units import align_up
 from ps_core.engine._demand import Demand
 from ps_core.engine._parts import Parts
+from ps_core.engine._processes.schedule import (
+    Act,
+    Choice,
+    Entry,
+    Room,
+    Turn,
+    Word,
+    gathered_once,
+    givers,
+    is_settled,
+    next_schedule,
+)
 from ps_core.engine._processes.shards import ShardResidency
+from ps_core.engine._processes.steps import GatherWatcher, Steps
 from ps_core.engine._processes.sums import ShardGradients, ShardUpdater
-from ps_core.engine._processes.together import Pending, Together
+from ps_core.engine._processes.together import Together
+from ps_core.engine._processes.turns import Staged, Step, Turns
 from ps_core.engine._records import GroupRecord, TensorRecord
-from ps_core.engine._refusals import compute_tier_too_small
-from ps_core.engine._residency import Watcher
-from ps_core.engine._store import Slot, Store
+from ps_core.engine._store import Store
 
-_ON_WAY = 2
-"""Sums that may be on their way at once: each holds a group's memory."""
 _MARGIN = 2
 """Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""
-_BITS = 32
-"""Tensors that one number speaks for, when processes say which got gradients."""
+_TRAINING, _LATE = 1, 2
+"""Kinds of passes: bits. A late one begins with backward, for a graph that an earlier pass left."""
 
 
 def sharded(
-    store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together, *, overwrites: bool
+    store: Store,
+    groups: list[GroupRecord],
+    watcher: GatherWatcher,
+    together: Together,
+    *,
+    overwrites: bool,
+    prefetch: int | None,
 ) -> Parts:
     """The engine's rooms for a process that has a shard of the model."""
     residency = ShardResidency(store, groups, watcher, together)
     gradients = ShardGradients(residency, together, overwrites=overwrites)
     updater = ShardUpdater(residency, gradients, groups)
-    return Parts(residency, gradients, updater, ShardDriver(residency, gradients, together))
-
-
-@dataclass(slots=True, eq=False)
-class _Staged:
-    """A group's gradients, side by side."""
-
-    slot: Slot
-    records: dict[TensorRecord, None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """One on its way."""
-
-    group: GroupRecord
-    records: list[TensorRecord]
-    shard: Slot
-    """What it fills."""
-    borrowed: tuple[Slot, ...]
-    """To be given back."""
-    pending: Pending
+    return Parts(residency, gradients, updater, ShardDriver(residency, gradients, together, watcher, prefetch))
 
 
 class ShardDriver(Demand):
     """Drives every pass of a shared model."""
 
-    def __init__(self, residency: ShardResidency, gradients: ShardGradients, together: Together) -> None:
+    def __init__(
+        self,
+        residency: ShardResidency,
+        gradients: ShardGradients,
+        together: Together,
+        watcher: GatherWatcher,
+        prefetch: int | None,
+    ) -> None:
         super().__init__(residency, gradients)
-        self._shards, self._sums, self._together = residency, gradients, together
-        self._staged: dict[GroupRecord, _Staged] = {}
-        self._on_way: deque[_Sum] = deque()
-        self._arrived: dict[TensorRecord, None] = {}
-        """In this pass, on this process."""
-        self._sent: set[TensorRecord] = set()
-        """Of those, the ones whose sum was begun."""
+        self._shards, self._sums, self._watcher, self._prefetch = residency, gradients, watcher, prefetch
+        self._me = together.process
+        self._turns = Turns(together, residency.groups)
+        self._steps = Steps(residency, gradients, self._turns, together)
+        self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
+        self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
+        self._schedules: dict[int, list[Entry]] = {}
+        """By kind of pass."""
+        self._expected: dict[int, dict[int, int]] = {}
+        """Tensors of each group that got gradients in the last pass of a kind, as bits."""
+        self._kind: int | None = None
+        """Of the pass that is on; None: the processes do not agree on it."""
+        self._on = False
+        """Whether the other processes were told that a pass is on."""
         self._backward = False
+        self._touched = 0
+        """Groups that were used in this pass, as bits."""
+        self._used: set[int] = set()
+        """Of the gathers of this pass, those that this process used."""
         self._keeps: bool | None = None
         """Whether groups stay until their gradients leave; None: not agreed on yet, for the first pass is to show."""
+        self._bound = False
+        """Whether what comes next is agreed on already, so that no word may be said."""
+        self._hoists = False
+        """Whether gathers go ahead of sums; agreed on at the same time."""
 
     # Moments.
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
-        """Gather what the moment reads, and keep nothing else (or everything, where there is plenty of room)."""
-        self._backward |= torch._C._current_graph_task_id() != -1
+        """Have what the moment reads, and keep nothing else (or everything, where there is plenty of room)."""
+        backward = torch._C._current_graph_task_id() != -1
+        self._open(backward=backward)
         groups = list(dict.fromkeys(record.group for record in reads))
         if groups and not self._keeps:
             for group in [group for group in self._in if group not in groups]:
                 self._let_go(group)
         self._shards.sweep()
+        self._note(groups, backward=backward)
         for group in groups:
-            if 0 not in group.home.copies:
-                self._make_hole(group.home.bytes, name)
-            slot = self._shards.bring(group)
+            self._have(group, name)
             self._in[group] = None
+            slot = group.home.newest(0)
+            assert slot is not None, "it was gathered"
             self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
+        self._advance()
 
-    def _has_plenty(self) -> bool:
-        """Whether all groups fit together, with twice what a pass took besides that kept none."""
-        store, groups = self._store, self._shards.groups
-        states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
-        besides = _MARGIN * (store.peak_bytes[0] - states)
-        return states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes
+    def _open(self, *, backward: bool) -> None:
+        """Let the other processes know that a pass begins."""
+        if self._on:
+            return
+        training = self.training or backward
+        kind = _TRAINING * training + _LATE * backward
+        self._turns.open([], 0)
+        _, words = self._say(Turn.HELLO, kind)
+        kinds = [word.arg for word in words]
+        if len({each & _TRAINING for each in kinds}) > 1:
+            raise RanksDiverged(f"the ranks do different things: {_who(kinds)}; every rank must do the same passes")
+        self._kind = kind if len(set(kinds)) == 1 else None
+        self._turns.open(self._schedules.get(kind, []) if self._kind == kind else [], self._trainable * training)
+        self._on, self._bound, self._touched = True, False, 0
+        self._used.clear()
+
+    def _note(self, groups: list[GroupRecord], *, backward: bool) -> None:
+        """Which gradients may still come."""
+        began, self._backward = backward and not self._backward, self._backward or backward
+        touched = self._touched
+        for group in groups:
+            touched |= 1 << group.index
+        if began or (self._backward and touched != self._touched):
+            late = self._kind is None or self._kind & _LATE
+            self._turns.expect(self._trainable if late else touched & self._trainable)
+        self._touched = touched
+
+    def _have(self, group: GroupRecord, name: str) -> None:
+        """Have a group gathered."""
+        if group.home.newest(0) is not None and group not in self._steps.ahead:
+            return
+        early = group in self._steps.ahead
+        while group.home.newest(0) is None:
+            step = self._steps.ahead.get(group)
+            if step is not None and step.done and step not in self._steps.on_way:
+                del self._steps.ahead[group]  # it was changed since
+                continue
+            if step is None:
+                step = self._follow_to(group, name)
+            if step is None:
+                self._clear_way(group.home.bytes)
+                self._ask(Turn.GATHER, group.index)
+            else:
+                self._wait(step)
+        step = self._steps.ahead.pop(group, None)
+        if step is not None:
+            self._used.add(step.index)
+        self._watcher.fetched(early=early)
+
+    def _follow_to(self, group: GroupRecord, name: str) -> Step | None:
+        """Follow the schedule to where a group is gathered; None: it is not there, or cannot be followed so far yet."""
+        place, step = self._turns.find(Act(Turn.GATHER, group.index)), None
+        while place is not None and self._turns.prepared <= place:
+            if not self._turns.following:
+                self._wait(self._steps.on_way[0])
+                continue
+            position = self._turns.prepared
+            if position == place:
+                self._clear_way(group.home.bytes)
+            step = self._prepare(position, wanted=position == place)
+            if step is None:
+                return None
+        return step
+
+    def _prepare(self, position: int, *, wanted: bool) -> Step | None:
+        """Follow the schedule by one; None: this cannot be said yet."""
+        act, mine = self._turns.schedule[position]
+        group = self._shards.groups[act.group]
+        if act.turn is Turn.SUM:
+            if not self._turns.settled(group):
+                return None
+            step = self._make_sum(group, position)
+        else:
+            wanted = wanted or (self._wants(group, mine=mine) and self._has_room_ahead(group))
+            step = self._steps.gather(group, position, wanted=wanted)
+        self._steps.on_way.append(step)
+        self._turns.follow(step)
+        return step
+
+    def _advance(self) -> None:
+        """Say what comes next, as far as it is certain and there is room, and do what others asked for."""
+        if self._turns.parked:
+            self._resolve()
+        self._steps.take_in()
+        while self._turns.following:
+            act, mine = self._turns.schedule[self._turns.prepared]
+            group = self._shards.groups[act.group]
+            if act.turn is Turn.GATHER and self._wants(group, mine=mine) and not self._has_room_ahead(group):
+                return
+            there = group in self._in or group in self._steps.ahead
+            if act.turn is Turn.GATHER and mine and there and not self._keeps:
+                return  # it is there for a use before this one, and may go in between
+            if self._prepare(self._turns.prepared, wanted=False) is None:
+                return
+
+    def _wants(self, group: GroupRecord, *, mine: bool) -> bool:
+        """Whether this process will use a gather of the schedule, as far as it can tell."""
+        there = group in self._steps.ahead or group.home.newest(0) is not None
+        return mine and not there and not self._bound
+
+    def _has_room_ahead(self, group: GroupRecord) -> bool:
+        """Whether a group may be gathered before it is used."""
+        if self._prefetch is not None and len(self._steps.ahead) >= self._prefetch:
+            return False
+        size = 0 if self._shards.has_spare(group.home.bytes) else group.home.bytes
+        if self._keeps:
+            return self._steps.roomy(size)
+        besides = max(0, self._store.highest_tide_bytes - self._store.tide_bytes)
+        if self._kind is None or self._kind & _TRAINING:  # what a moment of backward takes besides
+            besides += self._largest_bytes + self._steps.sum_bytes(group)
+        return self._steps.roomy(size, besides)
 
     def _let_go(self, group: GroupRecord) -> None:
         self._shards.drop(group)
         self._in.pop(group, None)
         group.reading = -1
 
-    def _make_hole(self, size: int, name: str) -> None:
-        """Room on the compute tier, if need be by waiting for sums."""
-        if self._shards.has_spare(size) or self._roomy(size):
-            return
-        self._settle(0)
-        self._shards.sweep()
-        self._shards.free_spare()
-        while not self._roomy(size):
-            if self._shards.gives_way(size):
-                continue
-            store, groups = self._store, self._shards.groups
-            total = store.used_bytes[0] + size + store.tide_bytes
-            raise compute_tier_too_small(store, groups, name, total, store.tide_bytes, proven=True)
+    # Taking turns.
 
-    def _roomy(self, size: int) -> bool:
-        line = self._store.tiers[0].capacity_bytes - self._store.tide_bytes
-        return self._store.used_bytes[0] + size <= line and self._store.fits(size, line)
+    def _say(self, turn: Turn, arg: int = 0, room: int = Room.TIGHT) -> tuple[Choice, Sequence[Word]]:
+        """Say a word; what all do next."""
+        while True:
+            pending = self._turns.speak(turn, arg, room)
+            pending.wait()
+            if all(step.done for step in self._steps.on_way):
+                self._steps.take_in()
+                return self._turns.take_choice()
+            self._resolve()  # the word was not said: others had something in mind before
 
-    def _reserve(self, size: int, name: str) -> Slot:
-        size = max(align_up(size), 128)
-        self._make_hole(size, name)
-        return self._shards.borrow(size)
+    def _ask(self, turn: Turn, arg: int) -> None:
+        """Say what is not to be had by following; something is done then, if perhaps not that yet."""
+        choice, words = self._say(turn, arg)
+        self._serve(choice, words)
+
+    def _wait(self, step: Step) -> None:
+        """Until a step is done."""
+        while not self._steps.wait(step):
+            if self._turns.parked:
+                self._resolve()
+        self._steps.take_in()
+
+    def _resolve(self) -> None:
+        """Do what somebody asked for, then what was left for it."""
+        self._steps.take_in()
+        choice, words = self._turns.take_choice()
+        self._serve(choice, words)
+
+    def _serve(self, choice: Choice, words: Sequence[Word]) -> None:
+        """Do what all chose out of order; steps that were left for it come after it."""
+        group = self._shards.groups[choice.arg]
+        if choice.turn is Turn.SUM and not is_settled(words, choice.arg):
+            self._turns.speak(Turn.READY).wait()
+            _, words = self._turns.take_choice()
+        act, left = Act(choice.turn, choice.arg), list(self._steps.on_way)
+        same = [step for step in left if step.act == act]
+        needed = self._steps.sum_bytes(group) if act.turn is Turn.SUM else group.homes[group.weight].bytes
+        if not self._steps.finds_hole(needed):
+            for each in reversed(left):
+                if each not in same:
+                    self._steps.take_apart(each)
+        if act.turn is Turn.GATHER:
+            takes = self._me in self._turns.takers(act, words)
+            old = next((step for step in same if step.whole is not None), None) if takes else None
+            step = self._steps.gather(group, None, wanted=takes) if old is None else self._instead(old)
+        else:
+            gives = self._me in givers(words, group.index)
+            step = self._instead(same[0]) if same else self._steps.sum(group, None, gives=gives)
+            for each in left:  # the sum may take the place of the weight's shard
+                if each.act == Act(Turn.GATHER, group.index) and each.whole is None and not each.slots:
+                    self._steps.offer(each)
+        step.words = words
+        self._steps.on_way.appendleft(step)
+        self._turns.submit(step)
+        if left:
+            self._wait(step)
+        for each in left:
+            if each.act.turn is Turn.SUM and each.slot is None:
+                self._steps.fill_in(each)
+            self._turns.submit(each)
+
+    def _instead(self, old: Step) -> Step:
+        """A step of the schedule done before its turn; when that comes there is nothing left for it."""
+        step = replace(old, position=None, pending=None)
+        old.whole = old.slot = old.staged = None
+        old.slots = ()
+        if old.act.turn is Turn.GATHER:
+            assert old.position is not None, "only such are left"
+            self._turns.leave(old.position)
+            self._steps.ahead[old.group] = step
+            self._steps.offer(old)
+        else:
+            self._steps.fill_in(old, alone=False)
+        return step
 
     # Gradients.
 
     def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
-        """Put a gradient beside its group's others; the last one starts the sum."""
+        """Put a gradient beside its group's others; the last one lets the sum begin."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
             )
+        self._open(backward=True)
         group = record.group
-        staged = self._staged.get(group) or self._stage(group)
+        step = self._steps.sum_on_way(group)
+        if step is not None:
+            self._wait(step)
+        staged = self._steps.staged.get(group) or self._stage(group)
         target = record.shaped(staged.slot.flat(group.dtype, group.chunk_numel))
         self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in staged.records:
             target.add_(gradient)
         else:
             target.copy_(gradient)
-        staged.records[record] = self._arrived[record] = None
+        staged.records[record] = None
         self._sums.announce(record)
-        if len(staged.records) == len(group.tensors) and not self._sent.intersection(group.tensors):
-            self._send(group, list(staged.records))
+        self._turns.stage(record)
+        if len(staged.records) == len(group.tensors) or self._is_usual(group, staged):
+            self._turns.complete(group)
+            self._advance()
         return True
 
-    def _stage(self, group: GroupRecord) -> _Staged:
-        staged = self._staged[group] = _Staged(self._reserve(group.home.bytes, f"gradients of {group.name}"))
+    def _is_usual(self, group: GroupRecord, staged: Staged) -> bool:
+        """Whether these are the tensors that got gradients the last time."""
+        usual = self._expected.get(-1 if self._kind is None else self._kind, {}).get(group.index)
+        return usual is not None and usual == sum(1 << record.index for record in staged.records)
+
+    def _stage(self, group: GroupRecord) -> Staged:
+        self._clear_way(group.home.bytes)
+        slot = self._steps.reserve(group.home.bytes, f"gradients of {group.name}")
+        staged = self._steps.staged[group] = Staged(slot)
         return staged
 
-    def _send(self, group: GroupRecord, records: list[TensorRecord]) -> None:
-        """Begin to sum a group's gradients over processes; ``records``: those that some process has."""
-        name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
-        staged = self._staged.pop(group)
-        whole = staged.slot.flat(group.dtype, group.chunk_numel)
-        self._clear(group, staged, whole)
-        direct = self._sums.direct(group)
-        shard = direct or self._reserve(numel * kind.itemsize, name)
-        scratch = self._reserve(min(self._together.scratch_bytes(numel, group.dtype), WIRE_BYTES), name)
-        self._shards.before_collective()
-        self._store.device.work(Queue.COLL, name, (whole,), (shard.memory, scratch.memory))
-        pending = self._together.start_reduce_scatter(shard.flat(kind, numel), whole, scratch.memory, name)
-        slots = (staged.slot, scratch) if direct else (staged.slot, scratch, shard)
-        self._on_way.append(_Sum(group, records, shard, slots, pending))
-        self._sent.update(records)
-        if self._keeps:
+    def _make_sum(self, group: GroupRecord, position: int | None) -> Step:
+        """Ready to sum, once no more than so many sums are under way."""
+        while (earlier := self._steps.too_many_sums()) is not None:
+            self._wait(earlier)
+        self._clear_way(self._steps.sum_bytes(group))
+        step = self._steps.sum(group, position, gives=group in self._steps.staged)
+        if self._keeps and group in self._in:
             self._let_go(group)
-        self._settle(_ON_WAY)
+        return step
 
-    def _clear(self, group: GroupRecord, staged: _Staged, whole: torch.Tensor) -> None:
-        """Zeros where there is no gradient."""
-        gaps = [record.span for record in group.tensors if record not in staged.records]
-        for gap in (*gaps, slice(group.numel, group.chunk_numel)):
-            self._store.device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
-            whole[gap].zero_()
-
-    def _settle(self, most: int) -> None:
-        """Wait for the oldest sums until no more than so many are on their way."""
-        while len(self._on_way) > most:
-            done = self._on_way.popleft()
-            done.pending.wait()
-            self._shards.after_collective()
-            self._sums.add_shard(done.group, done.records, done.shard)
-            for slot in done.borrowed:
-                self._shards.lend(slot)
+    def _clear_way(self, size: int) -> None:
+        """Try to have so much room on the compute tier: by waiting for sums, or by having one taken early."""
+        while not self._steps.finds_hole(size):
+            under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
+            if under_way is not None:
+                self._wait(under_way)
+            elif self._steps.staged and not self._bound:
+                self._ask(Turn.SUM, min(group.index for group in self._steps.staged))
+            else:
+                return
 
     # The end.
 
     def finish(self) -> None:
         """Sum what is left, and let everything go."""
-        if self._backward or self._arrived:
-            self._send_rest(self._agree())
-        self._settle(0)
-        for group in list(self._in):
-            self._let_go(group)
-        self._shards.sweep()
-        self._shards.free_spare()
-        self._sums.settled()
-        self._arrived.clear()
-        self._sent.clear()
-        if self._backward and len(self._store.tiers) == 1:
+        backward = self._backward
+        quiet = (RanksDiverged,) if sys.exc_info()[1] is not None else ()  # what broke the pass off tells more
+        try:
+            with suppress(*quiet):
+                self._open(backward=False)
+                self._end()
+        finally:
+            self._on = self._backward = False
+            for group in list(self._in):
+                self._let_go(group)
+            for group in list(self._steps.ahead):
+                self._let_go(group)
+            self._steps.clear()
+            self._shards.sweep()
+            self._shards.free_spare()
+            self._sums.settled()
+        if backward and len(self._store.tiers) == 1:
             self.tracked = False  # one pass has shown that it fits
-        self._backward = False
 
-    def _agree(self) -> set[int]:
-        """Which tensors got a gradient on some process."""
-        count = 1 + max(record.index for group in self._shards.groups for record in group.tensors)
-        words = [0] * -(-count // _BITS)
-        for record in self._arrived:
-            words[record.index // _BITS] |= 1 << record.index % _BITS
-        union = [0] * len(words)
-        words.append(self._has_plenty())
-        rows = self._together.all_values([float(word) for word in words], "which gradients there are")
-        if self._keeps is None:
-            self._keeps = all(row[-1] for row in rows)
-        for row in rows:
-            union = [one | int(other) for one, other in zip(union, row[:-1], strict=True)]
-        return {index for index in range(count) if union[index // _BITS] >> index % _BITS & 1}
+    def _end(self) -> None:
+        """Do what others want, until all are at the end of the pass."""
+        self._turns.end()
+        while True:
+            choice, words = self._say(Turn.END, room=self._room())
+            if choice.turn is Turn.END:
+                break
+            if choice.turn is Turn.FOLLOW:
+                self._bound = True
+                while self._turns.prepared < choice.arg:
+                    self._prepare(self._turns.prepared, wanted=False)
+                self._bound = False
+            else:
+                self._serve(choice, words)
+        self._bound = True
+        for group in reversed(self._shards.groups):
+            if givers(words, group.index):
+                step = self._make_sum(group, None)
+                step.words = words
+                self._steps.on_way.append(step)
+                self._turns.submit(step)
+        while self._steps.on_way:
+            self._wait(self._steps.on_way[0])
+        self._learn(words)
 
-    def _send_rest(self, union: set[int]) -> None:
-        self._settle(0)
-        for group in self._shards.groups:
-            records = [record for record in group.tensors if record.index in union and record not in self._sent]
-            if group in self._staged:  # a tensor may have got a second gradient in this pass
-                records = list(dict.fromkeys((*records, *self._staged[group].records)))
-            elif records:
-                self._stage(group)
-            for record in records:
-                self._sums.announce(record)
-            if records:
-                self._send(group, records)
+    def _room(self) -> Room:
+        """Beyond what passes took so far."""
+        store, groups = self._store, self._shards.groups
+        states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
+        besides = _MARGIN * (store.peak_bytes[0] - states)
+        if states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes:
+            return Room.ALL
+        ahead = self._prefetch != 0 and store.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
+        return Room.NEXT if ahead else Room.TIGHT
+
+    def _learn(self, words: Sequence[Word]) -> None:
+        """What was done is the schedule of the next pass of the kind."""
+        done = self._turns.done
+        first = self._keeps is None and any(each.act.turn is Turn.SUM for each in done)
+        if first:
+            room = min(word.room for word in words)
+            self._keeps, self._hoists = room == Room.ALL, room >= Room.NEXT
+        if self._kind is not None:
+            self._schedules[self._kind] = next_schedule(done, self._used, hoist=self._hoists)
+            expected = self._expected[self._kind] = dict[int, int]()
+            for each in done:
+                if each.act.turn is Turn.SUM:
+                    expected[each.act.group] = expected.get(each.act.group, 0) | each.tensors
+        if first and self._keeps:
+            self._schedules = {kind: gathered_once(entries) for kind, entries in self._schedules.items()}
+
+
+def _who(kinds: Sequence[int]) -> str:
+    train = [str(rank) for rank, kind in enumerate(kinds) if kind & _TRAINING]
+    look = [str(rank) for rank, kind in enumerate(kinds) if not kind & _TRAINING]
+    return f"rank {', '.join(train)} trains, while rank {', '.join(look)} does a forward pass without gradients"

@@ -15,6 +15,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
+from ps_core._units import align_up
 from ps_core.engine._processes.risers import Risers
 from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, GroupRecord, Payload, TensorRecord
@@ -41,22 +42,34 @@ class ShardResidency(Residency):
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
             group.homes[Kind.FULL] = Home(group.extent(Kind.FULL), size, nowhere)
 
-    def bring(self, group: GroupRecord) -> Slot:
-        """Gather the group, unless it is there."""
+    def begin_gather(self, group: GroupRecord) -> tuple[Slot, torch.Tensor, torch.Tensor]:
+        """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
         home = group.home
-        slot = home.newest(0)
-        if slot is not None:
-            return slot
         slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes))
+        slot.stamp = -1
         whole = slot.flat(group.dtype, group.chunk_numel)
         numel = group.shard_numel
         own = whole[group.rank * numel : (group.rank + 1) * numel]
         self._copy_shard(group, own)
-        self.store.device.work(Queue.COLL, f"gather {group.name}", (own,), (whole,))
-        self._together.start_all_gather(whole, own, group.name).wait()
-        self.after_collective()
-        slot.extent, slot.stamp = home.extent, home.stamp
-        return slot
+        return slot, whole, own
+
+    def end_gather(self, group: GroupRecord, slot: Slot) -> None:
+        """What `begin_gather` gave was filled."""
+        slot.extent, slot.stamp = group.home.extent, group.home.stamp
+
+    def offered(self, group: GroupRecord, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
+        """This process's shard for others to gather: where it lies, or else in a slot to be given back.
+
+        ``changing``: it may be written before they have it.
+        """
+        source, valid = group.homes[group.weight].source(), all(r.payload is Payload.VALID for r in group.tensors)
+        if valid and source.place is None and not changing:
+            self.before_collective()
+            return source.flat(group.dtype, group.shard_numel), None
+        slot = self.borrow(max(align_up(group.homes[group.weight].bytes), 128))
+        own = slot.flat(group.dtype, group.shard_numel)
+        self._copy_shard(group, own)
+        return own, slot
 
     def _copy_shard(self, group: GroupRecord, own: torch.Tensor) -> None:
         """Put this process's shard into its place, where the collective may read it."""

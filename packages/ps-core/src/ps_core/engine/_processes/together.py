@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,28 @@ class Pending(Protocol):
         """Return when its result may be read and its buffers reused."""
 
 
+class Bench(Protocol):
+    """What a job does when its turn has come: one thing after another, the same on every process."""
+
+    def exchange(self, mine: bytes, what: str) -> list[bytes]:
+        """Everybody's few bytes, as many from each, in the order of the processes."""
+
+    def all_gather(self, into: torch.Tensor | None, shard: torch.Tensor, what: str, takers: Collection[int]) -> None:
+        """An all-gather for some processes; ``into``: None unless this is one of them."""
+
+    def reduce_scatter(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor | None,
+        scratch: torch.Tensor,
+        what: str,
+        *,
+        kind: torch.dtype,
+        givers: Collection[int],
+    ) -> None:
+        """A reduce-scatter of what some processes have, of this type; ``source``: None unless this is one of them."""
+
+
 class Together(Collectives[torch.Tensor], Protocol):
     """Collectives that run beside the computation; see `ps_dist.TorchCollectives`."""
 
@@ -27,6 +49,13 @@ class Together(Collectives[torch.Tensor], Protocol):
     @property
     def local_ranks(self) -> int:
         """Processes on this computer."""
+
+    @property
+    def process(self) -> int:
+        """This one, among all that do the same things, copies of the model included."""
+
+    def start(self, job: Callable[[Bench], None]) -> Pending:
+        """Have a job done when its turn comes, by the thread that talks to the other processes."""
 
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""

@@ -1,0 +1,151 @@
+"""Ranks that are threads of one process: what `ps_dist` does, done by copying, so that many cases are cheap to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ps_dist import Mesh
+
+_PATIENCE_S = 30.0
+"""After which ranks that do not meet are taken to have parted."""
+
+
+class Meeting:
+    """Where all ranks come together."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._barrier = Barrier(ranks, timeout=_PATIENCE_S)
+        self._table: list[Any] = [None] * ranks
+        self.log: list[str] = []
+        """Every collective, with who takes or gives."""
+
+    def swap(self, rank: int, what: str, value: Any, *, shown: str = "") -> list[Any]:
+        """What everybody has; all must come for the same thing."""
+        self._table[rank] = what, value
+        self._barrier.wait()
+        rows = list(self._table)
+        if rank == 0:
+            self.log.append(what + shown)
+        self._barrier.wait()
+        assert len({row[0] for row in rows}) == 1, f"the ranks do different things: {[row[0] for row in rows]}"
+        return [row[1] for row in rows]
+
+    def leave(self) -> None:
+        """Let nobody wait in vain."""
+        self._barrier.abort()
+
+
+class Pending:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result(_PATIENCE_S)
+
+
+class Bench:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def exchange(self, mine: bytes, what: str) -> list[bytes]:
+        return self._meeting.swap(self._rank, what, mine)
+
+    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
+        assert (self._rank in takers) == (into is not None)
+        rows = self._meeting.swap(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
+        if into is not None:
+            into.copy_(torch.cat(rows))
+
+    def reduce_scatter(
+        self,
+        into: Tensor,
+        source: Tensor | None,
+        scratch: Tensor,
+        what: str,
+        *,
+        kind: torch.dtype,
+        givers: Collection[int],
+    ) -> None:
+        assert (self._rank in givers) == (source is not None)
+        assert source is None or source.dtype is kind
+        mine = None if source is None else source.clone()
+        rows = self._meeting.swap(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
+        numel = into.numel()
+        parts = [row[self._rank * numel : (self._rank + 1) * numel].float() for row in rows if row is not None]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        into.copy_(total)
+
+
+class Together:
+    """One rank."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank = self.process = rank
+        self.ranks = self.local_ranks = meeting.ranks
+        self.mesh = Mesh(rank, meeting.ranks, 1)
+        self.meeting = meeting
+        self.began: list[str] = []
+        """What this rank began, and whatever else is noted, in order."""
+        self._lane = ThreadPoolExecutor(1)
+        self._bench = Bench(meeting, rank)
+
+    def start(self, job: Any) -> Pending:
+        step = job.args[0]
+        if hasattr(step, "act"):
+            self.began.append(f"{step.act.turn.name.lower()} {step.group.name}{'' if step.whole is not None else ' -'}")
+        return Pending(self._lane.submit(job, self._bench))
+
+    def note(self, what: str) -> None:
+        self.began.append(what)
+
+    def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
+        everyone = range(self.ranks)
+        return Pending(self._lane.submit(self._bench.all_gather, into, shard, what, everyone))
+
+    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        return (self.ranks - 1) * shard_numel * kind.itemsize
+
+    def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
+        return self._lane.submit(self.meeting.swap, self.rank, f"values: {what}", list(values)).result(_PATIENCE_S)
+
+    def agree(self, name: str, value: str) -> None:
+        rows = self._lane.submit(self.meeting.swap, self.rank, f"agree on {name}", value).result(_PATIENCE_S)
+        assert len(set(rows)) == 1, rows
+
+    def close(self) -> None:
+        self._lane.shutdown()
+
+
+def run(ranks: int, case: Callable[..., Any], *args: Any) -> tuple[list[Any], Meeting]:
+    """What ``case(together, *args)`` gives on each rank."""
+    meeting = Meeting(ranks)
+    everyone = [Together(meeting, rank) for rank in range(ranks)]
+
+    def one(each: Together) -> Any:
+        try:
+            return case(each, *args)
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(one, each) for each in everyone]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+    for each in everyone:
+        each.close()
+    if errors:
+        raise next((error for error in errors if not _is_follow_up(error)), errors[0])
+    return [future.result() for future in futures], meeting
+
+
+def _is_follow_up(error: BaseException) -> bool:
+    return type(error).__name__ == "BrokenBarrierError"
