@@ -36,6 +36,11 @@ class Counters:
         """A group left the compute tier."""
         self.evictions += 1
 
+    def fetched(self, *, early: bool) -> None:
+        """A group was wanted that had to be brought; ``early``: its move had begun already."""
+        self.fetches += 1
+        self.prefetch_hits += early
+
     def waited(self, seconds: float) -> None:
         """The host thread waited for moves."""
         self.clock.waited(seconds)

@@ -29,6 +29,8 @@ class Demand:
         """Groups with a copy on the compute tier, least recently used first."""
         self.highest_tide_bytes: int | None = None
         """None: not known yet."""
+        self.training = True
+        """Whether the pass that is on is to have a backward pass."""
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """Have these parameters and the groups of these gradients on the compute tier."""

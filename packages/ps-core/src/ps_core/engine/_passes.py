@@ -68,6 +68,7 @@ class Unguided:
 
     def choose(self, training: bool) -> Driver:
         """Always the same."""
+        self._demand.training = training
         return self._demand
 
     def observe(self, recording: Recording) -> None:

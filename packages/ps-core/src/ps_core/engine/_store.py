@@ -113,6 +113,8 @@ class Store:
         self.peak_bytes = [0] * len(tiers)
         self.tide_bytes = 0
         """Non-model bytes on the compute tier, as last heard."""
+        self.highest_tide_bytes = 0
+        """The most of them that were seen."""
         self.foreseen_bytes = 0
         """Of the compute tier, for a whole pass, where fake tensors told that it does not fit."""
         self._arena: torch.Tensor | None = None
@@ -295,6 +297,7 @@ class Store:
 
     def note_peak(self) -> None:
         """Remember the most that was ever used, non-model bytes included."""
+        self.highest_tide_bytes = max(self.highest_tide_bytes, self.tide_bytes)
         for tier, used in enumerate(self.used_bytes):
             total = used + (self.tide_bytes if tier == 0 else 0)
             self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
