@@ -61,9 +61,7 @@ class Engine:
         if together is None:
             parts = whole(store, groups, self.counters, overwrites=overwrites)
         else:
-            parts = sharded(
-                store, groups, self.counters, together, overwrites=overwrites, prefetch=prefetch
-            )
+            parts = sharded(store, groups, self.counters, together, overwrites=overwrites, prefetch=prefetch)
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
         self.saved = SavedTensors(self)
