@@ -11,6 +11,7 @@ import pytest
 
 from _trainer import data, numbers, rows, train
 from ps_core import DoesNotFit
+from ps_core._units import format_bytes
 from ps_models.train import TrainOptions, main
 from ps_models.train._advice import advice, in_options
 from test_train import BUDGET, at_step, checkpoints, kill_at_once
@@ -193,6 +194,15 @@ def test_any_remedy_is_put_in_options() -> None:
         "--disk SIZE: room for what the computer's memory cannot hold",
     ]
     assert in_options("a smaller Budget(device=...) or Budget.disk_dir") == "a smaller --device-memory or --disk-dir"
+
+
+def test_what_moved_is_that_of_the_steps(tmp_path: Path, capsys: Capture) -> None:
+    assert train(tmp_path / "run", *BUDGET, "--steps", 3, "--eval-every", 1) == 0
+    told = capsys.readouterr().out
+    for link in ("host->device", "device->host"):
+        moved = sum(row["moved_bytes"].get(link, 0) for row in rows(tmp_path / "run"))
+        assert moved > 0
+        assert re.search(rf"moved {link} +{format_bytes(moved)}  {format_bytes(moved / 3)} a step\n", told)
 
 
 def test_what_is_said_helps_offloading_too(tmp_path: Path, capsys: Capture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,8 @@ class Loop:
         """Sequences taken, which is the position in the data."""
         self.val_loss: float | None = None
         """The last validation's."""
+        self.moved_bytes: Counter[str] = Counter()
+        """By link, in this call's steps; what validations move is not among it."""
         self._saved = 0
 
     def say(self, text: str) -> None:
@@ -130,13 +133,15 @@ class Loop:
         if validates:
             self.val_loss = self.validate()
         norm = self.optimizer.last_norm
+        moved = {link: count - before.get(link, 0) for link, count in counted.moved_bytes.items()}
+        self.moved_bytes.update(moved)
         return Row(
             step=self.step,
             loss=loss,
             lr=rate,
             grad_norm=math.nan if norm is None else norm,
             memory=memory_of(counted),
-            moved_bytes={link: count - before.get(link, 0) for link, count in counted.moved_bytes.items()},
+            moved_bytes=moved,
             skipped=self.optimizer.last_skipped,
             val_loss=self.val_loss if validates else None,
             tokens_per_s=self.rates.tokens_per_s(seconds) * self._peers.ranks,

@@ -86,7 +86,8 @@ def train(options: TrainOptions) -> None:
         loop.run(halt)
         seconds = time.perf_counter() - started
         if loop.step > before:
-            loop.say(summary(options, statistics(managed.model), rates, steps=loop.step - before, seconds=seconds))
+            counted, steps = statistics(managed.model), loop.step - before
+            loop.say(summary(options, counted, rates, loop.moved_bytes, steps=steps, seconds=seconds))
         if halt():
             loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return

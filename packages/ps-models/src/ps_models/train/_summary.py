@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ps_core._units import format_bytes, format_count
 from ps_core.engine import Statistics
 from ps_models.train._options import TrainOptions
@@ -12,8 +14,16 @@ _PLAIN_BYTES = 16
 """A parameter's weight, gradient and states in PyTorch: 2 + 2 + 4 + 4 + 4 with 16-bit weights, 4 times 4 in fp32."""
 
 
-def summary(options: TrainOptions, counted: Statistics, rates: Rates, *, steps: int, seconds: float) -> str:
-    """What was held where, what moved, and what plain PyTorch would have needed."""
+def summary(
+    options: TrainOptions,
+    counted: Statistics,
+    rates: Rates,
+    moved_bytes: Mapping[str, int],
+    *,
+    steps: int,
+    seconds: float,
+) -> str:
+    """What was held where, what moved in steps, and what plain PyTorch would have needed."""
     tokens = steps * options.tokens_per_step
     rate = f", {tokens / seconds:,.0f} tokens/s" if steps and seconds > 0 else ""
     data = round(counted.bytes_per_parameter * rates.parameters)
@@ -26,7 +36,7 @@ def summary(options: TrainOptions, counted: Statistics, rates: Rates, *, steps: 
     for name, tier in counted.tiers.items():
         kept = "kept" if tier.peak_bytes <= tier.budget_bytes else "EXCEEDED"
         lines.append(_line(f"{name}, at most", tier.peak_bytes, f"of {format_bytes(tier.budget_bytes)}: {kept}"))
-    for link, count in counted.moved_bytes.items():
+    for link, count in moved_bytes.items():
         lines.append(_line(f"moved {link}", count, f"{format_bytes(count / max(1, steps))} a step"))
     where = next(iter(counted.tiers))
     told = f"{format_bytes(plain)} of model data, about {format_bytes(activations)} of activations, all on the {where}"
