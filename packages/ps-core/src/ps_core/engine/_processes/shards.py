@@ -2,11 +2,9 @@
 
 [Note: shards]
 Homes hold this process's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
-has no home: it is gathered at the first touch of a moment that wants it, and given back when a moment begins that does
-not (or, where all processes have plenty of room, when its gradients leave). So what is gathered when follows from the
-order of touches and from what was agreed, never from how much room there is just then: processes whose batches are of
-other lengths stay in step. A copy that somebody holds on to stays charged until it is let go, but counts as gone, for
-the same reason: when it is let go may be the garbage collector's business.
+has no home: it is gathered when a moment wants it, or before (see `schedule`), and given back when a moment begins that
+does not (or, where all processes have plenty of room, when its gradients leave). A copy that somebody holds on to stays
+charged until it is let go, but counts as gone: when it is let go may be the garbage collector's business.
 """
 
 from __future__ import annotations
