@@ -111,6 +111,10 @@ class Store:
         self.poison = poison
         self.used_bytes = [0] * len(tiers)
         self.peak_bytes = [0] * len(tiers)
+        self.risen_bytes = 0
+        """Of the compute tier, what is there only while there is room for it."""
+        self.peak_besides_bytes = 0
+        """The most of the compute tier that was ever used by all else."""
         self.tide_bytes = 0
         """Non-model bytes on the compute tier, as last heard."""
         self.highest_tide_bytes = 0
@@ -301,6 +305,8 @@ class Store:
         for tier, used in enumerate(self.used_bytes):
             total = used + (self.tide_bytes if tier == 0 else 0)
             self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
+            if tier == 0:
+                self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.risen_bytes)
 
     def fits(self, size: int, line: int) -> bool:
         """Whether the arena has a hole of that size below a line."""

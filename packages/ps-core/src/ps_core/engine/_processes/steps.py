@@ -189,7 +189,10 @@ class Steps:
             if self._shards.has_spare(size) or self.roomy(size):
                 return True
             makes_room()
-        return self.roomy(size)
+        while not self.roomy(size):
+            if not self._shards.gives_way(size):
+                return False
+        return True
 
     def roomy(self, size: int, besides: int = 0) -> bool:
         """Whether the compute tier has so much room, and more."""
