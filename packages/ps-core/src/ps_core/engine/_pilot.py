@@ -62,9 +62,7 @@ THIS_COMPUTER = Machine(
 _SPARE_PARTS = (20, 4)
 """Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 _WATCHED_EVERY = 32
-"""So many passes by a plan to one whose tide is watched all the same: each operator has to be seen for that, or PyTorch's
-figures of its own to be reset.
-"""
+"""So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""
 
 
 @dataclass(slots=True)
