@@ -299,17 +299,26 @@ def test_models_are_copied_and_pickled(name: str) -> None:
         assert torch.equal(twin(ids).logits, model(ids).logits)
 
 
-def test_a_model_is_saved_from_under_a_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_a_model_is_saved_from_under_a_budget(tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group by group; whole only where tiles have to be put together."""
     pytest.importorskip("safetensors")
     torch.manual_seed(0)
-    expected = build("gpt2", "cpu", **SMALL).state_dict()
+    expected = build("gpt2", "cpu", **SMALL, tiles=tiles).state_dict()
     torch.manual_seed(0)
     budget = Budget(device="200KiB")
-    model, _ = chunked(build("gpt2", **SMALL), AdamW(), device="emulated", budget=budget, precision="fp32")
+    model, _ = chunked(build("gpt2", **SMALL, tiles=tiles), AdamW(), device="emulated", budget=budget, precision="fp32")
+    whole = []
+    state_dict = GPT.state_dict
+    monkeypatch.setattr(GPT, "state_dict", lambda self, **how: (whole.append(1), state_dict(self, **how))[1])
     try:
+        model.save_pretrained(tmp_path)
         model.save_pretrained(tmp_path)
     finally:
         release(model)
-    found = GPT.from_pretrained(tmp_path).state_dict()
+    assert len(whole) == (0 if tiles == 1 else 2)
+    monkeypatch.undo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    found = GPT.from_pretrained(tmp_path, tiles=tiles).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())

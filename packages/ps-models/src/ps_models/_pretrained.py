@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from ps_core._errors import InvalidInput
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
+from ps_core.engine import save_weights
+from ps_core.engine._checkpoint.peers import Peers
+from ps_core.engine._management import management_of
+from ps_core.engine._parameter import ManagedParameter
 from ps_models._layers import TiledLinear
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -72,8 +76,10 @@ class Pretrained(nn.Module):
         return model.eval()
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the model so that `from_pretrained`, ours and Hugging Face's, reads it. The directory may exist."""
-        library = _safetensors()
+        """Write the model so that `from_pretrained`, ours and Hugging Face's, reads it. The directory may exist.
+
+        A managed model is written group by group (with tiles: whole), and by the first of several processes.
+        """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         entries = self.files.write(self.config)
@@ -84,8 +90,8 @@ class Pretrained(nn.Module):
             entries["label2id"] = {label: number for number, label in enumerate(labels)}
         # Under other names first: a directory that is written over stays whole until the new files are.
         weights, config = folder / f"{WEIGHTS}.new", folder / f"{CONFIG}.new"
-        tensors = {name: value.contiguous() for name, value in _whole(self).items()}
-        library.torch.save_file(tensors, weights, {"format": "pt"})
+        if not _write(self, weights):
+            return
         config.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         weights.replace(folder / WEIGHTS)
         config.replace(folder / CONFIG)
@@ -156,6 +162,20 @@ def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
         if value.shape != wanted[name]:
             raise InvalidInput(f"{name!r} is {tuple(value.shape)} in the file, config.json says {tuple(wanted[name])}")
     return kept
+
+
+def _write(model: nn.Module, path: Path) -> bool:
+    """Write all weights, if it is this process that does; all that share the model call it."""
+    managed = any(isinstance(each, ManagedParameter) for each in model.parameters())
+    leads = Peers(management_of(model).engine.together if managed else None).leads
+    if managed and not any(isinstance(module, TiledLinear) for module in model.modules()):
+        save_weights(path, model, overwrite=True)
+    else:
+        library = _safetensors()
+        tensors = {name: value.contiguous() for name, value in _whole(model).items()}
+        if leads:
+            library.torch.save_file(tensors, path, {"format": "pt"})
+    return leads
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
