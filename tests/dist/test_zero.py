@@ -5,6 +5,7 @@ from __future__ import annotations
 import _zero_cases as cases
 import pytest
 from _crew import Crew, crew
+from _expert_cases import experts
 from _zero_cases import Way
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -59,3 +60,9 @@ def test_ranks_whose_models_do_different_things() -> None:
             assert "the ranks do different things; the first difference is number" in message
             assert "what comes next" in message
             assert "norms of gradients" in message
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_ranks_that_use_other_experts(each_crew: Crew, copies: int) -> None:
+    together = {} if copies == 1 else {"replicate": copies}
+    each_crew.run(experts, copies == 1, **together)
