@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -19,6 +20,7 @@ from _cases import finish, next_token, tokens
 from _reference import Settings
 from _reference import plain as run_plain
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
+from ps_core._units import parse_bytes
 from ps_core.engine import chunked, materialized, release, statistics
 
 SPEC, STEPS, HOST = AdamW(lr=0.01), 5, "64MiB"
@@ -183,6 +185,34 @@ def test_who_does_not_fit_beside_another_leaves_it_as_it_was() -> None:
     release(first)
 
 
+def test_a_part_that_is_too_small_names_the_budget_that_all_need() -> None:
+    """Who follows what is said gets there, for every number is larger than the last."""
+    size, sizes, (batch,) = 400_000, [0], tokens(0)
+    while size > sizes[-1]:
+        sizes.append(size)
+        budget = Budget(device=size, host="8MiB")
+        told = {"device": "emulated", "precision": "bf16", "budget": budget, "options": OPTIONS}
+        first, optimizer = chunked(models.Language(layers=2), SPEC, **told)
+        second, _ = chunked(models.Language(layers=2), SPEC, **told)
+        said = ""
+        try:
+            trained(first, optimizer, range(1))
+            trained_on(first, optimizer, batch.repeat(16, 1))
+        except DoesNotFit as refused:
+            said = str(refused)
+        release(first), release(second)
+        if said:
+            asked = re.search(r'Budget\(device="?(\w+)"?\): .* more for all models that share it', said)
+            assert asked is not None, said
+            size = parse_bytes(asked[1])
+    assert 2 < len(sizes) < 10
+
+
+def trained_on(model: nn.Module, optimizer: Any, batch: Tensor) -> None:
+    next_token(model, batch).backward()
+    finish(optimizer)
+
+
 def test_a_model_makes_room_between_forward_and_backward_but_not_while_somebody_holds_its_memory() -> None:
     def run(*, joined: bool) -> list[Tensor]:
         torch.manual_seed(3)
@@ -195,8 +225,12 @@ def test_a_model_makes_room_between_forward_and_backward_but_not_while_somebody_
                 chunked(models.Language(layers=2), None, device="emulated", budget=budget, options=OPTIONS)
             assert statistics(first).tiers["device"].budget_bytes == 400_000
             del held
-            second, _ = chunked(models.Language(layers=2), None, device="emulated", budget=budget, options=OPTIONS)
-            assert statistics(first).tiers["device"].budget_bytes < 400_000
+            joined_by = chunked(models.Language(layers=2), None, device="emulated", budget=budget, options=OPTIONS)[0]
+            assert (
+                statistics(first).tiers["device"].budget_bytes
+                < 400_000
+                > statistics(joined_by).tiers["device"].budget_bytes
+            )
         loss.backward()
         finish(optimizer)
         logs = [loss.detach(), *trained(first, optimizer, range(1, 3))]

@@ -116,6 +116,7 @@ class HostRoom:
 
     def _too_large(self, size: int, needed: int) -> DoesNotFit:
         tier = self._store.tiers[_HOST]
+        asked, more, whose = self._store.budget(_HOST, needed)
         return DoesNotFit(
             tier=tier.name,
             moment="moving activations there",
@@ -123,8 +124,7 @@ class HostRoom:
             available_bytes=tier.capacity_bytes,
             proven=True,
             remedies=(
-                f"Budget({tier.name}={needed}): {needed - tier.capacity_bytes:,} bytes more, and {size:,} for every "
-                "further block",
+                f"Budget({tier.name}={asked}): {more:,} bytes more{whose}, and {size:,} for every further block",
                 "fewer blocks whose activations are offloaded: less goes there",
                 f"a smaller batch or sequence: {size:,} bytes go there at a time",
             ),

@@ -79,6 +79,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         packing = pack(model, options, mode, training=training, device_bytes=device_bytes)
         joining.share(packing, optimizer, f"{mode.value}, {accumulation_steps=}, {max_grad_norm=}")
         store = Store(where, tiers, poison=options.poison, file=_disk_file(budget))
+        store.whole = sharing.whole
         overwrites = mode is not Precision.FP32 and accumulation_steps == 1
         sums = training and not overwrites and not options.eager_step and len(tiers) > 1
         if collectives is not None:

@@ -36,7 +36,7 @@ def compute_tier_too_small(
         available_bytes=capacity,
         proven=proven,
         remedies=(
-            f"Budget({store.tiers[0].name}={_rounded(needed_bytes)}): {_size(needed_bytes - capacity)} more",
+            _larger(store, 0, needed_bytes),
             groups_remedy,
             batch,
         ),
@@ -56,8 +56,7 @@ def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: 
         available_bytes=capacity,
         proven=True,
         remedies=(
-            f"Budget({store.tiers[-1].name}={_rounded(needed_bytes - capacity + store.tiers[-1].capacity_bytes)}): "
-            f"{_size(needed_bytes - capacity)} more",
+            _larger(store, len(store.tiers) - 1, needed_bytes - capacity + store.tiers[-1].capacity_bytes),
             f"precision='bf16' and accumulation_steps=1: {_size(14 * states)} of model data instead of "
             f"{_size(needed_bytes)}"
             if wide
@@ -74,6 +73,11 @@ def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
         f"{what}, but what the optimizer steps is its fp32 master: write inside "
         f"`with materialized(model, names=[{name!r}], write=True):`"
     )
+
+
+def _larger(store: Store, tier: int, needed_bytes: int) -> str:
+    asked, more, whose = store.budget(tier, needed_bytes)
+    return f"Budget({store.tiers[tier].name}={_rounded(asked)}): {_size(more)} more{whose}"
 
 
 def _rounded(count: int) -> str:

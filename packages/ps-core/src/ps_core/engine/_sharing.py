@@ -47,7 +47,7 @@ class Sharing:
         budget.claims[:] = [share for share in budget.claims if share.owner() is not None]
         self._budget, self._name, self._data_bytes, self._alone = budget, name, data_bytes, alone
         sizes = {tier.name: tier.capacity_bytes for share in budget.claims for tier in share.whole}
-        self._whole = tuple(Tier(tier.name, sizes.get(tier.name, tier.capacity_bytes)) for tier in whole)
+        self.whole = tuple(Tier(tier.name, sizes.get(tier.name, tier.capacity_bytes)) for tier in whole)
         """What is free, where no size was given, was counted when the first model came."""
         self._before: list[tuple[Engine, tuple[Tier, ...]]] = []
 
@@ -63,7 +63,7 @@ class Sharing:
     def begin(self) -> tuple[Tier, ...]:
         """The new model's tiers; the others have theirs already when this returns."""
         if not self._budget.claims:
-            return self._whole
+            return self.whole
         if not self._alone or any(share.together for share in self._budget.claims):
             raise InvalidInput(
                 f"{self._name} cannot share a Budget where several processes share a model: give each model a budget "
@@ -75,7 +75,8 @@ class Sharing:
                 before = engine.store.tiers
                 self._resize(engine, share)
                 self._before.append((engine, before))
-        return self._part(self._whole, self._data_bytes)
+                engine.store.whole = share.whole
+        return self._part(self.whole, self._data_bytes)
 
     def _resize(self, engine: Engine, share: Share) -> None:
         try:
@@ -95,12 +96,12 @@ class Sharing:
         others: Iterator[Share] = (
             share for share in self._budget.claims if name in {tier.name for tier in share.whole}
         )
-        return sum(share.data_bytes for share in others) + (name in {t.name for t in self._whole}) * self._data_bytes
+        return sum(share.data_bytes for share in others) + (name in {t.name for t in self.whole}) * self._data_bytes
 
     def join(self, engine: Engine) -> None:
         """It has come."""
         together = engine.together is not None
-        self._budget.claims.append(Share(self._name, self._data_bytes, self._whole, weakref.ref(engine), together))
+        self._budget.claims.append(Share(self._name, self._data_bytes, self.whole, weakref.ref(engine), together))
 
 
 def data_bytes(model: nn.Module, precision: Precision, *, training: bool, accumulates: bool) -> int:

@@ -106,6 +106,8 @@ class Store:
         if file is not None:
             device.attach(file)
         self.tiers = tiers
+        self.whole = tiers
+        """Those of the Budget, of which several models may have parts."""
         self.still = len(tiers) == 1
         """Nothing ever moves: parameters lie in their homes."""
         self.poison = poison
@@ -158,6 +160,14 @@ class Store:
         """What is left of a tier's budget, non-model bytes aside."""
         return self.tiers[tier].capacity_bytes - self.used_bytes[tier]
 
+    def budget(self, tier: int, needed: int) -> tuple[int, int, str]:
+        """What the Budget must be for so many bytes of a tier, how much more that is, and whose."""
+        part, whole = self.tiers[tier].capacity_bytes, self.whole[tier].capacity_bytes
+        if part == whole:
+            return needed, needed - whole, ""
+        asked = -(-needed * whole // max(1, part))
+        return asked, asked - whole, " for all models that share it"
+
     def _on_disk(self, tier: int, size: int) -> Slot:
         assert self.file is not None, "a disk tier has a file"
         return Slot(tier, -1, size, torch.empty(size, dtype=torch.uint8, device="meta"), place=self.file.reserve(size))
@@ -165,6 +175,7 @@ class Store:
     def _too_small(self, tier: int, size: int) -> DoesNotFit:
         name, capacity = self.tiers[tier].name, self.tiers[tier].capacity_bytes
         needed = max(self.used_bytes[tier] + size, capacity + 1)
+        asked, _, whose = self.budget(tier, needed)
         return DoesNotFit(
             tier=name,
             moment="making room for gradients or copies",
@@ -172,7 +183,7 @@ class Store:
             available_bytes=capacity,
             proven=False,
             remedies=(
-                f"Budget({name}=...) of {needed:,} bytes",
+                f"Budget({name}=...) of {asked:,} bytes{whose}",
                 "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
                 "a smaller Options.group_bytes: less is copied at a time",
             ),
