@@ -48,7 +48,7 @@ def measured(budget: str, rates: Machine) -> tuple[float, float, float, str]:
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
     parameter: Any = next(managed.parameters())
-    planned = parameter._keeper.management.pilot._plan.planned
+    planned = parameter._keeper.management.pilot.planned
     told = simulate(planned.program, planned.plan, rates)
     moved = ", ".join(f"{link} {count / 2**20:.0f} MiB" for link, count in told.moved_bytes.items() if count)
     steady = times[WARM_UPS:]

@@ -397,7 +397,7 @@ def slow_clock(program: Program, plan: Plan, machine: Machine, iterations: int) 
 def random_machine(rng: random.Random) -> Machine:
     rates = [key for key in LEFT.__slots__ if key.endswith(("_bandwidth", "_flops", "_fp32"))]
     figures = {key: float(rng.randint(1, 64)) for key in rates}
-    return replace(LEFT, **figures, latency_s=1e-3, moment_overhead_s=1e-3)
+    return replace(LEFT, **{**figures, "played_copy_bandwidth": 0.0}, latency_s=1e-3, moment_overhead_s=1e-3)
 
 
 @settings(max_examples=120)

@@ -34,6 +34,7 @@ from ps_core._plan import (
 from ps_core._program import Program
 from ps_core._simulate.costs import Costs, Work
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.played import OneThread
 from ps_core._trace import Phase
 
 QUEUE_NAMES = {
@@ -97,7 +98,7 @@ def simulate(
     works = {name: costs.price(plan.segment(name).instrs, scan.slot_bytes) for name, scan in scans.items()}
     cells = _Cells(plan, scans.values())
     stages = {name: _Stage(plan.segment(name), scan, works[name], cells) for name, scan in scans.items()}
-    clock = _Clock(cells.counts)
+    clock: _Clock | _Played = _Played() if machine.played_copy_bandwidth else _Clock(cells.counts)
     rounds = [[(stages[name], clock.run(stages[name])) for name in names] for _ in range(iterations)]
     return _predict(program, plan, rounds, max(clock.free))
 
@@ -259,7 +260,7 @@ class _Stage:
     """A segment ready for the clock."""
 
     def __init__(self, segment: Segment, scan: _Scan, work: Work, cells: _Cells) -> None:
-        self.work = work
+        self.work, self.segment = work, segment
         joins = {place: [cells.of(span) for span in spans] for place, spans in scan.joins.items()}
         instrs = segment.instrs
         self.rows: list[Row] = [
@@ -308,6 +309,18 @@ class _Clock:
                 if row[cell] < when:  # noqa: PLR1730
                     row[cell] = when
         return ends
+
+
+class _Played:
+    """The same where the CPU plays the accelerator."""
+
+    def __init__(self) -> None:
+        self._thread = OneThread()
+        self.free = self._thread.free
+
+    def run(self, stage: _Stage) -> list[float]:
+        """Run a segment; when each of its instructions ends."""
+        return self._thread.run(stage.segment, stage.work.seconds, stage.work.thread_s)
 
 
 Round = list[tuple["_Stage", list[float]]]

@@ -16,6 +16,10 @@ Ranks of a node divide host memory and disk bandwidth evenly. *Sharing a rank's 
 copies both up and down, each direction gets the part its bytes are of both, but at least half; and CPU work in a
 segment is slowed as though all of that segment's copies ran beside it, which is what they do when the step is
 pipelined, and cautious otherwise.
+
+*Where the CPU plays the accelerator* one thread does everything, so nothing shares: copies take a link's time, and of
+the thread what they take in memory; moments also copy the gradients that arrive to where the plan has them, and take a
+while for each tensor that they read or that has a gradient, however small: operators, views, hooks.
 """
 
 from __future__ import annotations
@@ -40,10 +44,13 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Precision, Program
+from ps_core._simulate.cluster import ring_s
 from ps_core._simulate.machine import Machine
 
+COUNTED = (Step, Norm, Accumulate, Cast)
+"""What takes a processor some time however little there is to do: a call of a kernel for each tensor or group."""
 
-from ps_core._simulate.cluster import ring_s
+
 class Work(NamedTuple):
     """A segment's instructions priced."""
 
@@ -54,6 +61,8 @@ class Work(NamedTuple):
     """What one rank sends to the others."""
     evictions: int
     """Copies to a slower tier."""
+    thread_s: list[float]
+    """Where the CPU plays the accelerator: what each instruction takes of its one thread."""
 
 
 class Costs:
@@ -66,6 +75,9 @@ class Costs:
         fast = machine.device_bandwidth if tiers[0].name == "device" else host
         self._latency = machine.latency_s
         self._overhead = machine.moment_overhead_s
+        self._played = machine.played_copy_bandwidth
+        self._instruction, self._tensor = machine.instruction_overhead_s, machine.tensor_overhead_s
+        self._moments = program.trace.moments
         fp32 = program.precision is Precision.FP32
         self._flops = machine.matmul_flops_fp32 if fp32 else machine.matmul_flops
         self._rates = {
@@ -86,7 +98,7 @@ class Costs:
         self._shards = [group.shard_numel for group in program.layout.groups]
         self._sent = [shard * (ranks - 1) * program.weight_bytes for shard in self._shards]
         self._ranks = ranks
-        gradient = program.weight_bytes
+        self._gradient = gradient = program.weight_bytes
         accumulated = gradient if program.overwrites else 4
         self._step = 24 + accumulated + (0 if fp32 else 2)
         self._hops_s = ring_s(ranks, ranks_per_node)
@@ -117,9 +129,31 @@ class Costs:
                 count = self._memory_bytes(op, slot_bytes)
                 cpu_bytes += count * (queue is Queue.CPU)
                 note(count / rates[queue] + latency)
+        if self._played:
+            return Work(seconds, copied, wire, evictions, self._of_the_thread(instrs, seconds, slot_bytes))
         self._slow_copies(instrs, seconds, copied)
         self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
-        return Work(seconds, copied, wire, evictions)
+        return Work(seconds, copied, wire, evictions, [])
+
+    def _of_the_thread(
+        self, instrs: tuple[Instr, ...], seconds: list[float], slot_bytes: dict[int, int]
+    ) -> list[float]:
+        """What one thread takes for each instruction; changes the seconds of moments, which have more to do then."""
+        found: list[float] = []
+        for place, instr in enumerate(instrs):
+            op = instr.op
+            if isinstance(op, Run):
+                arrived = sum(self._shards[group] for group in self._visits[op.visit].grads)
+                moment = self._moments[op.visit]
+                seconds[place] += self._tensor * (len(moment.reads) + len(moment.grads))
+                seconds[place] += arrived * self._gradient / self._played
+            elif isinstance(op, Shift):
+                seconds[place] = slot_bytes[op.slot] / self._played
+            if isinstance(op, Copy):
+                found.append(op.bytes / self._played)
+            else:
+                found.append(seconds[place] + self._instruction * isinstance(op, COUNTED))
+        return found
 
     def _memory_bytes(self, op: Step | Norm | Cast | Accumulate | Shift, slot_bytes: dict[int, int]) -> int:
         if isinstance(op, Shift):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
@@ -50,13 +50,20 @@ class Machine:
     """Before any copy, collective or memory-bound kernel gets going."""
     moment_overhead_s: float = 100e-6
     """Of a moment (a block's worth of kernels), beyond its matrix work."""
+    played_copy_bandwidth: float = 0.0
+    """Where the CPU plays the accelerator, and one thread does everything: what it copies, beside a link's time. 0:
+    there is an accelerator."""
+    instruction_overhead_s: float = 0.0
+    """There, what each step, norm, sum and cast of a group takes the thread beside its work."""
+    tensor_overhead_s: float = 0.0
+    """There, what each tensor that a moment reads, or that gets its gradient, takes beside its work."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable() or '"' in self.name or "\\" in self.name:
             raise InvalidInput(f"machine: name must be a plain text, found {self.name!r}")
         for key in NUMBERS:
             value = getattr(self, key)
-            if key == "memory_bytes" and value == 0 and not isinstance(value, bool):
+            if (key in MAY_BE_ZERO or key.endswith("_s")) and value == 0 and not isinstance(value, bool):
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise InvalidInput(f"machine {self.name!r}: {key} must be a number above 0, found {value!r}")
@@ -74,6 +81,9 @@ class Machine:
 
 NUMBERS = tuple(field.name for field in fields(Machine) if field.name != "name")
 """Every field but the name, in order."""
+OPTIONAL = tuple(field.name for field in fields(Machine) if field.default is not MISSING)
+MAY_BE_ZERO = ("memory_bytes", "played_copy_bandwidth")
+"""Besides what takes time (``_s``)."""
 
 
 def _number(value: float) -> str:
@@ -98,8 +108,7 @@ def machine_from_toml(text: str, source: str = "machine file") -> Machine:
     unknown = sorted(data.keys() - {"name", *NUMBERS})
     if unknown:
         raise InvalidInput(f"{source}: unknown key {unknown[0]!r} (known: base, name, {', '.join(NUMBERS)})")
-    optional = {"latency_s", "moment_overhead_s"}
-    missing = [key for key in ("name", *NUMBERS) if key not in data and key not in optional]
+    missing = [key for key in ("name", *NUMBERS) if key not in data and key not in OPTIONAL]
     if missing:
         raise InvalidInput(f"{source}: {missing[0]!r} is missing (or name a built-in machine as base)")
     if not isinstance(data["name"], str):

@@ -16,12 +16,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ps_kernels
+from ps_core._options import AdamW, Budget, Options
+from ps_core._simulate.costs import COUNTED
 from ps_core._simulate.machine import Machine, default_machine
+from ps_core.engine._chunked import chunked
+from ps_core.engine._management import management_of
+from ps_core.engine._pilot import Pilot
+from ps_core.engine._statistics import statistics as engine_statistics
+from ps_core.engine._surgery import release
 
 _PARAMETERS = 2**24
 """Of the optimizer step: far more than caches hold, on a computer; a device takes eight times as many."""
@@ -30,8 +39,12 @@ _DISK_BYTES = 2**28
 _ROUNDS = 5
 _LONGEST_S = 2.0
 """For one figure."""
-_TOKENS = (128, 512)
-_HIDDEN = 512
+_TOKENS = (256, 768)
+_LENGTH = 64
+_HIDDEN, _HEADS, _BLOCKS = 384, 6, 4
+_TINY_HIDDEN, _TINY_BLOCKS, _TINY_BUDGET = 32, 8, 2**19
+"""Of a model that hardly computes, so that what is left is the engine's own work."""
+_GROUP_BYTES = (2**15, 2**11)
 
 
 def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
@@ -46,7 +59,7 @@ def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
     copied = _copy_rate(device)
     more = [
         f"norm of bf16 gradients: {norm / 1e9:.1f} GB/s",
-        f"copies in memory of {device.type}, reads and writes together: {copied / 1e9:.1f} GB/s",
+        f"copies in memory of {device.type}, reads and writes together: {2 * copied / 1e9:.1f} GB/s",
     ]
     name = torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "this computer"
     found = replace(
@@ -64,6 +77,15 @@ def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
         latency_s=latency,
         moment_overhead_s=overhead,
     )
+    if not on_cuda:
+        moment, tensor, instruction = _own_work()
+        found = replace(
+            found,
+            moment_overhead_s=moment,
+            tensor_overhead_s=tensor,
+            instruction_overhead_s=instruction,
+            played_copy_bandwidth=copied,
+        )
     return found, more
 
 
@@ -113,7 +135,7 @@ def _host_rates() -> tuple[float, float]:
 def _copy_rate(device: torch.device) -> float:
     source = torch.rand(_BLOCK_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    return source.nbytes / _seconds(lambda: target.copy_(source), device)
 
 
 def _links(device: torch.device) -> tuple[float, float, float]:
@@ -128,39 +150,132 @@ def _links(device: torch.device) -> tuple[float, float, float]:
 
 
 class _Block(nn.Module):
-    """A transformer's block without its attention."""
+    """A transformer's block, recomputed in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(_HIDDEN)
-        self.wide, self.narrow = nn.Linear(_HIDDEN, 4 * _HIDDEN), nn.Linear(4 * _HIDDEN, _HIDDEN)
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.joint, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A residual MLP."""
-        moved: torch.Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        """Attention, MLP."""
+        found: torch.Tensor = checkpoint(self._compute, x, use_reentrant=False)
+        return found
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.joint(self.before(x)).chunk(3, -1)
+        )
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        moved: torch.Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.between(x))))
         return moved
+
+
+class _Blocks(nn.Module):
+    """Some of them; what it returns is a loss."""
+
+    def __init__(self, blocks: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(hidden, hidden)  # so that recomputed blocks have an input with a gradient
+        self.blocks = nn.Sequential(*(_Block(hidden, heads) for _ in range(blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of squares."""
+        made: torch.Tensor = self.blocks(self.first(x))
+        return made.float().square().mean()
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Operations a second inside a block, forward and backward, and the seconds a moment takes besides.
 
-    From two lengths: what grows with the tokens is work, what does not is overhead.
+    From two amounts of tokens: what grows with them is work, what does not is overhead. Recomputed blocks take 8
+    operations a parameter and token, which is how the engine counts.
     """
     scale = 16 if device.type == "cuda" else 1
-    blocks = nn.Sequential(*(_Block() for _ in range(4))).to(device, dtype)
-    parameters = sum(parameter.numel() for parameter in blocks.parameters())
+    model = _Blocks(_BLOCKS, _HIDDEN, _HEADS).to(device, dtype)
+    work = 8.0 * sum(each.numel() for each in model.blocks.parameters())
+    work += 6.0 * sum(each.numel() for each in model.first.parameters())
     times = []
     for tokens in _TOKENS:
-        x = torch.rand(tokens * scale, _HIDDEN, device=device, dtype=dtype)
+        x = torch.rand(tokens * scale // _LENGTH, _LENGTH, _HIDDEN, device=device, dtype=dtype)
 
         def run(x: torch.Tensor = x) -> None:
-            blocks(x).sum().backward()
+            model(x).backward()
+            model.zero_grad()
 
         times.append(_seconds(run, device))
-    few, many = (6.0 * parameters * tokens * scale for tokens in _TOKENS)
+    few, many = (work * tokens * scale for tokens in _TOKENS)
     rate = (many - few) / max(times[1] - times[0], 0.25 * times[1])
-    overhead = max(0.0, times[0] - few / rate) / (2 * len(blocks))
+    overhead = max(0.0, times[0] - few / rate) / (2 * (_BLOCKS + 1))
     return rate, min(overhead, 1.0)
+
+
+def _own_work() -> tuple[float, float, float]:
+    """Seconds of a moment, of a tensor in it, and of a step or norm: the engine's own work and that of small operators.
+
+    From groups of a block and groups of a tensor: the operators are the same, the moments are not, nor how often they
+    read a tensor.
+    """
+    few, many = _tiny(_GROUP_BYTES[0]), _tiny(_GROUP_BYTES[1])
+    instruction = few.step_s / max(1, few.steps)
+    first, second = (max(0.0, each.passes_s - each.norms * instruction) for each in (few, many))
+    both = many.moments * few.tensors - few.moments * many.tensors
+    moment = (second * few.tensors - first * many.tensors) / both
+    tensor = (first * many.moments - second * few.moments) / both
+    return max(0.0, moment), max(0.0, tensor), instruction
+
+
+class _Tiny(NamedTuple):
+    """What a model that hardly computes takes, and of how many parts that is the time."""
+
+    passes_s: float
+    step_s: float
+    moments: int
+    tensors: int
+    norms: int
+    steps: int
+
+
+def _tiny(group_bytes: int) -> _Tiny:
+    with torch.random.fork_rng(devices=[]):
+        model = _Blocks(_TINY_BLOCKS, _TINY_HIDDEN, 2)
+        options = Options(group_bytes=group_bytes)
+        budget = Budget(device=_TINY_BUDGET, host=2**26)
+        managed, optimizer = chunked(model, AdamW(lr=0.0), device="emulated", budget=budget, options=options)
+    assert optimizer is not None, "one was asked for"
+    x = torch.zeros(1, 16, _TINY_HIDDEN)
+
+    def run() -> None:
+        managed(x).backward()
+        optimizer.step()
+
+    run()
+    run()
+    times = []
+    for _ in range(4 * _ROUNDS):
+        run()
+        times.append(engine_statistics(managed).step_time_s)
+    pilot = management_of(managed).pilot
+    assert isinstance(pilot, Pilot), "there is one process"
+    planned = pilot.planned
+    assert planned is not None, "it fits, and was traced"
+    norms, steps = (
+        sum(isinstance(instr.op, COUNTED) for instr in planned.plan.segment(name).instrs)
+        for name in planned.program.iteration()
+    )
+    release(managed)
+    moments = planned.program.trace.moments
+    return _Tiny(
+        passes_s=statistics.median(row["forward"] + row["backward"] for row in times),
+        step_s=statistics.median(row["step"] for row in times),
+        moments=len(moments),
+        tensors=sum(len(moment.reads) + len(moment.grads) for moment in moments),
+        norms=norms,
+        steps=steps,
+    )
 
 
 def _disk_rates() -> tuple[float, float]:

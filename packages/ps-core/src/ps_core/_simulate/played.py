@@ -1,0 +1,99 @@
+"""The clock of an accelerator that the CPU plays: one thread computes, steps and copies; links only add waiting.
+
+[Note: one thread]
+The thread goes from moment to moment as the engine does. Before each it issues whatever may be: an instruction whose
+predecessors all have been issued, in order on its queue. A copy takes the thread as long as the bytes take in memory,
+and is over when its link, which carries one after the other, would have carried it; whoever needs it waits for that.
+Everything else is done by the thread when it is issued, after it has waited for what comes before. Where a segment
+begins, all that was launched before is over.
+"""
+
+from __future__ import annotations
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import Copy, Instr, Queue, Run, Segment, Step
+
+ASIDE = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
+"""Queues that carry on by themselves once the thread has launched something."""
+
+
+class OneThread:
+    """When the thread, and each link, is free; see [Note: one thread]."""
+
+    def __init__(self) -> None:
+        self.free = [0.0] * len(Queue)
+        self._now = 0.0
+
+    def run(self, segment: Segment, seconds: list[float], thread_s: list[float]) -> list[float]:
+        """Run a segment; when each of its instructions ends. ``seconds`` on a link, ``thread_s`` of the thread."""
+        self._now = max(self._now, *self.free)
+        walk = _Walk(segment, seconds, thread_s, self.free, self._now)
+        while walk.sweep() or walk.next_moment():
+            pass
+        self._now = walk.now
+        return walk.finished()
+
+
+class _Walk:
+    """One segment on its way."""
+
+    def __init__(
+        self, segment: Segment, seconds: list[float], thread_s: list[float], free: list[float], now: float
+    ) -> None:
+        self.now = now
+        self._name, self._instrs = segment.name.value, segment.instrs
+        self._seconds, self._thread_s, self._free = seconds, thread_s, free
+        self._lines: dict[Queue, list[int]] = {queue: [] for queue in Queue}
+        for place, instr in enumerate(segment.instrs):
+            self._lines[instr.queue].append(place)
+        self._at = dict.fromkeys(Queue, 0)
+        self._ends: list[float | None] = [None] * len(segment.instrs)
+
+    def sweep(self) -> bool:
+        """Once through all queues; whether anything was issued."""
+        moved = False
+        for queue, line in self._lines.items():
+            while self._at[queue] < len(line):
+                place = line[self._at[queue]]
+                instr = self._instrs[place]
+                if isinstance(instr.op, Run) or not self._ready(instr):
+                    break
+                self._issue(place, instr)
+                moved = True
+                if queue is Queue.CPU or isinstance(instr.op, Step):
+                    break  # the thread has worked for a while, and copies may wait for what it did
+        return moved
+
+    def next_moment(self) -> bool:
+        """Have the next moment run; whether there was one that could."""
+        line, at = self._lines[Queue.COMPUTE], self._at[Queue.COMPUTE]
+        if at == len(line) or not self._ready(self._instrs[line[at]]):
+            return False
+        self._issue(line[at], self._instrs[line[at]])
+        return True
+
+    def finished(self) -> list[float]:
+        """The ends; everything must have one."""
+        ends = [end for end in self._ends if end is not None]
+        if len(ends) < len(self._ends):
+            raise PlanMismatch(f"segment {self._name!r}: an instruction waits for one that never comes")
+        return ends
+
+    def _ready(self, instr: Instr) -> bool:
+        try:
+            return all(self._ends[earlier] is not None for earlier in instr.after)
+        except IndexError as error:
+            raise PlanMismatch("an instruction waits for one that comes later") from error
+
+    def _issue(self, place: int, instr: Instr) -> None:
+        queue = instr.queue
+        after = max((end for earlier in instr.after if (end := self._ends[earlier]) is not None), default=0.0)
+        if queue not in ASIDE:
+            end = self.now = max(self.now, after) + self._thread_s[place]
+        else:  # the thread only launches it
+            begin = max(self._free[queue], after)
+            end = max(begin, self.now) + self._seconds[place] if isinstance(instr.op, Copy) else begin
+            self.now += self._thread_s[place]
+        self._free[queue] = max(self._free[queue], end)
+        self._ends[place] = end
+        self._at[queue] += 1
