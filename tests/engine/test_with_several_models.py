@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,18 @@ def test_parts_go_by_the_bytes_of_model_data_and_fall_to_who_joins_next() -> Non
     third, _ = chunked(models.stack(), SPEC, budget=budget)
     assert statistics(third).tiers["host"].budget_bytes == 6000 * 128
     release(third)
+
+
+def test_another_budget_is_not_shared_however_it_was_made() -> None:
+    budget = Budget(host=6000 * 128)
+    first, _ = chunked(models.stack(), SPEC, budget=budget)
+    others = [copy.copy(budget), copy.deepcopy(budget), pickle.loads(pickle.dumps(budget)), replace(budget)]
+    assert all(other == budget and asdict(other) == asdict(budget) for other in others)
+    for other in (*others, *budget.split(1, 1)):
+        second, _ = chunked(models.stack(), SPEC, budget=other)
+        release(second)
+        assert statistics(first).tiers["host"].budget_bytes == 6000 * 128
+    release(first)
 
 
 def test_who_does_not_fit_beside_another_leaves_it_as_it_was() -> None:

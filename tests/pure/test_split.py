@@ -34,15 +34,6 @@ def test_texts_and_folders() -> None:
     assert teacher == Budget(device=2**30, host=250_000_000, disk=2_500_000_000, disk_dir="scratch")
 
 
-def test_parts_are_budgets_of_their_own() -> None:
-    whole = Budget(device="4GiB")
-    whole.claims.append("a part")
-    student, teacher = whole.split(1, 1)
-    assert student.claims == teacher.claims == []
-    assert student == teacher
-    assert student.claims is not teacher.claims
-
-
 @pytest.mark.parametrize("parts", [(), (1,), (1, 0), (1, -1), (1, float("inf")), (1, float("nan")), (1, "2")])
 def test_parts_that_are_none(parts: tuple[float, ...]) -> None:
     with pytest.raises(InvalidInput, match=r"split\(3, 1\)"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -90,7 +90,7 @@ def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> 
     return replace(optimizer, groups=())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Budget:
     """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
@@ -103,8 +103,6 @@ class Budget:
     host: int | str | None = None
     disk: int | str | None = None
     disk_dir: str | None = None
-    claims: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The parts of the models that keep to it (the engine's)."""
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):

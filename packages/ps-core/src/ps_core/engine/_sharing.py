@@ -39,14 +39,26 @@ class Share:
         return None if found is None or found.released else found
 
 
+_SHARES: dict[int, list[Share]] = {}
+"""By the identity of a budget, for as long as that lives: copies of it, and equal ones, are others."""
+
+
+def _shares(budget: Budget) -> list[Share]:
+    if id(budget) not in _SHARES:
+        _SHARES[id(budget)] = []
+        weakref.finalize(budget, _SHARES.pop, id(budget), None).atexit = False
+    return _SHARES[id(budget)]
+
+
 class Sharing:
     """A model on its way into a budget."""
 
     def __init__(self, budget: Budget, name: str, data_bytes: int, whole: tuple[Tier, ...], *, alone: bool) -> None:
         """``alone``: one process has the model."""
-        budget.claims[:] = [share for share in budget.claims if share.owner() is not None]
-        self._budget, self._name, self._data_bytes, self._alone = budget, name, data_bytes, alone
-        sizes = {tier.name: tier.capacity_bytes for share in budget.claims for tier in share.whole}
+        self._shares = _shares(budget)
+        self._shares[:] = [share for share in self._shares if share.owner() is not None]
+        self._name, self._data_bytes, self._alone = name, data_bytes, alone
+        sizes = {tier.name: tier.capacity_bytes for share in self._shares for tier in share.whole}
         self.whole = tuple(Tier(tier.name, sizes.get(tier.name, tier.capacity_bytes)) for tier in whole)
         """What is free, where no size was given, was counted when the first model came."""
         self._before: list[tuple[Engine, tuple[Tier, ...]]] = []
@@ -62,14 +74,14 @@ class Sharing:
 
     def begin(self) -> tuple[Tier, ...]:
         """The new model's tiers; the others have theirs already when this returns."""
-        if not self._budget.claims:
+        if not self._shares:
             return self.whole
-        if not self._alone or any(share.together for share in self._budget.claims):
+        if not self._alone or any(share.together for share in self._shares):
             raise InvalidInput(
                 f"{self._name} cannot share a Budget where several processes share a model: give each model a budget "
                 "of its own, as in first, second = budget.split(3, 1)"
             )
-        for share in self._budget.claims:
+        for share in self._shares:
             engine = share.owner()
             if engine is not None:
                 before = engine.store.tiers
@@ -93,15 +105,13 @@ class Sharing:
 
     def _all(self, name: str) -> int:
         """Bytes of all that have a part of a tier."""
-        others: Iterator[Share] = (
-            share for share in self._budget.claims if name in {tier.name for tier in share.whole}
-        )
+        others: Iterator[Share] = (share for share in self._shares if name in {tier.name for tier in share.whole})
         return sum(share.data_bytes for share in others) + (name in {t.name for t in self.whole}) * self._data_bytes
 
     def join(self, engine: Engine) -> None:
         """It has come."""
         together = engine.together is not None
-        self._budget.claims.append(Share(self._name, self._data_bytes, self.whole, weakref.ref(engine), together))
+        self._shares.append(Share(self._name, self._data_bytes, self.whole, weakref.ref(engine), together))
 
 
 def data_bytes(model: nn.Module, precision: Precision, *, training: bool, accumulates: bool) -> int:
