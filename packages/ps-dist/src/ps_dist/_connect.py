@@ -62,6 +62,8 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
+        store = PrefixStore(f"attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         _compare(PrefixStore("ps_dist/first", store), rank, ranks, replicate, timeout_s)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
