@@ -27,10 +27,11 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed
 from ps_core import Budget
 from ps_core.engine import materialized, statistics
-from ps_core.engine._interrupts import _HANDLER, _STATE
+from ps_core.engine._interrupts import _HANDLER, _STATE, alone, put_in, take_out
 from ps_core.engine._parameter import ManagedParameter
 
 ENGINE = "/ps_core/engine/"
+BOOKS = ENGINE + "_interrupts.py"
 POINTS = 30
 """Instants within a step, spread evenly."""
 
@@ -316,3 +317,30 @@ def test_a_pass_within_another_leaves_the_handler() -> None:
         out.square().mean().backward()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         optimizer.step()
+
+
+def test_an_interrupt_while_the_handler_is_put_in_leaves_nobody_waiting() -> None:
+    done: list[int] = []
+    work = alone(lambda: done.append(1))
+    instants = count(work, BOOKS)
+    assert instants >= 4
+    for at in range(1, 1 + instants):
+        interrupted(work, at, BOOKS)
+        work()  # takes a handler out that an interrupt left in
+        assert (_STATE.depth, _STATE.users, _STATE.put) == (0, 0, False)
+    for at in range(1, 1 + count(put_in, BOOKS)):
+        take_out()
+        interrupted(put_in, at, BOOKS)
+        assert _STATE.users == 0
+        put_in()
+    take_out()
+
+
+def test_one_interrupt_amid_chunked_is_one() -> None:
+    def manage() -> None:
+        with chunked_model(models.stack(), device="cpu", budget=Budget(host=HOST)):
+            pass
+
+    for at in range(1, 1 + count(manage, of="_install"), 3):
+        interrupted(manage, at, of="_install")
+        interrupted(manage, 1, of="place")  # and the next comes too

@@ -91,9 +91,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
             packing.groups,
             overwrites=overwrites,
             loss_scale=loss_scale,
-            constant_bytes=sum(buffer.nbytes for buffer in model.buffers())
-            if where.lazy
-            else 0,  # else its tide sees them
+            constant_bytes=_constant_bytes(model, where),
             together=collectives,
             prefetch=options.prefetch,
         )
@@ -111,8 +109,9 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
             )
         front = None
         if optimizer is not None:
-            order = sorted(packing.records.values(), key=lambda record: record.index)
-            front = ChunkedOptimizer(engine, order, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm)
+            front = ChunkedOptimizer(
+                engine, engine.records, optimizer, loss_scale=loss_scale, max_grad_norm=max_grad_norm
+            )
             if options.eager_step:
                 engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
         try:
@@ -164,6 +163,11 @@ def _check_eager(mode: Precision, accumulation_steps: int, max_grad_norm: float 
         raise InvalidInput("Options.eager_step is one backward a step: leave accumulation_steps at 1")
     if max_grad_norm is not None:
         raise InvalidInput("Options.eager_step steps before the norm is known: leave max_grad_norm out")
+
+
+def _constant_bytes(model: nn.Module, device: Device) -> int:
+    """Non-model data that is always there; where the tide sees it, it is not counted twice."""
+    return sum(buffer.nbytes for buffer in model.buffers()) if device.lazy else 0
 
 
 def _device(device: str | Device, *, pin: bool) -> Device:

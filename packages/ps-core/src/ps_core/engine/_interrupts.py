@@ -90,8 +90,15 @@ _HANDLER = _STATE.handle
 def put_in() -> None:
     """Have interrupts ask first, until `take_out`. Only a handler that is Python's can be asked for."""
     _STATE.users += 1
-    if threading.get_ident() != _MAIN:
-        return
+    try:
+        if threading.get_ident() == _MAIN:
+            _install()
+    except BaseException:  # an interrupt that came before ours was in
+        _STATE.users -= 1
+        raise
+
+
+def _install() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if handler is not _HANDLER and callable(handler):
         _STATE.before, _STATE.put = handler, True
@@ -136,8 +143,9 @@ def alone(function: Callable[P, R]) -> Callable[P, R]:
         if threading.get_ident() != _MAIN:
             return function(*args, **kwargs)
         _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
-        put_in()
-        try:
+        _STATE.users += 1
+        try:  # with no call in between, for at a call an interrupt may come that finds another handler
+            _install()
             return function(*args, **kwargs)
         finally:
             _STATE.users -= 1
