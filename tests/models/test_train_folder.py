@@ -211,3 +211,16 @@ def test_what_is_said_helps_offloading_too(tmp_path: Path, capsys: Capture) -> N
     assert "--offload-checkpoints: found with --no-checkpointing" in capsys.readouterr().err
     assert main([*line, "--device", "emulated", "--device-memory", "1MB", "--disk", "1MB"]) == 2
     assert "--offload-checkpoints: found with --disk 1MB" in capsys.readouterr().err
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    assert train(out, "--steps", 2, "--checkpoint-every", 1) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # a process that is killed removes nothing
+        patched.setattr("ps_core.engine._checkpoint.folder.sync", lambda _: kill_at_once())
+        with pytest.raises(RuntimeError, match="gone"):
+            train(out, "--steps", 3, "--checkpoint-every", 1)
+    assert [each for each in (out / "checkpoints").iterdir() if each.name.startswith(".step-")]
+    assert train(out, "--steps", 4, "--checkpoint-every", 4) == 0
+    assert not [each for each in (out / "checkpoints").iterdir() if each.name.startswith(".step-")]

@@ -44,7 +44,7 @@ def remove_whole(folder: Path) -> None:
 
 def clear(parent: Path) -> None:
     """Finish removals that were cut short, and remove what half-written files and checkpoints left."""
-    for pattern in (f"{_DOOMED}*", ".step-*.partial"):
+    for pattern in (f"{_DOOMED}*", ".step-*.ps-partial"):
         for each in parent.glob(pattern):
             shutil.rmtree(each, ignore_errors=True)
     for each in parent.glob(f".*{_NEW}"):
