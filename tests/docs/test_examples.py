@@ -27,7 +27,11 @@ def commands(block: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix("$ "), comments=True) for line in lines if line.startswith("$ pstar")]
 
 
-CONSOLE = [(page, block) for page in PAGES for block in blocks(page, "console") if commands(block)]
+MANY_NODES = ROOT / "docs" / "tutorials" / "from-one-gpu-to-many-nodes.md"
+"""Its commands run as a whole, in `test_many_nodes_page`."""
+CONSOLE = [
+    (page, block) for page in PAGES if page != MANY_NODES for block in blocks(page, "console") if commands(block)
+]
 WHOLE = [*ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "recipes.md", ROOT / "docs" / "migration.md"]
 """Pages whose blocks go on from one another: they run as a whole, in `test_tutorials` and `test_recipes`."""
 PYTHON = [(page, block) for page in PAGES if page not in WHOLE for block in blocks(page, "python")]

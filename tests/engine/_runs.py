@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -130,3 +131,8 @@ def chunked_model(model: nn.Module, **arguments: Any) -> Iterator[tuple[nn.Modul
         yield made, optimizer
     finally:
         let_go(made)
+
+
+def children() -> set[str]:
+    """Processes that this one has, whoever began them (torch's compiler keeps some)."""
+    return {pid for thread in Path("/proc/self/task").iterdir() for pid in (thread / "children").read_text().split()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from _cases import CASES
 from _reference import Settings, plain
+from _runs import children
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,11 +44,6 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     assert _get_current_dispatch_mode_stack() == before, "a dispatch mode stayed on"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks for saved tensors stayed on"
-
-
-def children() -> set[str]:
-    """Processes that this one has, whoever began them (torch's compiler keeps some)."""
-    return {pid for thread in Path("/proc/self/task").iterdir() for pid in (thread / "children").read_text().split()}
 
 
 @pytest.fixture

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import _models as models
-from _cases import ADAMW, rows, square
-from _runs import HOST, chunked_model, stand_in
-from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
+from _cases import ADAMW, finish, next_token, rows, square, tokens
+from _reference import Make, Settings
+from _runs import HOST, check_same, chunked_model, stand_in
+from _runs import managed as managed_loop
+from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 
 DEVICES = ["cpu", "emulated"]
@@ -184,3 +188,30 @@ def test_gradients_of_all_parameters_need_no_parameter() -> None:
 
     for one, other in zip(gradients("cpu"), gradients("emulated"), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_pair_of_hooks_that_keeps_parameters_themselves(frozen: bool) -> None:
+    """A layer norm's weight is saved as it is; by the time backward reads it, it was elsewhere, and read as nothing."""
+
+    def train(make: Make) -> list[Tensor]:
+        model: nn.Module = models.Language()
+        if frozen:
+            model.blocks[1].requires_grad_(False)
+            model.table.requires_grad_(False)
+        model, optimizer = make(model, SGD(lr=0.2, momentum=0.9))
+        logs = []
+        for index in range(3):
+            with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                loss = next_token(model, *tokens(index))
+            loss.backward()
+            finish(optimizer)
+            logs += [loss.detach(), torch.tensor(optimizer.last_norm, dtype=torch.float64)]
+        return logs
+
+    settings, fitting = Settings(precision="fp32"), 0
+    for size in range(150_000, 180_000, 6_000):
+        with suppress(DoesNotFit):
+            check_same(train, settings, managed_loop(train, settings, stand_in, Budget(device=size, host=HOST)))
+            fitting += 1
+    assert fitting > 1

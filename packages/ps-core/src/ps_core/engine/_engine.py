@@ -19,14 +19,14 @@ from ps_core.engine._counters import Counters
 from ps_core.engine._eager import Eager
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
-from ps_core.engine._parameter import Function, changes, clear_grad
+from ps_core.engine._parameter import Function, aliased, changes, clear_grad
 from ps_core.engine._parts import whole
 from ps_core.engine._passes import Passes
 from ps_core.engine._processes.driver import sharded
 from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._refusals import changed_in_place
-from ps_core.engine._saved import SavedTensors
+from ps_core.engine._saved import Kept, SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
 from ps_core.engine._stepping import Decision, SettingsOf, decide
@@ -92,6 +92,9 @@ class Engine:
             if torch.is_grad_enabled():
                 self.saved.push()
             with torch._C.DisableTorchFunctionSubclass():
+                if torch.is_grad_enabled() and (whose := self.saved.kept_by_others()):
+                    every = whose is Kept.ALL
+                    args, kwargs = aliased(args, every), aliased(kwargs, every)
                 result = function(*args, **kwargs)
         finally:
             self.saved.pop_to(depth)

@@ -140,6 +140,19 @@ def managed(values: Any) -> Iterator[ManagedParameter]:
             yield from managed(value.values())
 
 
+def aliased(values: Any, every: bool) -> Any:
+    """The same, with aliases of their memory in place of managed parameters: of every one, or of frozen ones."""
+    if type(values) is ManagedParameter:
+        if not values.requires_grad:
+            return values.detach()
+        return values.view_as(values) if every else values
+    if type(values) in (list, tuple):
+        return type(values)(aliased(value, every) for value in values)
+    if isinstance(values, dict):
+        return {name: aliased(value, every) for name, value in values.items()}
+    return values
+
+
 @cache
 def changes_in_place(func: Function) -> bool:
     """Whether a function, by its name, changes its first argument."""

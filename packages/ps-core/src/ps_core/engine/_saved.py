@@ -5,20 +5,34 @@ PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the ro
 checkpoint's own pair, inside, keeps nothing of a block until it is recomputed; what a recomputation then saves are
 views of slots, and the use count of their storage pins these. A function called on a managed parameter where no pair
 is active at all gets ours around that one call. Where another library's pair is active, it sees plain tensors that
-alias a slot, and pins it.
+alias a slot, and pins it: a parameter that it would be given itself, and that would be elsewhere by the time backward
+reads it, goes into the call as such an alias. (PyTorch's checkpoints make one themselves, but not of frozen ones.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Protocol, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
 from ps_core.engine._away import HostRoom
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._records import Bound, TensorRecord
+
+
+class Kept(Enum):
+    """Parameters that are given to a call as aliases of their memory."""
+
+    NONE = ""
+    FROZEN = "frozen"
+    ALL = "all"
+
+    def __bool__(self) -> bool:
+        return self is not Kept.NONE
 
 
 class Fetcher(Protocol):
@@ -74,6 +88,13 @@ class SavedTensors:
             context = saved_tensors_hooks(self.pack, self.unpack)
             context.__enter__()
             self._pushed.append(context)
+
+    def kept_by_others(self) -> Kept:
+        """Which parameters another pair would be given themselves, and keep, if they were saved now."""
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if pair is None or pair[0] == self.pack:
+            return Kept.NONE
+        return Kept.FROZEN if getattr(pair[0], "__module__", "") == checkpoint.__name__ else Kept.ALL
 
     @undisturbed
     def pop_to(self, depth: int) -> None:
