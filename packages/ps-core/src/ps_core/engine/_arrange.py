@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ps_core._plan import Held, Queue
 from ps_core.engine._engine import Engine
 from ps_core.engine._plans import EnginePlan
+from ps_core.engine._records import GroupRecord
 from ps_core.engine._store import Home, Slot, Store
 
 
 def arrange(engine: Engine, plan: EnginePlan) -> bool:
     """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
     store, residency = engine.store, engine.residency
-    for group in plan.order:
-        if 0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased):
-            return False
+    if held_by_somebody(plan.order) is not None:
+        return False
     pending = [held for held in plan.plan.home if not _in_place(plan.home(held.extent).slot, held)]
     for held in pending:
         group = plan.order[held.extent.index]
@@ -30,7 +32,7 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
         ready = [held for held in pending if _may_move(store, plan.home(held.extent), held)]
         for held in ready:
             if _may_move(store, plan.home(held.extent), held):
-                _move(engine, plan.home(held.extent), held)
+                move(engine, plan.home(held.extent), held.tier, held.offset if held.tier == 0 else -1)
                 pending.remove(held)
         if not ready:
             put_aside(engine, plan.home(pending[0].extent))
@@ -47,8 +49,24 @@ def _may_move(store: Store, home: Home, held: Held) -> bool:
     return not store.overlapping(held.offset, held.bytes)
 
 
-def _move(engine: Engine, home: Home, held: Held) -> None:
-    target = engine.store.reserve(held.tier, held.bytes, held.offset if held.tier == 0 else -1)
+def held_by_somebody(groups: Iterable[GroupRecord]) -> GroupRecord | None:
+    """A group whose memory on the compute tier cannot be moved, for somebody besides its parameters has it."""
+    held = (group for group in groups if 0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased))
+    return next(held, None)
+
+
+def clear(engine: Engine) -> None:
+    """Let no parameter be anywhere, and nothing be under way: any home may be moved."""
+    for record in engine.records:
+        engine.residency.unbind(record)
+        record.group.reading = -1
+    for queue in (*engine.store.queues, Queue.CPU):
+        engine.residency.await_all(queue)
+
+
+def move(engine: Engine, home: Home, tier: int, offset: int = -1) -> None:
+    """Let a home be elsewhere, with what is in it."""
+    target = engine.store.reserve(tier, home.bytes, offset)
     engine.residency.copy_to(home, target)
     old, home.slot = home.slot, target
     engine.residency.give_back(old)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ps_core._plan import Queue
-from ps_core.engine._arrange import arrange
+from ps_core.engine._arrange import arrange, clear, held_by_somebody, move
 from ps_core.engine._engine import Engine
 from ps_core.engine._plans import EnginePlan
 from ps_core.engine._store import Home, Store
@@ -36,7 +35,7 @@ class Homes:
         if needed_bytes is not None and store.used_bytes[0] + needed_bytes <= capacity:
             return
         groups = [group for group in reversed(engine.groups) if not group.pinned]
-        if any(0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased) for group in groups):
+        if held_by_somebody(groups) is not None:
             return
         spare = 0
         if store.file is not None:  # a group passes through the tier above it
@@ -44,24 +43,14 @@ class Homes:
         above = [home for group in groups for home in group.homes.values() if home.slot.tier == 0]
         if not any(_tier_for(store, home, spare) for home in above):
             return
-        for record in engine.records:
-            engine.residency.unbind(record)
-            record.group.reading = -1
-        for queue in (*store.queues, Queue.CPU):
-            engine.residency.await_all(queue)
+        clear(engine)
         with torch.inference_mode(False):  # or nobody else could write to these slots
             for home in above:
-                self._lower(home, _tier_for(store, home, spare))
+                if tier := _tier_for(store, home, spare):
+                    move(engine, home, tier)
         if not store.device.lazy:
             store.settle(0)
         self.low = True
-
-    def _lower(self, home: Home, tier: int) -> None:
-        if tier:
-            target = self._engine.store.reserve(tier, home.bytes)
-            self._engine.residency.copy_to(home, target)
-            old, home.slot = home.slot, target
-            self._engine.residency.give_back(old)
 
 
 def _tier_for(store: Store, home: Home, spare: int) -> int:

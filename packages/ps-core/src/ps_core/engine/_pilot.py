@@ -330,7 +330,7 @@ class Pilot:
         self._found, self._plan, self._estimated = self._found or self._source, None, False
         micro = self._micro
         self.consider()
-        self._micro = micro
+        self._micro = micro  # gradients of an unfinished step stay, so the next pass is not the first
 
     def _adopt(self, recording: Recording, batch: _Batch) -> bool:
         """Plan from these moments and have everything where the plan wants it; False: not possible now."""

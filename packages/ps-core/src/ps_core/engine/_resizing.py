@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._plan import Queue, Tier
-from ps_core.engine._arrange import put_aside
+from ps_core._plan import Tier
+from ps_core.engine._arrange import clear, held_by_somebody, move, put_aside
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import alone
 from ps_core.engine._refusals import everything_too_large
-from ps_core.engine._store import Home
 
 
 @alone
@@ -34,12 +33,12 @@ def resize(engine: Engine, tiers: tuple[Tier, ...]) -> None:
 
 
 def _check_let_go(engine: Engine) -> None:
-    for group in engine.groups:
-        if not engine.still and (0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased)):
-            raise InvalidInput(
-                f"somebody holds on to memory of {group.name} (a view of a parameter?), so its model cannot make "
-                "room in its Budget now: let go of that first, or give each model a part of its own, budget.split(3, 1)"
-            )
+    group = None if engine.still else held_by_somebody(engine.groups)
+    if group is not None:
+        raise InvalidInput(
+            f"somebody holds on to memory of {group.name} (a view of a parameter?), so its model cannot make "
+            "room in its Budget now: let go of that first, or give each model a part of its own, budget.split(3, 1)"
+        )
 
 
 def _check_lower(engine: Engine, tiers: tuple[Tier, ...]) -> None:
@@ -54,29 +53,18 @@ def _check_lower(engine: Engine, tiers: tuple[Tier, ...]) -> None:
 
 
 def _apply(engine: Engine, tiers: tuple[Tier, ...]) -> None:
-    store, residency = engine.store, engine.residency
+    store = engine.store
     if engine.still:
         store.resize(tiers)
         return
-    for record in engine.records:
-        residency.unbind(record)
-    for queue in (*store.queues, Queue.CPU):
-        residency.await_all(queue)
+    clear(engine)
     moved = [(group, home) for group in engine.groups for home in group.homes.values() if home.slot.tier == 0]
-    for group, home in moved:
-        group.reading = -1
+    for _, home in moved:
         put_aside(engine, home)
     store.resize(tiers)
     top = tiers[0].capacity_bytes
     for _, home in (row for row in moved if row[0].pinned):
         top = (top - home.bytes) & -128
-        _put(engine, home, 0, top)
+        move(engine, home, 0, top)
     for _, home in (row for row in moved if not row[0].pinned):
-        _put(engine, home, 1 if store.free_bytes(1) >= home.bytes else 0)
-
-
-def _put(engine: Engine, home: Home, tier: int, offset: int = -1) -> None:
-    target = engine.store.reserve(tier, home.bytes, offset)
-    engine.residency.copy_to(home, target)
-    old, home.slot = home.slot, target
-    engine.residency.give_back(old)
+        move(engine, home, 1 if store.free_bytes(1) >= home.bytes else 0)

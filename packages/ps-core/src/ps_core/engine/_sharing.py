@@ -7,7 +7,6 @@ that was released or forgotten leaves its part to whoever joins next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,11 +26,7 @@ class Share:
 
     name: str
     data_bytes: int
-    whole: tuple[Tier, ...]
-    """The tiers that it has a part of."""
     engine: weakref.ref[Engine]
-    together: bool
-    """Whether several processes have the model."""
 
     def owner(self) -> Engine | None:
         """The engine, while it keeps to the budget."""
@@ -57,8 +52,9 @@ class Sharing:
         """``alone``: one process has the model."""
         self._shares = _shares(budget)
         self._shares[:] = [share for share in self._shares if share.owner() is not None]
+        self._others = [(share, engine) for share in self._shares if (engine := share.owner()) is not None]
         self._name, self._data_bytes, self._alone = name, data_bytes, alone
-        sizes = {tier.name: tier.capacity_bytes for share in self._shares for tier in share.whole}
+        sizes = {tier.name: tier.capacity_bytes for _, engine in self._others for tier in engine.store.whole}
         self.whole = tuple(Tier(tier.name, sizes.get(tier.name, tier.capacity_bytes)) for tier in whole)
         """What is free, where no size was given, was counted when the first model came."""
         self._before: list[tuple[Engine, tuple[Tier, ...]]] = []
@@ -74,25 +70,22 @@ class Sharing:
 
     def begin(self) -> tuple[Tier, ...]:
         """The new model's tiers; the others have theirs already when this returns."""
-        if not self._shares:
+        if not self._others:
             return self.whole
-        if not self._alone or any(share.together for share in self._shares):
+        if not self._alone or any(engine.together is not None for _, engine in self._others):
             raise InvalidInput(
                 f"{self._name} cannot share a Budget where several processes share a model: give each model a budget "
                 "of its own, as in first, second = budget.split(3, 1)"
             )
-        for share in self._shares:
-            engine = share.owner()
-            if engine is not None:
-                before = engine.store.tiers
-                self._resize(engine, share)
-                self._before.append((engine, before))
-                engine.store.whole = share.whole
+        for share, engine in self._others:
+            before = engine.store.tiers
+            self._resize(engine, share)
+            self._before.append((engine, before))
         return self._part(self.whole, self._data_bytes)
 
     def _resize(self, engine: Engine, share: Share) -> None:
         try:
-            resize(engine, self._part(share.whole, share.data_bytes))
+            resize(engine, self._part(engine.store.whole, share.data_bytes))
         except DoesNotFit as error:
             error.add_note(
                 f"{share.name} would share its Budget with {self._name}, by the bytes of their model data; to cut it "
@@ -105,13 +98,12 @@ class Sharing:
 
     def _all(self, name: str) -> int:
         """Bytes of all that have a part of a tier."""
-        others: Iterator[Share] = (share for share in self._shares if name in {tier.name for tier in share.whole})
-        return sum(share.data_bytes for share in others) + (name in {t.name for t in self.whole}) * self._data_bytes
+        sizes = [(share.data_bytes, engine.store.whole) for share, engine in self._others]
+        return sum(size for size, whole in (*sizes, (self._data_bytes, self.whole)) if name in {t.name for t in whole})
 
     def join(self, engine: Engine) -> None:
         """It has come."""
-        together = engine.together is not None
-        self._shares.append(Share(self._name, self._data_bytes, self.whole, weakref.ref(engine), together))
+        self._shares.append(Share(self._name, self._data_bytes, weakref.ref(engine)))
 
 
 def data_bytes(model: nn.Module, precision: Precision, *, training: bool, accumulates: bool) -> int:
