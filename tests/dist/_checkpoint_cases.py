@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from _zero_cases import batches
 from torch import Tensor, nn
 from torch.nn import functional
 
 import ps_dist
+from _memory import grown_by
+from _zero_cases import batches
 from ps_core import (
     SGD,
     AdamW,
@@ -363,16 +364,3 @@ def stays_small(each: ps_dist.TorchCollectives, path: Path) -> None:
         grown = grown_by(work)
         assert grown <= 2 * shard + 2**20, f"{grown:,}"
     release(model)
-
-
-def grown_by(work: Callable[[], object]) -> int:
-    """The most memory that this process had at once during the work, less what it had."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024

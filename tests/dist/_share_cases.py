@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from _one_process import added, adds_like, check_homes, check_weights, give, gradients
-from _zero_cases import Way, batches, passes, states
 from torch import Tensor, nn
 
 import ps_dist
+from _one_process import added, adds_like, check_homes, check_weights, give, gradients
+from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._management import management_of

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from _one_process import adds_like, check_homes, check_weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ps_dist
+from _one_process import adds_like, check_homes, check_weights
 from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._emulated.standin import StandIn

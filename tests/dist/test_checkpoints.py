@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import _checkpoint_cases as cases
 import pytest
 import safetensors.torch
 import torch
-from _crew import Crew
 
+import _checkpoint_cases as cases
+from _crew import Crew
 from ps_core import CheckpointDamaged
 from ps_core.engine import export_checkpoint
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from _crew import free_port
+from _crew import free_port, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -48,13 +48,6 @@ def test_another_number_of_processes_is_found_at_the_start() -> None:
 
 
 def test_torchrun() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAMS / "small.py"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = torchrun(PROGRAMS / "small.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["0:3.0", "1:3.0"]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from _threads import Together, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 

@@ -6,9 +6,10 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import _share_cases as cases
 import _zero_cases
-import pytest
 from _crew import Crew
 from _zero_cases import Way
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import _transport_cases as cases
 import pytest
-from _crew import Crew, crew
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import _transport_cases as cases
+from _crew import Crew, crew
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LONG = 32_768 + 5

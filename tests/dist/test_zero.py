@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import _zero_cases as cases
 import pytest
+
+import _zero_cases as cases
 from _crew import Crew, crew
 from _expert_cases import experts
 from _zero_cases import Way

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -28,17 +27,6 @@ PROGRAMS = {
     "torchrun": ("-m", "torch.distributed.run"),
 }
 LAST, EVERY = 40, 5
-
-
-@pytest.fixture(scope="module")
-def tutorials() -> Any:
-    """How outputs are compared."""
-    spec = importlib.util.spec_from_file_location("tutorials", Path(__file__).with_name("test_tutorials.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def commands(block: str) -> Iterator[tuple[list[str], str | None]]:

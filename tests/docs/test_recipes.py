@@ -6,7 +6,6 @@ Blocks of other libraries' scripts are fenced with ``py``, and only have to be P
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -19,17 +18,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {"recipes": ("transformers", "accelerate", "peft"), "migration": ("transformers",)}
 FOREIGN = re.compile(r"^```py\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def tutorials() -> Any:
-    """How tutorials are run."""
-    spec = importlib.util.spec_from_file_location("tutorials", Path(__file__).with_name("test_tutorials.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", NEEDS)

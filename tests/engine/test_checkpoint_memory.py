@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from _checkpoints import TIERS
+from _memory import grown_by
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint
 
@@ -19,19 +19,6 @@ CHUNK_BYTES = 4 * WIDTH * WIDTH * 2
 """Two layers in each of three groups, in fp32."""
 NOISE_BYTES = 2**20
 """What Python, threads and the memory allocator take for themselves; an eighth of a chunk."""
-
-
-def grown_by(work: Callable[[], object]) -> int:
-    """The most memory that this process had at once during the work, as the system counts it, less what it had."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
 
 
 def build() -> nn.Module:
