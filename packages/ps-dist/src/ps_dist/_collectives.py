@@ -232,7 +232,7 @@ class TorchCollectives:
             self._leave()
         else:  # taking the transport down would wait for whatever the thread waits for
             self._wire.cut(self._mesh.everyone)
-            self._lane.close(waits=False)
+            self._lane.wait_cut()
 
     # Checks.
 

@@ -16,6 +16,8 @@ _LOOK_S = 1.0
 """How often one who waits looks whether the wait is hopeless."""
 _MOMENT_S = 0.1
 """In which a thread ends that does not wait for anything."""
+_CUT_S = 10.0
+"""In which one ends whose connections were cut, however busy the computer is: an interpreter must not end before it."""
 
 
 class Pending:
@@ -116,6 +118,10 @@ class Lane:
         self._queue.put(None)
         self._thread.join(self._hopeless_s if waits and self.error is None else _MOMENT_S)
         return not self._thread.is_alive()
+
+    def wait_cut(self) -> None:
+        """Let the thread end after a failed `close`, now that nothing it waits for can come."""
+        self._thread.join(_CUT_S)
 
     @torch.no_grad()
     def _run(self) -> None:

@@ -57,9 +57,10 @@ class Wire:
     def cut(self, everyone: Sequence[int]) -> None:
         """Break all connections, so that a thread which waits for another process ends; nothing works from then on.
 
-        With one that waits the interpreter could not end in peace. In gloo a receive that times out does it.
+        With one that waits the interpreter could not end in peace. In gloo a receive that times out does it; one from a
+        process that has ended fails at once, so it is tried with each.
         """
-        for peer in [peer for peer in everyone if peer != self._me][:1]:
+        for peer in [peer for peer in everyone if peer != self._me]:
             with suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, self._group, _NO_TAG)
                 assert work is not None, "this process is one of the group"
