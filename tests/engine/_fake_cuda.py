@@ -2,6 +2,7 @@
 
 PyTorch's work is the compute stream's and done at once, so only copies lag: until something waits for them, or at a
 random later call. They know addresses, not tensors, as a card does: memory that is given back too early is overwritten.
+Several threads may launch, each on streams of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
+from threading import RLock
 from typing import Any
 
 import torch
@@ -33,21 +35,24 @@ class FakeStream:
         return self.done + len(self.todo)
 
     def launch(self, work: Callable[[], None]) -> None:
-        self.todo.append(work)
-        if self.name.startswith("compute"):
-            self.catch_up(self.end)  # PyTorch's operators run at once
-        self.runtime.stir()
+        with self.runtime.lock:
+            self.todo.append(work)
+            if self.name.startswith("compute"):
+                self.catch_up(self.end)  # PyTorch's operators run at once
+            self.runtime.stir()
 
     def catch_up(self, position: int) -> None:
-        while self.done < position:
-            work = self.todo.popleft()
-            self.done += 1
-            work()
+        with self.runtime.lock:
+            while self.done < position:
+                work = self.todo.popleft()
+                self.done += 1
+                work()
 
     def wait_event(self, event: FakeEvent) -> None:
         if not self.runtime.deaf:
-            stream, position = event.stream, event.position
-            self.launch(lambda: stream.catch_up(position))
+            with self.runtime.lock:
+                stream, position = event.stream, event.position
+                self.launch(lambda: stream.catch_up(position))
 
 
 class FakeEvent:
@@ -57,7 +62,8 @@ class FakeEvent:
         self.runtime = runtime
 
     def record(self, stream: FakeStream) -> None:
-        self.stream, self.position = stream, stream.end
+        with self.runtime.lock:
+            self.stream, self.position = stream, stream.end
 
     def synchronize(self) -> None:
         if not self.runtime.deaf:
@@ -72,6 +78,14 @@ class Allocator(Tide):
         self.runtime = runtime
         self.limit_bytes = 1 << 40
         self.highest_bytes = self.failures = 0
+
+    @property
+    def current_bytes(self) -> int:
+        return sum([life.bytes for life in list(self._lives.values())])  # for they end on any thread
+
+    @current_bytes.setter
+    def current_bytes(self, value: int) -> None:
+        """It is counted when it is asked for."""
 
     def _rise(self, bytes: int) -> None:
         super()._rise(bytes)
@@ -90,6 +104,7 @@ class FakeRuntime:
     def __init__(self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True) -> None:
         self.torch_device = torch.device("cpu")
         self.deaf, self.watched = deaf, watched
+        self.lock = RLock()
         self._random = Random(seed)
         self._eagerness = 1.0 if seed is None else self._random.choice((0.0, 0.1, 0.7))
         self.streams: list[FakeStream] = []

@@ -242,7 +242,7 @@ def test_out_of_memory(where: str, watched: bool) -> None:
         made = chunked_model(Hungry(), device=device, budget=Budget(device=size, host=HOST))
         with made as (model, optimizer):
             losses = train(model, optimizer, range(3))
-            before = device._owned[0]
+            before = device._owned.bytes
             for where_now in (where,) * 2:
                 model.appetite[where_now] = 1_000_000
                 runtime.allocator.limit_bytes = 1_000_000
@@ -258,7 +258,7 @@ def test_out_of_memory(where: str, watched: bool) -> None:
                 runtime.allocator.limit_bytes = 1 << 40
             losses += train(model, optimizer, range(3, 6))
             assert runtime.released == 2, "memory kept in reserve is given back"
-            assert device._owned[0] < before, "the arena ends lower"
+            assert device._owned.bytes < before, "the arena ends lower"
             assert statistics(model).planned_passes >= 6
     assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
 
@@ -316,7 +316,7 @@ def test_the_budget_is_kept_by_the_allocators_own_figures() -> None:
         size = 160 * 1024
         device = CudaDevice(runtime)
         with chunked_model(stack, device=device, budget=Budget(device=size, host=HOST)) as (model, optimizer):
-            others = runtime.allocated().now - device._owned[0]
+            others = runtime.allocated().now - device._owned.bytes
             for index in range(6):
                 batch = rows(index)
                 if index == 2:
@@ -354,7 +354,7 @@ def test_the_tide_is_the_allocators_less_what_is_the_engines() -> None:
         tide.stop()
         del before
         tide.start()
-        assert (tide.current_bytes, device._owned[0]) == (200 - 200, 0), "the mark below went down with what went"
+        assert (tide.current_bytes, device._owned.bytes) == (200 - 200, 0), "the mark below went down with what went"
         del two
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane
 from ps_dist._mesh import Mesh
+from ps_dist._staging import Carrier, Staged
 from ps_dist._wire import Sum, Wire
 
 
@@ -58,6 +59,10 @@ class Bench:
         """
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
         self._sum("reduce_scatter", tag, into, source, scratch, kind=kind, givers=givers)
+
+    def by_way_of(self, carrier: Carrier) -> Staged:
+        """Collectives of buffers in a device's memory, which the carrier copies."""
+        return Staged(self._wire, self._sum, self._mesh, carrier, self._enter)
 
     def _enter(self, operation: str, what: str, numel: int, kind: torch.dtype) -> int:
         entry = self._journal.add(named(operation, what, numel, kind))

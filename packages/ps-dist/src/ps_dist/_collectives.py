@@ -20,6 +20,7 @@ from ps_dist._farewell import AtExit, words_of
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane, Pending
 from ps_dist._mesh import Mesh
+from ps_dist._staging import staging_bytes
 from ps_dist._watch import Patience, Watch
 from ps_dist._wire import Sum, Wire
 
@@ -123,6 +124,10 @@ class TorchCollectives:
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The scratch with which a reduce-scatter of shards of so many elements is done in one piece."""
         return self._sum.scratch_bytes(shard_numel, kind)
+
+    def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """The host memory with which collectives of a device's memory go in one piece."""
+        return staging_bytes(shard_numel, kind, self._mesh, self._sum)
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> None:
         """Put every process's equal ``shard`` into ``into``, in rank order."""

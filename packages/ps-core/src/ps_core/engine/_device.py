@@ -61,6 +61,10 @@ class Device(Protocol):
     lazy: bool
     """Whether an arena takes memory only where it is touched, so that it may be as large as the budget."""
 
+    beside: bool
+    """Whether ``Queue.COLL`` is a stream of its own, for another thread to launch on; else collectives are the
+    processor's work."""
+
     @property
     def machine(self) -> Machine | None:
         """The rates to plan with, where nobody gives others; None: those of a small computer."""

@@ -6,6 +6,10 @@ made to wait for the old one. Copies up and down have a stream each, made once. 
 after it has waited for an event. Events are used again when nobody holds them any more: a stream that was told to wait
 for one remembers the recording that it was told of.
 
+The stream of collectives belongs to another thread than all else (see [Note: two threads] in `_processes.beside`). So
+nothing is remembered of it here between two calls; what both threads use (events that wait to be used again, what is
+known of memory) changes in steps that no other thread can come between.
+
 [Note: memory on a CUDA device]
 The arena is one allocation, as long as the tide leaves room for at its highest; it is made when that is known, and
 made anew only when a plan wants it longer or shorter. A slot beyond it (before there is a plan, kept in fp32, or in a
@@ -17,25 +21,20 @@ are done.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ps_core._errors import DeviceOutOfMemory, InvalidInput
+from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
-from ps_core._units import format_bytes
-from ps_core.engine._cuda.memory import AllocatorTide, HostMemory
+from ps_core.engine._cuda.failures import Observer
+from ps_core.engine._cuda.memory import AllocatorTide, HostMemory, Owned
 from ps_core.engine._cuda.runtime import RawEvent, Runtime, Stream, TorchRuntime
 from ps_core.engine._device import Event
 from ps_core.engine._disk.file import DiskFile, Place
 from ps_core.engine._disk.streams import DISK_QUEUES, DiskEvent, DiskStreams
-
-
-class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
-    """Memory ran out on a device that an engine uses; whoever expects PyTorch's own error gets that too."""
 
 
 class CudaEvent:
@@ -70,24 +69,25 @@ class CudaDevice:
         self.name = "cuda"
         self.torch_device = runtime.torch_device
         self.lazy = False
+        self.beside = True
         self._runtime = runtime
         self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
-        self._last: dict[Queue, CudaEvent | None] = dict.fromkeys(self._streams)
+        self._last: dict[Queue, CudaEvent | None] = dict.fromkeys((Queue.H2D, Queue.D2H))
         """Behind all that one of these was given; None: it was given more since."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
-        self._owned = [0]
+        self._owned = Owned()
         self._host = HostMemory(runtime, self._after_copies, pin=pin)
         self._disk: tuple[DiskFile, DiskStreams] | None = None
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
-        runtime.watch_failures(_Observer(self))
+        runtime.watch_failures(Observer(self, self._owned, self._missing_bytes))
 
     # Memory.
 
     def tide(self) -> AllocatorTide:
         """What the allocator has given to others."""
-        return AllocatorTide(self._runtime, lambda: self._owned[0])
+        return AllocatorTide(self._runtime, lambda: self._owned.bytes)
 
     @property
     def machine(self) -> Machine:
@@ -103,8 +103,7 @@ class CudaDevice:
         before = self._runtime.allocated().now
         memory = self._runtime.empty(size_bytes)
         taken = max(size_bytes, self._runtime.allocated().now - before)
-        self._owned[0] += taken
-        weakref.finalize(memory.untyped_storage(), _less, self._owned, taken).atexit = False
+        self._owned.add(memory, taken)
         ready = self._recorded(Queue.COMPUTE)
         for queue, stream in self._streams.items():
             self.wait(queue, ready)
@@ -158,7 +157,7 @@ class CudaDevice:
         self._runtime.copy(stream, target, source)
         self._runtime.used_by(target, stream)
         self._runtime.used_by(source, stream)
-        self._last[queue] = None
+        self._given(queue)
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Nothing is checked; but if PyTorch's stream changed, this is where it is noticed."""
@@ -172,8 +171,12 @@ class CudaDevice:
         stream = self._streams.get(queue)
         if stream is None:
             return nullcontext()
-        self._last[queue] = None
+        self._given(queue)
         return self._runtime.using(stream)
+
+    def _given(self, queue: Queue) -> None:
+        if queue in self._last:
+            self._last[queue] = None
 
     def _stream(self, queue: Queue) -> Stream:
         if queue is not Queue.COMPUTE:
@@ -209,7 +212,10 @@ class CudaDevice:
         return made
 
     def _event(self) -> RawEvent:
-        return self._pool.pop() if self._pool else self._runtime.event()
+        try:
+            return self._pool.pop()
+        except IndexError:
+            return self._runtime.event()
 
     def wait(self, queue: Queue, event: Event) -> None:
         """What is launched on a queue from here on runs after the event."""
@@ -233,8 +239,7 @@ class CudaDevice:
         if event.queue is queue:
             return
         stream.wait_event(event.raw)
-        if queue in self._last:
-            self._last[queue] = None
+        self._given(queue)
 
     def _after_copies(self) -> Callable[[], None]:
         """What blocks until the copies launched so far are done."""
@@ -260,34 +265,6 @@ class CudaDevice:
         if disk is not None:
             disk[1].close()
             disk[0].close()
-
-
-def _less(count: list[int], size_bytes: int) -> None:
-    count[0] -= size_bytes
-
-
-class _Observer:
-    """Hears of memory that ran out, for as long as the device lives; the allocator never lets go of it."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._index = device.torch_device.index
-        self._owned, self._missing_bytes = device._owned, device._missing_bytes
-        self._name = str(device.torch_device)
-        self._device = weakref.ref(device)
-
-    def __call__(self, index: int, wanted_bytes: int, allowed_bytes: int, free_bytes: int) -> None:
-        """Raise in the allocation's place."""
-        if index != self._index or self._device() is None:
-            return
-        self._missing_bytes[0] = max(self._missing_bytes[0], wanted_bytes)
-        raise CudaOutOfMemory(
-            f"CUDA out of memory. Tried to allocate {format_bytes(wanted_bytes)} on {self._name}; of its "
-            f"{format_bytes(allowed_bytes)}, {format_bytes(free_bytes)} are free, and weights and states under "
-            f"management take {format_bytes(self._owned[0])}. They are as they were: call optimizer.zero_grad() and "
-            "go on, the next pass is planned with more room for everything else. If that is not enough: a smaller "
-            "batch, gradient checkpointing, a smaller Budget(device=...) where others use the device too, or "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True where memory is in pieces"
-        )
 
 
 def cuda_device(name: str, *, pin: bool) -> CudaDevice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,25 @@ from ps_kernels import PinnedArena
 
 _SPARES = 8
 """Blocks of host memory that are kept for another of their size."""
+
+
+class Owned:
+    """What of the device's memory is the engine's. Tensors end on any thread, so each is entered by itself."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._count = itertools.count()
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return sum(list(self._sizes.values()))
+
+    def add(self, memory: torch.Tensor, size_bytes: int) -> None:
+        """Until a tensor's memory ends."""
+        key = next(self._count)
+        self._sizes[key] = size_bytes
+        weakref.finalize(memory.untyped_storage(), self._sizes.pop, key).atexit = False
 
 
 class HostMemory:
@@ -37,9 +57,10 @@ class HostMemory:
         return memory
 
     def _spare(self, size_bytes: int) -> PinnedArena | None:
-        for place, (arena, settle) in enumerate(self._spares):
+        for spare in list(self._spares):  # others may come back meanwhile, on any thread
+            arena, settle = spare
             if arena.bytes == size_bytes:
-                del self._spares[place]
+                self._spares.remove(spare)
                 settle()
                 return arena
         return None

@@ -67,7 +67,7 @@ class StandIn:
             raise InvalidInput(f"link_bytes_per_s: expected a rate above 0, found {link_bytes_per_s!r}")
         self.name = name
         self.torch_device = torch.device("cpu")
-        self.lazy = True
+        self.lazy, self.beside = True, False
         self.machine = None
         self._places = Places()
         self._ordering = Ordering(self._places.name) if check else None

@@ -76,8 +76,8 @@ class ShardDriver(Demand):
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher, self._prefetch = residency, gradients, watcher, prefetch
         self._me = together.process
-        self._turns = Turns(together, residency.groups)
-        self._steps = Steps(residency, gradients, self._turns, together)
+        self._turns = Turns(together, residency.groups, residency.beside)
+        self._steps = Steps(residency, gradients, self._turns)
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
         self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
         self._schedules: dict[int, list[Entry]] = {}

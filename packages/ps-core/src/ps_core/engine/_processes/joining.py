@@ -61,8 +61,6 @@ class Joining:
 
     def check(self, device: Device, options: Options) -> None:
         """Refuse what several processes cannot have."""
-        if device.torch_device.type != "cpu":
-            raise InvalidInput(f"device={device.name!r} with collectives: expected 'cpu' or 'emulated'")
         if options.eager_step:
             raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
 

@@ -14,6 +14,7 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
+from ps_core.engine._processes.beside import beside
 from ps_core.engine._processes.risers import Risers
 from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, GroupRecord, Payload, TensorRecord
@@ -34,7 +35,7 @@ class ShardResidency(Residency):
         self.risers = Risers(self, groups)
         self._whole: tuple[Home, int, torch.Tensor] | None = None
         """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
-        store.queues = (*store.queues, Queue.COLL)
+        self.beside = beside(self, together)
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
@@ -62,7 +63,7 @@ class ShardResidency(Residency):
         """
         source, valid = group.homes[group.weight].source(), all(r.payload is Payload.VALID for r in group.tensors)
         if valid and source.place is None and not changing:
-            self.before_collective()
+            self.beside.before()
             return source.flat(group.dtype, group.shard_numel), None
         slot = self.borrow(max(align_up(group.homes[group.weight].bytes), 128))
         own = slot.flat(group.dtype, group.shard_numel)
@@ -77,7 +78,7 @@ class ShardResidency(Residency):
             self.copy_to(home, place)
         else:
             self._cast_shard(group, place)
-        self.before_collective()
+        self.beside.before()
 
     def _cast_shard(self, group: GroupRecord, place: Slot) -> None:
         """The same from the master, while gradients lie over the weight."""
@@ -91,18 +92,6 @@ class ShardResidency(Residency):
         if target is not place:
             self._arrived(self._launch(target, place, place.bytes))
             self.give_back(target)
-
-    def before_collective(self) -> None:
-        """Let a collective find every queue's work done."""
-        self.await_all(Queue.COLL)
-        self.await_all(Queue.CPU)  # what the processes' thread does is done by this computer's processors
-
-    def after_collective(self) -> None:
-        """Let every queue see what the collectives did that were waited for."""
-        device = self.store.device
-        event = device.record(Queue.COLL)
-        for queue in (Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU):
-            device.wait(queue, event)
 
     def drop(self, group: GroupRecord) -> bool:
         """Let the gathered copy go; there is nothing to write back."""
@@ -232,7 +221,7 @@ class ShardResidency(Residency):
         group, shard = self.groups[home.extent.index], self.shard(home)
         self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
         whole = torch.empty(home.bytes * group.ranks, dtype=torch.uint8)
-        self._together.start_all_gather(whole, shard, f"{home.extent.kind.value} of {group.name}").wait()
+        self._together.start_all_gather(whole, shard.cpu(), f"{home.extent.kind.value} of {group.name}").wait()
         return whole
 
     def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:

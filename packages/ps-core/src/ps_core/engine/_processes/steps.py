@@ -14,7 +14,6 @@ from ps_core._units import align_up
 from ps_core.engine._processes.schedule import Act, Turn
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.sums import ShardGradients
-from ps_core.engine._processes.together import Together
 from ps_core.engine._processes.turns import Staged, Step, Turns
 from ps_core.engine._records import GroupRecord
 from ps_core.engine._refusals import compute_tier_too_small
@@ -35,8 +34,8 @@ class GatherWatcher(Watcher, Protocol):
 class Steps:
     """What this process has under way."""
 
-    def __init__(self, residency: ShardResidency, gradients: ShardGradients, turns: Turns, together: Together) -> None:
-        self._shards, self._sums, self._turns, self._together = residency, gradients, turns, together
+    def __init__(self, residency: ShardResidency, gradients: ShardGradients, turns: Turns) -> None:
+        self._shards, self._sums, self._turns = residency, gradients, turns
         self._store = residency.store
         self.staged: dict[GroupRecord, Staged] = {}
         self.ahead: dict[GroupRecord, Step] = {}
@@ -89,7 +88,7 @@ class Steps:
         if staged is not None:
             step.whole = staged.slot.flat(group.dtype, group.chunk_numel)
             self._clear(group, staged, step.whole)
-        self._shards.before_collective()
+        self._shards.beside.before()
         reads = () if step.whole is None else (step.whole,)
         self._store.device.work(Queue.COLL, name, reads, (target.memory, scratch.memory))
         step.shard, step.scratch, step.slot = target.flat(kind, numel), scratch.memory, target
@@ -121,7 +120,7 @@ class Steps:
         return self._scratch_bytes(group) + max(align_up(shard), 128)
 
     def _scratch_bytes(self, group: GroupRecord) -> int:
-        return max(align_up(min(self._together.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
+        return max(align_up(min(self._shards.beside.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
 
     def _clear(self, group: GroupRecord, staged: Staged, whole: torch.Tensor) -> None:
         """Zeros where there is no gradient."""
@@ -147,7 +146,7 @@ class Steps:
         while self.on_way and self.on_way[0].done:
             step = self.on_way.popleft()
             if step.index >= 0:
-                self._shards.after_collective()
+                self._shards.beside.after(step.over)
             if step.act.turn is Turn.SUM:
                 records = [self._records[index] for index in _bits(step.tensors)]
                 for record in records:

@@ -17,11 +17,22 @@ class Pending(Protocol):
         """Return when its result may be read and its buffers reused."""
 
 
-class Bench(Protocol):
-    """What a job does when its turn has come: one thing after another, the same on every process."""
+class Carrier(Protocol):
+    """Copies between a device's memory and the host's, in the order of a stream."""
 
-    def exchange(self, mine: bytes, what: str) -> list[bytes]:
-        """Everybody's few bytes, as many from each, in the order of the processes."""
+    @property
+    def staging(self) -> torch.Tensor:
+        """Host memory, for whatever is on its way: bytes."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy of bytes from or to the staging memory."""
+
+    def settle(self) -> None:
+        """Block until everything launched is done."""
+
+
+class Buffers(Protocol):
+    """Collectives of large buffers."""
 
     def all_gather(self, into: torch.Tensor | None, shard: torch.Tensor, what: str, takers: Collection[int]) -> None:
         """An all-gather for some processes; ``into``: None unless this is one of them."""
@@ -37,6 +48,16 @@ class Bench(Protocol):
         givers: Collection[int],
     ) -> None:
         """A reduce-scatter of what some processes have, of this type; ``source``: None unless this is one of them."""
+
+
+class Bench(Buffers, Protocol):
+    """What a job does when its turn has come: one thing after another, the same on every process."""
+
+    def exchange(self, mine: bytes, what: str) -> list[bytes]:
+        """Everybody's few bytes, as many from each, in the order of the processes."""
+
+    def by_way_of(self, carrier: Carrier) -> Buffers:
+        """The same for a device's memory: under way on the carrier's stream when they return."""
 
 
 class Together(Collectives[torch.Tensor], Protocol):
@@ -67,6 +88,9 @@ class Together(Collectives[torch.Tensor], Protocol):
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The scratch with which it is done in one piece."""
+
+    def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """The host memory with which collectives of a device's memory go in one piece."""
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
         """Every process's values, a row each; ``shards_only``: of those that share one copy of the model."""

@@ -14,6 +14,8 @@ from threading import Lock
 
 import torch
 
+from ps_core.engine._device import Event
+from ps_core.engine._processes.beside import Beside
 from ps_core.engine._processes.schedule import (
     WINDOW,
     Act,
@@ -62,6 +64,10 @@ class Step:
     """The gradients that it gives."""
     words: Sequence[Word] = ()
     """From which it follows, where it was asked for."""
+    ready: Sequence[Event] = ()
+    """What it comes after."""
+    over: Event | None = None
+    """Behind it, where it is work of a stream."""
     pending: Pending | None = None
     done: bool = False
     index: int = -1
@@ -88,8 +94,8 @@ class Known:
 class Turns:
     """One process's part in the order of things."""
 
-    def __init__(self, together: Together, groups: Sequence[GroupRecord]) -> None:
-        self._together = together
+    def __init__(self, together: Together, groups: Sequence[GroupRecord], beside: Beside) -> None:
+        self._together, self._beside = together, beside
         self._groups = len(groups)
         self._tensors = 1 + max((record.index for group in groups for record in group.tensors), default=-1)
         self._mask = [sum(1 << record.index for record in group.tensors) for group in groups]
@@ -145,6 +151,7 @@ class Turns:
 
     def submit(self, step: Step) -> None:
         """Have a step done: of the schedule (again), or one that all agreed on."""
+        step.ready = self._beside.ready()
         step.pending = self._together.start(partial(self._carry_out, step, self._round))
 
     def leave(self, position: int) -> None:
@@ -247,17 +254,18 @@ class Turns:
 
     def _do(self, bench: Bench, step: Step, words: Sequence[Word], base: int) -> None:
         act, group = step.act, step.group
+        buffers = self._beside.begin(bench, step.ready)
         if act.turn is Turn.GATHER:
             chosen = takers(words, act, self._acts, base, step.position)
             if chosen:
-                bench.all_gather(step.whole, step.shard, group.name, chosen)
+                buffers.all_gather(step.whole, step.shard, group.name, chosen)
         else:
             chosen = givers(words, act.group)
             if chosen:
                 assert step.scratch is not None, "a sum has scratch"
                 step.tensors = tensors_of(words) & self._mask[act.group]
                 what, kind = f"gradients of {group.name}", group.dtype
-                bench.reduce_scatter(step.shard, step.whole, step.scratch, what, kind=kind, givers=chosen)
+                buffers.reduce_scatter(step.shard, step.whole, step.scratch, what, kind=kind, givers=chosen)
             with self._lock:
                 if step.whole is not None:
                     self.known.staged &= ~(1 << act.group)
@@ -265,6 +273,7 @@ class Turns:
                     self.known.complete &= ~(1 << act.group)
                 self.known.given |= 1 << act.group
         if chosen:
+            step.over = self._beside.end()
             step.index = len(self.done)
             self.done.append(Done(act, step.position is not None, step.tensors))
         step.done = True

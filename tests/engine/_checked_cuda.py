@@ -1,0 +1,108 @@
+"""A CUDA device that the CPU plays, and that checks all order: see `ps_core.engine._emulated.ordering`.
+
+Two threads launch here, the training's and that of collectives, and what the one has waited for the other knows
+nothing of; only events order their work. Nothing is raised: what is not ordered is kept, for the test to look at.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from _fake_cuda import FakeRuntime
+from ps_core._errors import PlanMismatch
+from ps_core._plan import Queue
+from ps_core.engine._cuda.device import CudaDevice
+from ps_core.engine._emulated.ordering import START, Ordering, Range
+from ps_core.engine._tracing.places import Places
+
+LANE = "ps_dist lane"
+
+
+class TwoHosts(Ordering):
+    """Each thread has a clock of its own."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places.name)
+        self._hosts = {True: list(START), False: list(START)}
+
+    def mine(self) -> None:
+        """From here on this thread is the host."""
+        self._clocks[Queue.CPU] = self._hosts[threading.current_thread().name == LANE]
+
+
+class Mark:
+    """What an event is for the checker."""
+
+    def __init__(self, event: Any, clock: tuple[int, ...]) -> None:
+        self.event, self.clock = event, clock
+
+    @property
+    def queue(self) -> Queue:
+        found: Queue = self.event.queue
+        return found
+
+
+class CheckedCuda(CudaDevice):
+    """Of computation and of the host's work it knows what is declared; of copies everything."""
+
+    def __init__(self, runtime: FakeRuntime) -> None:
+        self._places = Places()
+        self._ordering = TwoHosts(self._places)
+        self._places.forget = self._ordering.history.forget
+        self._check = threading.RLock()
+        self.unordered: list[str] = []
+        super().__init__(runtime)
+
+    def arena(self, size_bytes: int) -> Tensor:
+        return self._seen("arena", super().arena(size_bytes))
+
+    def host(self, size_bytes: int) -> Tensor:
+        return self._seen("host", super().host(size_bytes))
+
+    def _seen(self, kind: str, memory: Tensor) -> Tensor:
+        with self._check:
+            self._places.add(memory, kind, weakref.ref(memory))
+        return memory
+
+    def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
+        self._launch(queue, "copy", (source,), (target,))
+        super().copy(queue, target, source)
+
+    def work(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        if queue is not Queue.COLL:  # of which the copies are known
+            self._launch(queue, what, reads, writes)
+        super().work(queue, what, reads, writes)
+
+    def _launch(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        with self._check:
+            self._ordering.mine()
+            self._places.tidy()
+            ranges: list[list[Range]] = [self._places.ranges(each) for each in (reads, writes)]
+            try:
+                self._ordering.launch(queue, what, *ranges)
+            except PlanMismatch as error:
+                self.unordered.append(str(error).splitlines()[0])
+
+    def record(self, queue: Queue) -> Any:
+        with self._check:
+            self._ordering.mine()
+            return Mark(super().record(queue), self._ordering.record(queue))
+
+    def wait(self, queue: Queue, event: Any) -> None:
+        if isinstance(event, Mark):
+            with self._check:
+                self._ordering.mine()
+                self._ordering.wait(queue, event.clock)
+            event = event.event
+        super().wait(queue, event)
+
+    def synchronize(self) -> None:
+        with self._check:
+            self._ordering.mine()
+            self._ordering.synchronize()
+        super().synchronize()
