@@ -1,11 +1,13 @@
 """A CUDA device that the CPU plays, and that checks all order: see `ps_core.engine._emulated.ordering`.
 
 Two threads launch here, the training's and that of collectives, and what the one has waited for the other knows
-nothing of; only events order their work. Nothing is raised: what is not ordered is kept, for the test to look at.
+nothing of; only events order their work. Nothing is raised, or other ranks would wait: what is not ordered is kept, for
+the test to look at.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -55,7 +57,8 @@ class CheckedCuda(CudaDevice):
         self._ordering = TwoHosts(self._places)
         self._places.forget = self._ordering.history.forget
         self._check = threading.RLock()
-        self.unordered: list[str] = []
+        self.unordered: set[str] = set()
+        """What may meet: ``COLL reads what COMPUTE writes``, the later one first."""
         super().__init__(runtime)
 
     def arena(self, size_bytes: int) -> Tensor:
@@ -86,7 +89,7 @@ class CheckedCuda(CudaDevice):
             try:
                 self._ordering.launch(queue, what, *ranges)
             except PlanMismatch as error:
-                self.unordered.append(str(error).splitlines()[0])
+                self.unordered.add(_short(str(error)))
 
     def record(self, queue: Queue) -> Any:
         with self._check:
@@ -106,3 +109,11 @@ class CheckedCuda(CudaDevice):
             self._ordering.mine()
             self._ordering.synchronize()
         super().synchronize()
+
+
+def _short(message: str) -> str:
+    found = re.match(
+        r"unordered: '.*?' \(.*? on (\w+)\) (\w+) .* while '.*' \(.*? on (\w+)\), .* still (\w+) ", message
+    )
+    assert found is not None, message
+    return f"{found[1]} {found[2]} what {found[3]} {found[4]}"

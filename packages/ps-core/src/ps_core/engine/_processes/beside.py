@@ -27,6 +27,10 @@ from ps_core.engine._store import Store
 
 MOST_STAGING_BYTES = 32 * 2**20
 """Of the host's memory, for each process; what does not fit goes in pieces."""
+_PART_OF_FREE = 8
+"""And at most one part in so many of what the host's tier has free beside the shards."""
+_CUT_NUMEL = 64
+"""Elements of a shard that go at once at least."""
 _OTHERS = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
 
 
@@ -93,9 +97,12 @@ class OnStream:
 
     def __init__(self, store: Store, groups: list[GroupRecord], together: Together) -> None:
         self._device = store.device
-        sizes = (together.staging_bytes(group.shard_numel, group.dtype) for group in groups)
-        self._staging = store.reserve(1, min(align_up(max(sizes, default=1)), MOST_STAGING_BYTES))
-        self._carrier = Carrier(store.device, self._staging.memory)
+        least = max((together.staging_bytes(_CUT_NUMEL, group.dtype) for group in groups), default=1)
+        whole = max((together.staging_bytes(group.shard_numel, group.dtype) for group in groups), default=1)
+        room = min(MOST_STAGING_BYTES, store.free_bytes(1) // _PART_OF_FREE & -128)
+        self.staging = store.reserve(1, align_up(max(least, min(whole, room))))
+        """Of the host's tier, for as long as the engine lives."""
+        self._carrier = Carrier(store.device, self.staging.memory)
 
     def before(self) -> None:
         """The stream will wait."""

@@ -1,0 +1,142 @@
+"""Ranks that train on CUDA devices which the CPU plays, against the same ranks on the emulated accelerator."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import ps_dist
+from _checked_cuda import CheckedCuda
+from _expert_cases import Experts, one_step
+from _fake_cuda import FakeRuntime
+from _one_process import check_homes
+from _zero_cases import Way, batches, passes, states
+from ps_core import SGD, Budget, Options
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._cuda.device import CudaDevice
+from ps_core.engine._management import management_of
+from ps_core.engine._processes import beside
+
+STEPS = 2
+
+
+@dataclass
+class Found:
+    """What a training came to."""
+
+    losses: list[float]
+    norms: list[float | None]
+    states: dict[str, Tensor]
+    wire_bytes: dict[str, int]
+
+
+def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
+    """Some steps on this rank's parts of their batches, with an evaluation between."""
+    before = each.statistics().wire_bytes
+    model, optimizer = way.chunked(each, 1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        parts = list(batches(step, each.mesh.size * way.accumulate))
+        losses += passes(model, optimizer, parts[each.mesh.rank :: each.mesh.size], len(parts))
+        if step:
+            with torch.no_grad():  # while gradients lie over the weights
+                losses.append(float(model(parts[0][0]).float().sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.last_norm)
+    check_memory(model, each, accumulates=way.accumulate > 1)
+    rows = states(optimizer) | {name: value.clone() for name, value in model.state_dict().items()}
+    release(model)
+    after = each.statistics().wire_bytes
+    return Found(losses, norms, rows, {name: after[name] - before.get(name, 0) for name in after})
+
+
+def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: bool) -> None:
+    """Within the budget; between steps there are shards, and memory for what is on its way."""
+    found, engine = statistics(model), management_of(model).engine
+    for name, tier in found.tiers.items():
+        assert tier.peak_bytes <= tier.budget_bytes, name
+    check_homes(model, each.ranks, accumulates=accumulates)
+    order = engine.residency.beside
+    staging = order.staging.bytes if isinstance(order, beside.OnStream) else 0
+    homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
+    assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + staging
+
+
+def on(way: Way, device: CudaDevice) -> Way:
+    somewhere: Any = device
+    return replace(way, device=somewhere)
+
+
+def as_emulated(each: ps_dist.TorchCollectives, way: Way, seed: int, most_staging: int | None = None) -> None:
+    """The same losses, norms, parameters, states, and bytes on the wire."""
+    wanted = trained(each, replace(way, device="emulated"))
+    runtime = FakeRuntime(seed)
+    limit: AbstractContextManager[Any] = nullcontext()
+    if most_staging is not None:
+        limit = mock.patch.object(beside, "MOST_STAGING_BYTES", most_staging)
+    with runtime, limit:
+        got = trained(each, on(way, CudaDevice(runtime)))
+    assert (got.losses, got.norms) == (wanted.losses, wanted.norms)
+    assert got.states.keys() == wanted.states.keys()
+    for name, value in wanted.states.items():
+        assert torch.equal(got.states[name], value), name
+    sums = {"reduce_scatter", "replicate"}  # how often a group is gathered is a matter of room
+    assert {name: got.wire_bytes.get(name) for name in sums} == {name: wanted.wire_bytes.get(name) for name in sums}
+
+
+def other_experts(each: ps_dist.TorchCollectives) -> None:
+    """A group that some ranks gather, and others only have a part of; gradients that only some have."""
+    found = []
+    for seed in (None, 5):
+        runtime = FakeRuntime(seed)
+        device: Any = "emulated" if seed is None else CudaDevice(runtime)
+        torch.manual_seed(0)
+        with nullcontext() if seed is None else runtime:
+            model, optimizer = chunked(
+                Experts(), SGD(lr=0.01), precision="fp32", collectives=each, device=device,
+                budget=Budget(device="64KiB", host="16MiB"), options=Options(group_bytes=80, poison=True),
+            )  # fmt: skip
+            assert optimizer is not None
+            losses = []
+            for step in range(5):
+                losses.append(one_step(model, step, each.mesh.rank))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+            release(model)
+    (wanted, weights), (losses, others) = found
+    assert losses == wanted
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def left_out(fault: str) -> ExitStack:
+    """An ordering bug, for as long as the block."""
+    stack, kind = ExitStack(), beside.OnStream
+    if fault == "the stream does not wait":
+        stack.enter_context(mock.patch.object(kind, "ready", return_value=()))
+    if fault == "nobody waits for the stream":
+        stack.enter_context(mock.patch.object(kind, "after"))
+    return stack
+
+
+def unordered(each: ps_dist.TorchCollectives, way: Way, fault: str) -> set[str]:
+    """What the checker says of a training with an ordering bug: which kinds of work may meet."""
+    runtime = FakeRuntime(3)
+    with runtime, left_out(fault):
+        device = CheckedCuda(runtime)
+        trained(each, on(way, device))
+    return device.unordered
+
+
+def does_not_settle(each: ps_dist.TorchCollectives) -> list[float]:
+    """The losses where the other thread does not wait for its own copies."""
+    runtime = FakeRuntime(None)
+    runtime._eagerness = 0.0  # nothing is done before somebody waits for it
+    with runtime, mock.patch.object(beside.Carrier, "settle"):
+        return trained(each, on(Way(precision="bf16"), CudaDevice(runtime))).losses

@@ -1,0 +1,65 @@
+"""CUDA with several processes, on devices that the CPU plays: the same bits, and everything ordered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import _cuda_cases as cases
+from _crew import Crew
+from _zero_cases import Way
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "seed"), [("fp32", 1, 1), ("bf16", 1, 2), ("bf16", 2, 4), ("fp16", 1, 5)]
+)
+def test_as_on_the_emulated_accelerator(two: Crew, precision: str, accumulate: int, seed: int) -> None:
+    two.run(cases.as_emulated, Way(precision=precision, accumulate=accumulate, max_norm=0.05), seed)
+
+
+def test_in_pieces(two: Crew) -> None:
+    """Memory for a part of a group on its way."""
+    two.run(cases.as_emulated, Way(precision="bf16"), 6, 2048)
+
+
+def test_copies_of_the_model(two: Crew) -> None:
+    two.run(cases.as_emulated, Way(precision="bf16"), 7, replicate=2)
+
+
+def test_with_a_disk_below(two: Crew, tmp_path: Path) -> None:
+    two.run(cases.as_emulated, Way(precision="bf16", folder=str(tmp_path)), 8)
+
+
+def test_four_ranks(four: Crew) -> None:
+    four.run(cases.as_emulated, Way(precision="bf16"), 9)
+
+
+def test_ranks_that_use_other_experts(two: Crew) -> None:
+    two.run(cases.other_experts)
+
+
+# Order. What the checker finds does not depend on which thread comes first, for it is about events alone.
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_is_ordered(two: Crew, precision: str) -> None:
+    for found in two.run(cases.unordered, Way(precision=precision), ""):
+        assert not found
+
+
+def test_a_stream_that_does_not_wait_is_found(two: Crew) -> None:
+    """It sends shards that are still being copied up, and gradients that are still computed."""
+    for found in two.run(cases.unordered, Way(precision="bf16"), "the stream does not wait"):
+        assert {"COLL reads what H2D writes", "COLL reads what COMPUTE writes"} <= found
+
+
+def test_computation_that_does_not_wait_is_found(two: Crew) -> None:
+    """It reads what is still being gathered, and writes to memory that is still being sent."""
+    for found in two.run(cases.unordered, Way(precision="bf16"), "nobody waits for the stream"):
+        assert {"COMPUTE reads what COLL writes", "COMPUTE writes what COLL reads"} <= found
+
+
+def test_a_thread_that_does_not_wait_for_its_copies_sends_anything(two: Crew) -> None:
+    for losses in two.run(cases.does_not_settle):
+        assert any(loss != loss for loss in losses), "memory that nobody wrote to is not-a-number"  # noqa: PLR0124
