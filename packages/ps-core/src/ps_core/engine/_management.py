@@ -35,7 +35,6 @@ class Management:
     def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot | Unplanned, *, cast: torch.dtype | None) -> None:
         self.engine = engine
         self.pilot = pilot
-        engine.management = self
         self.name = type(model).__name__
         self._model = weakref.ref(model)
         self._cast = cast
@@ -46,7 +45,9 @@ class Management:
         self._places = [(id(module), parameter) for module, parameter in _places(model)]
         self._owners: set[int] = set()
         """Modules with managed parameters that are watched, by id."""
+        engine.management = self  # last, for an interrupt may come in between: what is there can be taken off
 
+    @alone
     def install(self) -> None:
         """Hang everything on."""
         model = self._model()
@@ -198,7 +199,8 @@ class Management:
             )
         if not self.engine.collecting:
             self.engine.finish_pass()
-            self.engine.copies.clear()
+        if not prefix:
+            self.engine.copies.clear()  # of a state dict that was broken off, too
         self.engine.collecting += 1
 
     def _collected(self, *_: Any) -> None:
@@ -223,6 +225,7 @@ class Management:
 
     # The end.
 
+    @alone
     def release(self) -> None:
         """Give plain parameters back on the CPU, as they are computed with: elsewhere there may be no room for them."""
         engine = self.engine

@@ -124,20 +124,24 @@ def fill(
     """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
     for name, parameter, value in values:
         record = records.get(name)
-        if record is None:
-            continue
-        group = record.group
-        for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
-            home, dtype = group.homes[kind], group.dtype_of(kind)
-            if home.slot.place is None and not group.gathered:
-                record.shaped(home.slot.flat(dtype, group.chunk_numel)).copy_(value)
-            else:
-                flat = torch.empty(record.numel, dtype=dtype)
-                flat.as_strided(record.shape, record.stride).copy_(value)
-                keeper.residency.replace(record, kind, flat)
-        del value
-        record.live_on(keeper.store.device.torch_device)
-        adopt(record, parameter, keeper)
+        if record is not None:
+            _write(record, value, keeper)
+            del value
+            record.live_on(keeper.store.device.torch_device)
+            adopt(record, parameter, keeper)
+
+
+@alone
+def _write(record: TensorRecord, value: torch.Tensor, keeper: Any) -> None:
+    group = record.group
+    for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
+        home, dtype = group.homes[kind], group.dtype_of(kind)
+        if home.slot.place is None and not group.gathered:
+            record.shaped(home.slot.flat(dtype, group.chunk_numel)).copy_(value)
+        else:
+            flat = torch.empty(record.numel, dtype=dtype)
+            flat.as_strided(record.shape, record.stride).copy_(value)
+            keeper.residency.replace(record, kind, flat)
 
 
 @alone

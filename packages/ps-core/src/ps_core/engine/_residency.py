@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
+from ps_core.engine._interrupts import alone
 from ps_core.engine._parameter import changes, point_at
 from ps_core.engine._records import Bound, GroupRecord, TensorRecord
 from ps_core.engine._store import Home, Slot, Store
@@ -212,6 +213,7 @@ class Residency:
 
     # For the host thread. What is on the disk is read and written there, without a slot.
 
+    @alone
     def contents(self, home: Home) -> torch.Tensor:
         """An extent's newest bytes, for the host thread: where they lie, or from the disk."""
         if home.slot.place is None:
@@ -222,6 +224,7 @@ class Residency:
             return source.memory[: home.bytes]
         return self._read(source, 0, home.bytes)
 
+    @alone
     def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
         """What `contents` gave was changed."""
         if home.slot.place is not None:

@@ -10,6 +10,7 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._interrupts import alone
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._residency import Residency
 from ps_core.engine._stepping import SettingsOf, step_group
@@ -79,12 +80,14 @@ class Updater:
 
     # Contents.
 
+    @alone
     def weight(self, record: TensorRecord) -> torch.Tensor:
         """A copy of the parameter on the CPU as it is computed with."""
         if record.payload is Payload.VALID:
             return self._copy(record, record.group.weight)
         return self._copy(record, Kind.P32).to(record.dtype)
 
+    @alone
     def read(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape."""
         if kind is Kind.P32 and Kind.P32 not in record.group.homes:
@@ -110,6 +113,7 @@ class Updater:
         target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
         return target.copy_(flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
+    @alone
     def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace what a kind holds of a record; of the master: the parameter too."""
         group = record.group
