@@ -2,8 +2,8 @@
 # Tests and benchmarks that need a CUDA device, from a plain checkout: nothing is installed, nothing is downloaded.
 # Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT.
 # Where there is no device, and with --dry-run, the same parts run on the CPU with small arrays: that they run is all
-# that this shows. PARTS names some of "tests sanitizer kernels training" (default: all, in this order, at most fifteen
-# minutes; training alone eight).
+# that this shows. PARTS names some of "tests sanitizer kernels training" (default: all, in this order, at most
+# seventeen minutes; training alone eight).
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -50,10 +50,10 @@ fi
 is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
 pytest="$python -m pytest -q -p no:cacheprovider -p no:randomly"
 if is_wanted tests; then
-    part tests 300 $pytest tests/gpu --ignore tests/gpu/test_sanitizer.py
+    part tests 420 $pytest tests/gpu --ignore tests/gpu/test_sanitizer.py
     # On a device that the CPU plays: a few of the engine's, which take a while there.
-    few="figures or fp16-1-True"
-    [ -n "$dry" ] && part played 240 env PS_FAKE_CUDA=1 $pytest tests/gpu/test_engine.py -k "$few"
+    few="figures or fp16-1-True or one-bf16"
+    [ -n "$dry" ] && part played 240 env PS_FAKE_CUDA=1 $pytest tests/gpu/test_engine.py tests/gpu/test_ranks.py -k "$few"
 fi
 is_wanted sanitizer && part sanitizer 130 env PS_SANITIZER_SECONDS=60 $pytest tests/gpu/test_sanitizer.py
 [ -n "$dry" ] && part exercise 60 "$python" benchmarks/gpu/exercise.py --dry-run

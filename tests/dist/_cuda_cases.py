@@ -131,6 +131,7 @@ def unordered(each: ps_dist.TorchCollectives, way: Way, fault: str) -> set[str]:
     with runtime, left_out(fault):
         device = CheckedCuda(runtime)
         trained(each, on(way, device))
+    assert "ps_dist lane" in runtime.adopted
     return device.unordered
 
 

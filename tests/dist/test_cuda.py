@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import _cuda_cases as cases
 from _crew import Crew
 from _zero_cases import Way
+from ps_core.engine._processes.joining import crowded
+from ps_dist._connect import _take_card
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,32 @@ def test_four_ranks(four: Crew) -> None:
 
 def test_ranks_that_use_other_experts(two: Crew) -> None:
     two.run(cases.other_experts)
+
+
+def test_cards_that_stay_idle_are_named() -> None:
+    assert crowded([[7, 0, 2], [7, 1, 2], [8, 0, 1]]) is None
+    assert crowded([[7, 0, 1], [7, 0, 1]]) is None, "one card for both: they share it"
+    assert crowded([[7, 0, 2], [7, 0, 2], [7, 1, 2]]) is None, "fewer cards than processes"
+    found = crowded([[8, 0, 2], [7, 1, 2], [7, 1, 2]])
+    assert found == "ranks 1, 2 share cuda:1, while their computer has 2 for 2 processes"
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "cards", "used", "taken"),
+    [("1", "2", 2, False, [1]), ("1", "2", 8, False, [1]), ("1", "2", 1, False, []), ("1", "2", 2, True, []),
+     ("0", "1", 1, False, [])],
+)  # fmt: skip
+def test_each_process_takes_a_card(
+    monkeypatch: pytest.MonkeyPatch, rank: str, ranks: str, cards: int, used: bool, taken: list[int]
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    _take_card({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks})
+    assert chosen == taken
+    _take_card({})
+    assert chosen == taken
 
 
 # Order. What the checker finds does not depend on which thread comes first, for it is about events alone.

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
-from threading import RLock
+from threading import RLock, current_thread
 from typing import Any
 
 import torch
@@ -105,6 +105,8 @@ class FakeRuntime:
         self.torch_device = torch.device("cpu")
         self.deaf, self.watched = deaf, watched
         self.lock = RLock()
+        self.adopted: set[str] = set()
+        """Threads that said that they launch."""
         self._random = Random(seed)
         self._eagerness = 1.0 if seed is None else self._random.choice((0.0, 0.1, 0.7))
         self.streams: list[FakeStream] = []
@@ -145,6 +147,9 @@ class FakeRuntime:
             yield
         finally:
             self._current = before
+
+    def adopt(self) -> None:
+        self.adopted.add(current_thread().name)
 
     def event(self) -> FakeEvent:
         self.events += 1

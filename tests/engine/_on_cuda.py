@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from random import Random
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begins: the same bits on every stream
@@ -35,6 +36,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def new_runtime() -> Any:
     return FakeRuntime(1) if FAKE else TorchRuntime(0)
+
+
+class Slow(TorchRuntime):
+    """Copies come late, now and then."""
+
+    def __init__(self, seed: int, index: int = 0) -> None:
+        super().__init__(index)
+        self._random = Random(seed)
+
+    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
+        with self.using(stream):
+            self.dawdle()
+        super().copy(stream, target, source)
+
+    def dawdle(self) -> None:
+        if self._random.random() < 0.4:
+            torch.cuda._sleep(self._random.randrange(3_000_000))  # type: ignore[no-untyped-call]
 
 
 def warm_up(*streams: Any) -> None:
@@ -198,9 +216,18 @@ def tight(precision: str = "bf16", micro_batches: int = 1, *, checkpointing: boo
 
 
 def train_plain(
-    spec: Any, precision: str, *, max_grad_norm: float | None, steps: int = STEPS, micro_batches: int = 1
+    spec: Any,
+    precision: str,
+    *,
+    max_grad_norm: float | None,
+    steps: int = STEPS,
+    micro_batches: int = 1,
+    rounds: bool = False,
 ) -> Run:
-    """Everything resident on the device, one call of a kernel a tensor, AdamW."""
+    """Everything resident on the device, one call of a kernel a tensor, AdamW.
+
+    ``rounds``: sums of gradients are rounded once to what is computed with, as sums over processes are.
+    """
     torch.manual_seed(3)
     model, run = Model(), Run()
     masters = [p.detach().float().reshape(-1).clone().to(WHERE) for p in model.parameters()]
@@ -221,6 +248,8 @@ def train_plain(
                 before, sums[place] = sums[place], parameter.grad.reshape(-1).float()
                 sums[place] = sums[place] if before is None else before + sums[place]
                 parameter.grad = None
+        if rounds:
+            sums = [None if each is None else each.to(DTYPES[precision]).float() for each in sums]
         squares, finite = 0.0, True
         for gradient in sums:
             out = torch.zeros(2, device=WHERE)

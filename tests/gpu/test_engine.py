@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import _on_cuda as on
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._cuda.runtime import TorchRuntime
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,29 +158,12 @@ def test_host_memory_is_pinned() -> None:
 # Order.
 
 
-class Slow(TorchRuntime):
-    """Copies come late, now and then."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(0)
-        self._random = Random(seed)
-
-    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
-        with self.using(stream):
-            self.dawdle()
-        super().copy(stream, target, source)
-
-    def dawdle(self) -> None:
-        if self._random.random() < 0.4:
-            torch.cuda._sleep(self._random.randrange(3_000_000))  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.skipif(on.FAKE, reason="the played device is late by itself")
 def test_however_late_copies_and_kernels_are(seed: int) -> None:
     arguments: dict[str, Any] = {"precision": "bf16", "micro_batches": 1 + seed % 2, "checkpointing": seed > 1}
     expected = on.train(ADAMW, ROOMY, **arguments)
-    runtime = Slow(seed)
+    runtime = on.Slow(seed)
     for between in (runtime.dawdle, lambda: None):
         size = on.tight("bf16", 1 + seed % 2, checkpointing=seed > 1)
         assert not expected.differs(on.train(ADAMW, size, runtime=runtime, between=between, **arguments))

@@ -28,9 +28,13 @@ def connect(*, timeout_s: float = 600, replicate: int = 1) -> TorchCollectives:
     A process that waits longer than ``timeout_s`` for the others ends with `RanksDiverged`, one whose others ended
     much sooner. ``replicate`` copies of the model are kept, each shared by a run of consecutive ranks: with as many
     copies as nodes, parameters are gathered within a node and only sums of gradients cross the network.
+
+    Where a computer has a CUDA device for each of its processes, and the program has used none yet, each gets its own
+    as its current device.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
+    _take_card(os.environ)
     owned = not dist.is_initialized()
     if owned:
         _initialise(os.environ, timeout_s, replicate)
@@ -51,6 +55,13 @@ def connect(*, timeout_s: float = 600, replicate: int = 1) -> TorchCollectives:
             dist.destroy_process_group()
 
     return TorchCollectives(group=group, store=store, mesh=mesh, patience=patience, leave=leave)
+
+
+def _take_card(environment: Mapping[str, str]) -> None:
+    if torch.cuda.is_initialized() or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environment.keys():
+        return
+    if 1 < int(environment["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
 
 
 def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int) -> None:

@@ -108,6 +108,9 @@ class Device(Protocol):
         ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.
         """
 
+    def adopt(self) -> None:
+        """This thread will launch on `Queue.COLL`."""
+
     def on(self, queue: Queue) -> AbstractContextManager[object]:
         """PyTorch's work of the host thread goes on that queue meanwhile."""
 

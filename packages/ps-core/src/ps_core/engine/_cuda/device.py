@@ -166,6 +166,10 @@ class CudaDevice:
         elif queue in DISK_QUEUES and self._disk is not None:
             self._disk_streams.record(queue).block()  # for the host thread does the work now
 
+    def adopt(self) -> None:
+        """A thread that knows of no device would begin to use the first one."""
+        self._runtime.adopt()
+
     def on(self, queue: Queue) -> AbstractContextManager[object]:
         """Have PyTorch launch on that queue's stream."""
         stream = self._streams.get(queue)

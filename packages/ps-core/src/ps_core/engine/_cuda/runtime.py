@@ -58,6 +58,9 @@ class Runtime(Protocol):
     def using(self, stream: Stream) -> AbstractContextManager[object]:
         """Launch on this one instead."""
 
+    def adopt(self) -> None:
+        """Let this device be the thread's own."""
+
     def event(self) -> RawEvent:
         """A new event."""
 
@@ -109,6 +112,10 @@ class TorchRuntime:
     def using(self, stream: Any) -> AbstractContextManager[object]:
         """Launch on this one instead."""
         return torch.cuda.stream(stream)
+
+    def adopt(self) -> None:
+        """Let this device be the thread's own."""
+        torch.cuda.set_device(self.torch_device)
 
     def event(self) -> RawEvent:
         """A new event; it measures no time, so it costs little."""

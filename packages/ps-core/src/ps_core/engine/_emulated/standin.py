@@ -196,6 +196,9 @@ class StandIn:
             read, written = self._places.ranges(reads), self._places.ranges(writes)
             self._ordering.launch(queue, what, [*read, *disk[0]], [*written, *disk[1]])
 
+    def adopt(self) -> None:
+        """Threads are alike."""
+
     def on(self, queue: Queue) -> AbstractContextManager[object]:
         """All work is the host thread's."""
         return nullcontext()

@@ -113,6 +113,7 @@ class OnStream:
 
     def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
         """Let the stream wait."""
+        self._device.adopt()
         for event in ready:
             self._device.wait(Queue.COLL, event)
         return bench.by_way_of(self._carrier)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from platform import node as node_name
 from typing import Any, TypeAlias
 
 import torch
@@ -61,8 +62,22 @@ class Joining:
 
     def check(self, device: Device, options: Options) -> None:
         """Refuse what several processes cannot have."""
+        self._together.agree("the kind of device", device.name)
+        if device.torch_device.type == "cuda":
+            self._check_cards(device)
         if options.eager_step:
             raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
+
+    def _check_cards(self, device: Device) -> None:
+        """Refuse that processes share a card while others are idle."""
+        node = blake2b(node_name().encode(), digest_size=6).digest()
+        mine = (int.from_bytes(node, "little"), device.torch_device.index, torch.cuda.device_count())
+        found = crowded(self._together.all_values(mine, "which process has which device"))
+        if found is not None:
+            raise InvalidInput(
+                f"device={str(device.torch_device)!r}: {found}; before chunked(...) call "
+                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or give each process its own 'cuda:0', 'cuda:1'"
+            )
 
     def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
         """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
@@ -94,3 +109,14 @@ class Joining:
             "the initial parameters (give every rank the same torch.manual_seed before the model is made)",
             digest.hexdigest(),
         )
+
+
+def crowded(rows: Sequence[Sequence[float]]) -> str | None:
+    """Who shares a card where there is one for each. A row a process: its computer, its card, how many it sees."""
+    for node, card, seen in rows:
+        here = [rank for rank, row in enumerate(rows) if row[0] == node]
+        sharing = [rank for rank in here if rows[rank][1] == card]
+        if len(sharing) > 1 and seen >= len(here):
+            ranks = ", ".join(map(str, sharing))
+            return f"ranks {ranks} share cuda:{card:.0f}, while their computer has {seen:.0f} for {len(here)} processes"
+    return None

@@ -1,0 +1,62 @@
+"""Several processes on CUDA devices: one, two that share a card, and one for every card there is.
+
+With ``PS_FAKE_CUDA=1`` devices that the CPU plays stand in, which shows that these tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import _crew
+import _gpu_cases as cases
+import _on_cuda as on
+from _crew import crew
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(on.MISSING, reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+CARDS = 0 if on.FAKE or on.MISSING else torch.cuda.device_count()
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[Callable[..., list[Any]]]:
+    """What runs a training on so many."""
+    with crew(count) as made:
+        made.run(cases.warm)
+        yield lambda *how: made.run(cases.as_a_plain_loop, *how, timeout_s=120)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled by every process."""
+    monkeypatch.setattr(_crew, "_WAIT_S", 150.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"], ids=["one-fp32", "one-bf16"])
+def test_a_group_of_one(precision: str) -> None:
+    with ranks(1) as train:
+        train(precision, "16MiB", False)
+
+
+@pytest.mark.skipif(CARDS > 1, reason="each process has a card of its own here")
+def test_two_that_share_a_card() -> None:
+    """With plenty of memory, and in little with copies that are late."""
+    with ranks(2) as train:
+        for precision in ("fp32", "bf16", "fp16"):
+            train(precision, "16MiB", False)
+            for moved in train(precision, "1536KiB", True):
+                assert moved["host->device"] > 0
+
+
+@pytest.mark.skipif(CARDS < 2, reason="one CUDA device, or none: see the test before")
+def test_one_for_every_card() -> None:
+    with ranks(min(CARDS, 8)) as train:
+        for precision in ("fp32", "bf16"):
+            train(precision, "16MiB", True)
