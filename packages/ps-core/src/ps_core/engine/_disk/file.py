@@ -26,6 +26,7 @@ import torch
 
 from ps_core._errors import InvalidInput, TierFailure
 from ps_core._units import align_up
+from ps_core.engine._interrupts import alone
 
 BLOCK_BYTES = 4096
 _PIECE_BYTES = 2**21
@@ -62,6 +63,7 @@ class Piece(NamedTuple):
 class DiskFile:
     """A file of slots. Its methods may be called on any thread, but `reserve` and `free`."""
 
+    @alone
     def __init__(self, directory: str) -> None:
         self.name, self._file, self.direct = _open(directory)
         self._close = weakref.finalize(self, os.close, self._file)

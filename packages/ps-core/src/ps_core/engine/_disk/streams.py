@@ -20,6 +20,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core.engine._disk.file import DiskFile, Piece, Place, pieces
+from ps_core.engine._interrupts import alone
 
 DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
 _WORKERS = 4
@@ -74,6 +75,7 @@ class _Task:
 class DiskStreams:
     """Reads and writes of one file. Called by the host thread only."""
 
+    @alone
     def __init__(self, file: DiskFile) -> None:
         self._file = file
         self._jobs: dict[Queue, SimpleQueue[_Job | None]] = {queue: SimpleQueue() for queue in DISK_QUEUES}
