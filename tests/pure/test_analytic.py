@@ -296,9 +296,9 @@ def test_backward_doubles_forward_and_recomputation_adds_a_third_run() -> None:
 def test_175b_is_traced_at_once() -> None:
     found, runs = shape("gpt-175b"), []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         analytic_trace(found, Workload())
-        runs.append(time.perf_counter() - start)
+        runs.append(time.process_time() - start)
     assert min(runs) < 0.05
 
 

@@ -57,7 +57,7 @@ class Patience:
     @property
     def farewell_s(self) -> float:
         """A process that goes after an exception stays at most so long for the others to hear of it."""
-        return 4 * self.look_s
+        return 10 * self.look_s
 
     @property
     def hopeless_s(self) -> float:
