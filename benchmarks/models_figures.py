@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import ps_kernels
 from ps_models import build
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--processor-time", action="store_true")
     told = parser.parse_args()
     if told.processor_time:
-        torch.set_num_threads(1)  # others' waiting would count
+        ps_kernels.set_threads(1)  # and PyTorch's; others' waiting would count
     for precision in told.precision:
         compare(Shape(), precision, told.rounds, time.process_time if told.processor_time else time.perf_counter)
 

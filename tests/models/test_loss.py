@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+import ps_kernels
 from ps_core.engine._tide import Tide
+from ps_models import _loss
 from ps_models._loss import IGNORED, head_loss, next_labels
 
 TOKENS, HIDDEN, VOCABULARY = 50, 16, 211
+
+
+def use(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    """The kernel, or what is done without one."""
+    if compiled and not _loss._compiled():
+        pytest.skip("no compiled kernels here")
+    monkeypatch.setattr(_loss, "_compiled", lambda: compiled)
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of making errors of logits."""
+    use(monkeypatch, request.param)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,6 +48,7 @@ def gradients(rows: int | None, dtype: torch.dtype, scale: float = 1.0) -> list[
     return [loss.detach(), x.grad, table.grad, bias.grad]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows", [1, 7, 25, 50, 1000])
 def test_it_is_the_plain_one(rows: int) -> None:
     x, table, bias, labels = (each.detach().double() if each.is_floating_point() else each for each in inputs())
@@ -41,6 +60,7 @@ def test_it_is_the_plain_one(rows: int) -> None:
         assert torch.allclose(found, right.float(), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_more_chunks_are_not_less_exact(dtype: torch.dtype) -> None:
     """Sums over chunks are not rounded on the way: twenty-five are as near as one, and as near as the plain loss."""
@@ -54,6 +74,7 @@ def test_in_16_bits_more_chunks_are_not_less_exact(dtype: torch.dtype) -> None:
     assert gradients(2, dtype)[2].dtype is dtype
 
 
+@pytest.mark.usefixtures("way")
 def test_fp16_gradients_of_single_tokens_do_not_vanish() -> None:
     """With a mean over many tokens taken at once, each probability would be below what fp16 holds."""
     x = torch.zeros(4096, 8, dtype=torch.float16, requires_grad=True)
@@ -67,6 +88,7 @@ def test_fp16_gradients_of_single_tokens_do_not_vanish() -> None:
     assert torch.allclose(x.grad[0].float(), expected, rtol=0.02, atol=2e-4)
 
 
+@pytest.mark.usefixtures("way")
 def test_labels_that_do_not_count_give_nothing_and_none_at_all_no_number() -> None:
     _, x_grad, _, _ = gradients(7, torch.float32)
     assert not x_grad[7:11].any()
@@ -76,6 +98,7 @@ def test_labels_that_do_not_count_give_nothing_and_none_at_all_no_number() -> No
     assert loss.isnan()
 
 
+@pytest.mark.usefixtures("way")
 def test_only_what_is_wanted_is_computed() -> None:
     x, table, bias, labels = inputs()
     table.requires_grad_(False)
@@ -86,6 +109,7 @@ def test_only_what_is_wanted_is_computed() -> None:
         assert not head_loss(x, table, labels, rows=7)[0].requires_grad
 
 
+@pytest.mark.usefixtures("way")
 def test_backward_twice_through_one_loss() -> None:
     x, table, _, labels = inputs()
     loss, _ = head_loss(x, table, labels, rows=7)
@@ -99,9 +123,11 @@ def test_each_token_stands_beside_the_label_of_the_next() -> None:
     assert next_labels(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [[2, 3, IGNORED], [5, 6, IGNORED]]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_bytes(dtype: torch.dtype) -> None:
+def test_peak_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, compiled: bool) -> None:
     """Logits of one chunk and the head's gradient, whatever the number of tokens."""
+    use(monkeypatch, compiled)
     hidden, vocabulary, rows, size = 32, 4096, 64, dtype.itemsize
     table = torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True)
     table_bytes, chunk = vocabulary * hidden * size, rows * vocabulary
@@ -116,8 +142,43 @@ def test_peak_bytes(dtype: torch.dtype) -> None:
         tide.stop()
         backward, states = tide.take_peak(), tokens * hidden * size
         table.grad = None
-        # The logits and their 16-bit form; the sum in fp32, and the newest part of it; gradients of hidden states.
+        # The logits, without a kernel in fp32 and in 16 bits; the sum in fp32, and the newest part of it; gradients of
+        # hidden states.
         sums = table_bytes if size == 4 else vocabulary * hidden * (4 + size)
-        assert chunk * 4 < forward <= chunk * (4 if size == 4 else 4 + size) + sums + 2 * states + 20_000
+        a_logit = size if compiled or size == 4 else 4 + size
+        assert chunk * a_logit < forward <= chunk * a_logit + sums + 2 * states + 20_000
         assert backward <= 2 * table_bytes + 2 * states + 20_000
         assert forward < tokens * vocabulary * 4 or tokens == 128
+
+
+def test_a_label_that_is_no_word_is_torchs_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, compiled=True)
+    x, table, _, labels = inputs()
+    labels[30] = VOCABULARY
+    with pytest.raises(IndexError, match="Target 211 is out of bounds"):
+        functional.cross_entropy(functional.linear(x, table), labels)
+    with pytest.raises(IndexError, match=f"Target 211 is out of bounds: expected 0 to 210, or {IGNORED} for"):
+        head_loss(x, table, labels, rows=7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_is_what_is_used(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """For every chunk, over the logits; in fp32 where a bias sums their gradients. Not on fake tensors."""
+    use(monkeypatch, compiled=True)
+    given: list[tuple[Any, ...]] = []
+    plain = ps_kernels.cross_entropy
+
+    def watched(logits: Tensor, *rest: Any, **options: Any) -> None:
+        given.append((len(logits), logits.dtype, options["gradient"]))
+        plain(logits, *rest, **options)
+
+    monkeypatch.setattr(ps_kernels, "cross_entropy", watched)
+    x, table, bias, labels = inputs(dtype)
+    head_loss(x, table, labels, rows=30)
+    head_loss(x, table, labels, bias_v=bias, rows=50)
+    with torch.no_grad():
+        head_loss(x, table, labels, rows=50)
+    assert given == [(30, dtype, True), (20, dtype, True), (50, torch.float32, True), (50, dtype, False)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        head_loss(mode.from_tensor(x), mode.from_tensor(table), mode.from_tensor(labels), rows=50)[0].backward()
+    assert len(given) == 4

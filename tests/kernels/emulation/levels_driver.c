@@ -73,6 +73,21 @@ static void steps(int gk, int ok, int shift, int stream) {
     say("steps", gk, ok);
 }
 
+/* Rows of 1,000 logits about one, and some of them with any pattern at all. */
+static void losses(int kind) {
+    static const long long labels[] = {0, 999, -100};
+    for (int k = 0; k < 40; k++) {
+        Losses a = {big, labels, out, 3, 1000, -100, 0.7f, kind, k % 5 != 4};
+        for (size_t i = 0; i < NUMEL; i++) {
+            unsigned int bits = random_bits(), odd = k % 2 && bits % 500 == 0;
+            big[i] = ps_float(odd ? random_bits() : (bits & 0x82ff82ffu) | 0x3e003e00u);
+        }
+        if (NAME(cross_entropy)(&a, 1) != -1) add(1);
+        add_singles(out, 3);
+        add_all(big, kind, NUMEL);
+    }
+}
+
 int main(void) {
     hash = 14695981039346656037ull;
     for (int gk = 0; gk < 3; gk++)
@@ -98,6 +113,8 @@ int main(void) {
             add_all(out, to, NUMEL);
             say("copy", kind, to);
         }
+        losses(kind);
+        say("losses", kind, 0);
     }
     return 0;
 }

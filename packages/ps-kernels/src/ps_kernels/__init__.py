@@ -6,6 +6,7 @@ Importing this loads neither NumPy nor PyTorch; a call loads what its arrays bel
 from ps_kernels._api import Pieces, accumulate, adam_step, gather, scatter, set_threads, sgd_step, sumsq_finite
 from ps_kernels._backends import backends, warm
 from ps_kernels._errors import BackendMissing, InvalidArgument, KernelError
+from ps_kernels._losses import cross_entropy
 from ps_kernels._pinned import PinnedArena
 from ps_kernels._version import __version__
 
@@ -19,6 +20,7 @@ __all__ = [
     "accumulate",
     "adam_step",
     "backends",
+    "cross_entropy",
     "gather",
     "scatter",
     "set_threads",

@@ -83,6 +83,7 @@ def _view_torch(name: str, tensor: Array) -> View:
 def _view_numpy(name: str, array: Array) -> View:
     native = "<" if sys.byteorder == "little" else ">"
     names = {f"{native}f4": "float32", f"{native}f2": "float16", f"{native}u2": "bfloat16"}
+    names[f"{native}i8"] = "int64"
     return View(
         name=name,
         array=array,

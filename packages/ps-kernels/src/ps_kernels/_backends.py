@@ -46,6 +46,15 @@ class Backend(Protocol):
         """Use that many threads."""
 
 
+class LossBackend(Protocol):
+    """A backend that works on the CPU's memory."""
+
+    def cross_entropy(
+        self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
+    ) -> int:
+        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+
+
 def backends() -> dict[str, str]:
     """Every backend's name, and ``"available"`` or why it is not. Compiles the C kernels if they are not yet."""
     found = {"cuda": _cuda()}

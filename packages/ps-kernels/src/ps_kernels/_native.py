@@ -64,6 +64,16 @@ class _Copies(ctypes.Structure):
     )
 
 
+class _Losses(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "labels", "losses")),
+        *((name, ctypes.c_size_t) for name in ("rows", "columns")),
+        ("ignored", ctypes.c_longlong),
+        ("factor", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("kind", "gradient")),
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class Threads:
     """How many threads there may be; all levels share it."""
@@ -87,6 +97,8 @@ class NativeBackend:
             function = functions[f"ps_{level}_{name}"]
             function.restype = None
             self._call[name] = function
+        self._cross_entropy: Callable[..., int] = functions[f"ps_{level}_cross_entropy"]
+        functions[f"ps_{level}_cross_entropy"].restype = ctypes.c_longlong
 
     def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
         """One step on parameter, momentum and variance."""
@@ -145,6 +157,14 @@ class NativeBackend:
             ctypes.c_float(scale),
             self._threads.most(numel),
         )
+
+    def cross_entropy(
+        self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
+    ) -> int:
+        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        addresses = (_address(each) for each in (logits, labels, losses))
+        told = _Losses(*addresses, *logits.shape, ignored, factor, _kind(logits), gradient)
+        return self._cross_entropy(ctypes.byref(told), self._threads.most(_numel(logits)))
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
         """Copy the tensors into the chunk, or the other way round, with one call for all of one type."""

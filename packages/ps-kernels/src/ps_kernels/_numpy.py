@@ -6,36 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ps_kernels._arrays import Array
 from ps_kernels._batch import Batch
+from ps_kernels._numpy_loss import cross_entropy
+from ps_kernels._numpy_types import Singles, round_into, to_singles
 from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 
-Singles = NDArray[np.float32]
 _PIECE_NUMEL = 1 << 15
 """Elements worked on at a time: five arrays of these fit in a core's second-level cache."""
-
-
-def to_singles(x: Array) -> Singles:
-    """A new float32 array of the same values."""
-    if x.dtype == np.uint16:
-        widened: Singles = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return widened
-    singles: Singles = x.astype(np.float32)
-    return singles
-
-
-def round_into(out: Array, x: Singles) -> None:
-    """Store float32 values in a 16-bit array, rounded to nearest even; a nan stays one."""
-    if out.dtype != np.uint16:
-        out[...] = x
-        return
-    bits = x.view(np.uint32)
-    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = (bits + half) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    out[...] = np.where(np.isnan(x), quiet, rounded)
 
 
 def fused(a: Singles, b: Singles | float, c: Singles) -> Singles:
@@ -123,6 +102,12 @@ class NumpyBackend:
                 g *= np.float32(scale)
                 target = accumulator[piece]
                 target += g
+
+    def cross_entropy(
+        self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
+    ) -> int:
+        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        return cross_entropy(logits, labels, losses, ignored=ignored, factor=factor, gradient=gradient)
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
         """Copy the tensors into the chunk, or the other way round."""

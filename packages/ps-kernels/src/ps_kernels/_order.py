@@ -30,6 +30,12 @@ processors with AVX2 or AVX-512, so there the results are the same bits.
                       to a power of two; what is left is added to the running sum
 
 The 16-bit copy is the new p rounded to nearest even.
+
+    cross entropy     of a row: e = exp(x - largest), written out in loss.h, from the constants below. Zeros fill up its
+                      last POWER_LANES powers; POWER_ROWS such rows of powers are added one after another, what they
+                      come to is added to the sums, and the sums are halved until one is left. Then
+                      loss = log(sum) + (largest - right), in double precision (loss.h), rounded to single once
+                      gradient = (e * (1 / sum) - target) * factor, with a target of 1 for the right logit, 0 for others
 """
 
 from __future__ import annotations
@@ -42,11 +48,30 @@ BLOCK_NUMEL = 1 << 16
 """Elements summed as one block."""
 GROUPS, ROWS, LANES, KEPT = 16, 16, 256, 16
 """The shape of a block; as in loops.c and norm.cu."""
+POWER_ROWS, POWER_LANES = 64, 64
+"""Of a cross entropy's sums; as in losses.h."""
 
 
 def to_single(value: float) -> float:
     """The single-precision number nearest to ``value``; too large becomes infinite."""
     return ctypes.c_float(value).value
+
+
+EXP_LEAST = -87.0
+"""Below it a power is zero."""
+LOG2_OF_E, ROUNDER = to_single(1.44269504089), 12582912.0
+LOG_OF_2 = (0.693359375, to_single(-2.12194440e-4))
+"""In two parts: whole numbers times the first are exact."""
+EXP_TERMS = tuple(
+    map(
+        to_single,
+        (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
+    )
+)
+"""Of the polynomial, highest power first; its last two terms are the number itself and one."""
+LOG_TERMS = tuple(1 / odd for odd in range(19, 0, -2))
+"""Of the logarithm's series, in double precision, highest power first."""
+DOUBLE_LOG_OF_2, ROOT_OF_2 = 0.6931471805599453, 1.4142135623730951
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ps_kernels._batch import Batch
 from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
+from ps_kernels._torch_loss import cross_entropy
 
 _CPU_PIECE_NUMEL = 1 << 17
 """Elements worked on at a time: small enough for the cache, large enough for PyTorch to share among its threads."""
@@ -88,6 +89,13 @@ class TorchBackend:
         """Add the scaled gradient."""
         for piece, g, _ in _pieces(accumulator):
             accumulator[piece].add_(g.copy_(grad[piece]).mul_(scale))
+
+    @torch.no_grad()
+    def cross_entropy(
+        self, logits: Tensor, labels: Tensor, losses: Tensor, *, ignored: int, factor: float, gradient: bool
+    ) -> int:
+        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        return cross_entropy(logits, labels, losses, ignored=ignored, factor=factor, gradient=gradient)
 
     @torch.no_grad()
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:

@@ -6,12 +6,17 @@ and head is made at once, so that nothing is computed twice and backward merely 
 Each sum over chunks is in fp32 and rounded once, as a single product over all tokens would be. The mean is taken in
 backward: the gradient of a single token has magnitudes that 16-bit types hold.
 
+On the CPU, with compiled kernels, ``ps_kernels.cross_entropy`` turns the logits into their gradient where they are, in
+their own type; elsewhere they are made fp32 first. Fake tensors take the way of an accelerator, which a fake pass
+foresees more often than not; so does a compiler, which cannot look into kernels.
+
 What it costs: the head's gradient exists from forward on, beside its fp32 sum until the last chunk where there are
 several chunks and the head is of 16 bits.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+import ps_kernels
 from ps_models._config import DecoderConfig
 
 IGNORED = -100
@@ -63,6 +69,35 @@ def add_balance(loss: Tensor, balance: Tensor | None, config: DecoderConfig) -> 
     return loss if balance is None else loss + config.balance_weight * balance
 
 
+@cache
+def _compiled() -> bool:
+    """Whether there are compiled kernels for the CPU."""
+    others = ("cuda", "torch", "numpy")
+    return any(state == "available" for name, state in ps_kernels.backends().items() if name not in others)
+
+
+def _by_kernel(x_nh: Tensor, table_vh: Tensor, labels_n: Tensor) -> bool:
+    """Whether the loss is the compiled kernel's; see [Note: the chunked loss]."""
+    plain = type(x_nh) is Tensor and type(labels_n) is Tensor
+    return (
+        plain
+        and x_nh.device.type == "cpu"
+        and table_vh.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not torch.compiler.is_compiling()
+        and _compiled()
+    )
+
+
+def _check_labels(labels_n: Tensor, vocabulary: int) -> None:
+    """Torch's error, for the same reason."""
+    wrong = (labels_n != IGNORED) & ((labels_n < 0) | (labels_n >= vocabulary))
+    if wrong.any():
+        raise IndexError(
+            f"Target {int(labels_n[wrong][0])} is out of bounds: expected 0 to {vocabulary - 1}, or {IGNORED} for a "
+            "token that does not count"
+        )
+
+
 class _ChunkedLoss(Function):
     """See [Note: the chunked loss]. (Any: what torch hands to and takes from a `Function`.)"""
 
@@ -71,10 +106,13 @@ class _ChunkedLoss(Function):
         ctx: Any, x_nh: Tensor, table_vh: Tensor, bias_v: Tensor | None, labels_n: Tensor, rows: int, training: bool
     ) -> Tensor:
         wanted = tuple(training and need for need in ctx.needs_input_grad[:3])
+        by_kernel = _by_kernel(x_nh, table_vh, labels_n)
+        if by_kernel:
+            _check_labels(labels_n, len(table_vh))
         with torch.autocast(x_nh.device.type, enabled=False):
             sums = _Sums(x_nh.to(table_vh.dtype), table_vh.detach(), bias_v, wanted)
             for start in range(0, len(labels_n), rows):
-                sums.add(start, labels_n[start : start + rows])
+                sums.add(start, labels_n[start : start + rows], by_kernel=by_kernel)
         count = (labels_n != IGNORED).sum()
         if any(wanted):
             found = sums.gradients(x_nh.dtype)
@@ -102,21 +140,14 @@ class _Sums:
         self.table_grad_vh: Tensor | None = None
         self.bias_grad_v: Tensor | None = None
 
-    def add(self, start: int, labels_r: Tensor) -> None:
+    def add(self, start: int, labels_r: Tensor, *, by_kernel: bool) -> None:
         """The chunk of tokens from ``start`` on."""
         x_rh = self.x_nh[start : start + len(labels_r)]
-        logits_rv = functional.linear(x_rh, self.table_vh, self.bias_v).float()
-        counts_r1 = (labels_r != IGNORED)[:, None]
-        labels_r1 = labels_r[:, None].where(counts_r1, 0)
-        logits_rv -= logits_rv.amax(1, keepdim=True)
-        right_r1 = logits_rv.gather(1, labels_r1)
-        powers_rv = logits_rv.exp_()
-        sums_r1 = powers_rv.sum(1, keepdim=True)
-        self.loss += (sums_r1.log() - right_r1).where(counts_r1, 0.0).sum()
-        if not (self.of_x or self.of_table or self.of_bias):
+        errors = self._errors_by_kernel if by_kernel else self._errors
+        # No name for the logits here: they go as soon as they are fp32.
+        errors_rv = errors(functional.linear(x_rh, self.table_vh, self.bias_v), labels_r)
+        if errors_rv is None:
             return
-        # Probabilities, less one for the right token; nothing for a token that does not count.
-        errors_rv = powers_rv.mul_(counts_r1 / sums_r1).scatter_add_(1, labels_r1, -counts_r1.float())
         if self.of_bias:
             part_v = errors_rv.sum(0)
             self.bias_grad_v = part_v if self.bias_grad_v is None else self.bias_grad_v.add_(part_v)
@@ -125,6 +156,33 @@ class _Sums:
             torch.mm(errors_rv, self.table_vh, out=self.x_grad_nh[start : start + len(labels_r)])
         if self.of_table:
             self._add_to_table(errors_rv, x_rh)
+
+    @property
+    def _wanted(self) -> bool:
+        return self.of_x or self.of_table or self.of_bias
+
+    def _errors(self, logits_rv: Tensor, labels_r: Tensor) -> Tensor | None:
+        """Adds the loss. Probabilities, less one for the right token; nothing for a token that does not count."""
+        logits_rv = logits_rv.float()
+        counts_r1 = (labels_r != IGNORED)[:, None]
+        labels_r1 = labels_r[:, None].where(counts_r1, 0)
+        logits_rv -= logits_rv.amax(1, keepdim=True)
+        right_r1 = logits_rv.gather(1, labels_r1)
+        powers_rv = logits_rv.exp_()
+        sums_r1 = powers_rv.sum(1, keepdim=True)
+        self.loss += (sums_r1.log() - right_r1).where(counts_r1, 0.0).sum()
+        if not self._wanted:
+            return None
+        return powers_rv.mul_(counts_r1 / sums_r1).scatter_add_(1, labels_r1, -counts_r1.float())
+
+    def _errors_by_kernel(self, logits_rv: Tensor, labels_r: Tensor) -> Tensor | None:
+        """The same, over the logits; in fp32 where they are summed for a bias."""
+        if self.of_bias:
+            logits_rv = logits_rv.float()
+        losses_r = torch.empty(len(labels_r))
+        ps_kernels.cross_entropy(logits_rv, labels_r, losses_r, ignored=IGNORED, gradient=self._wanted)
+        self.loss += losses_r.sum()
+        return logits_rv if self._wanted else None
 
     def _add_to_table(self, errors_rv: Tensor, x_rh: Tensor) -> None:
         if self.table_grad_vh is None:

@@ -491,3 +491,5 @@ static void copy_part(const Copies *c, size_t first, size_t last) {
 PUBLIC void NAME(copy)(const Copies *c, int threads) {
     IN_PARTS(copy_part(c, cut(c->total, part, threads), cut(c->total, part + 1, threads)))
 }
+
+#include "losses.h"

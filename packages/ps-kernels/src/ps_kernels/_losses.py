@@ -1,0 +1,61 @@
+"""The cross entropy of rows of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ps_kernels._arrays import (
+    FLOATS,
+    Array,
+    check_contiguous,
+    check_dtype,
+    check_flat,
+    check_number,
+    check_together,
+    check_written,
+    view,
+)
+from ps_kernels._backends import LossBackend, choose
+from ps_kernels._errors import InvalidArgument
+from ps_kernels._order import to_single
+
+
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    losses: Array,
+    *,
+    ignored: int = -100,
+    factor: float = 1.0,
+    gradient: bool = True,
+    backend: str | None = None,
+) -> None:
+    """Each row's cross entropy in ``losses`` (float32); in place of ``logits`` their gradient, times ``factor``.
+
+    ``labels`` (int64) number each row's right column; of a row labelled ``ignored`` loss and gradient are zero. Without
+    ``gradient`` the logits are only read. On the CPU's memory only.
+    """
+    source, right, target = view("logits", logits), view("labels", labels), view("losses", losses)
+    check_together((source, right, target))
+    if source.device != "cpu":
+        raise InvalidArgument(f"logits: expected on the CPU, found on {source.device}, where there is no such kernel")
+    check_dtype(source, FLOATS)
+    check_dtype(right, ("int64",))
+    check_dtype(target, ("float32",))
+    if len(source.shape) != 2 or not source.shape[1]:
+        raise InvalidArgument(f"logits: expected a row of at least one for each label, found shape {source.shape}")
+    check_contiguous(source)
+    check_flat(right, source.shape[0])
+    check_flat(target, source.shape[0])
+    check_written([target, source] if gradient else [target], [right] if gradient else [right, source])
+    scale = to_single(check_number("factor", factor))
+    found: Any = choose(source, backend)  # every backend of the CPU is one
+    chosen: LossBackend = found
+    wrong = chosen.cross_entropy(
+        source.array, right.array, target.array, ignored=ignored, factor=scale, gradient=gradient
+    )
+    if wrong >= 0:
+        raise InvalidArgument(
+            f"labels[{wrong}]: expected 0 to {source.shape[1] - 1}, or {ignored} for a row that does not count; "
+            f"found {int(right.array[wrong])}"
+        )
