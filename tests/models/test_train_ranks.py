@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,53 @@ def test_killed_and_started_again(crew: Ranks, whole: Path, tmp_path: Path) -> N
     again = crew.train(tmp_path, words(cut, *OFTEN))
     assert "step 3 of 4 is done; going on from there" in again[0].output
     assert numbers(cut) == numbers(whole)
+
+
+BEST = ("--eval-every", 1, "--keep-best", "--keep", 1, "--checkpoint-every", 1, "--lr", "3e-2", "--warmup", 1)
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(each.name for each in (out / "checkpoints").iterdir() if each.is_dir())
+
+
+def damage(checkpoint: Path) -> None:
+    """One bit, near the end of its largest file."""
+    largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-9] ^= 1
+    largest.write_bytes(content)
+
+
+def test_the_best_stays_and_one_that_broke_is_passed_over_by_all(crew: Ranks, tmp_path: Path) -> None:
+    """Which is the best, and whether it is sound, is for the first process to say; the other goes along."""
+    out = tmp_path / "run"
+    for steps, more in ((3, ()), (6, ("--lr", 9))):  # so that it gets worse
+        ends = crew.train(tmp_path, words(out, *BEST, "--steps", steps, *more))
+        assert [end.status for end in ends] == [0, 0], ends
+    losses_of = {row["step"]: row["val_loss"] for row in rows(out)}
+    best = min(losses_of, key=losses_of.__getitem__)
+    assert best <= 3
+    name, loss = (out / "checkpoints" / "best").read_text().split()
+    assert (name, float(loss)) == (f"step-{best:08d}", losses_of[best])
+    assert checkpoints(out) == [name, "step-00000006"]
+    damage(out / "checkpoints" / name)
+    first, second = crew.train(tmp_path, words(out, *BEST, "--steps", 7, "--lr", 9))
+    assert (first.status, second.status, second.output) == (0, 0, "")
+    assert first.output.count(f"the best checkpoint, of step {best} with a validation loss of") == 1
+    name, loss = (out / "checkpoints" / "best").read_text().split()
+    assert (name, float(loss)) == ("step-00000007", rows(out)[-1]["val_loss"])
+    assert checkpoints(out) == [f"damaged-step-{best:08d}", "step-00000007"]
+
+
+def test_a_newest_that_broke_is_passed_over_by_all(crew: Ranks, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    damage(out / "checkpoints" / "step-00000004")
+    first, second = crew.train(tmp_path, words(out, *OFTEN, "--data", whole.parent / "words.txt"))
+    assert (first.status, second.status, second.output) == (0, 0, ""), (first, second)
+    assert first.output.count("step 4 is passed over, and kept as") == 1
+    assert "step 3 of 4 is done; going on from there" in first.output
+    assert numbers(out) == numbers(whole)
 
 
 def test_two_go_on_where_one_was(crew: Ranks, tmp_path: Path) -> None:
