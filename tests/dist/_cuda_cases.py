@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,13 +18,26 @@ from _expert_cases import Experts, one_step
 from _fake_cuda import FakeRuntime
 from _one_process import check_homes
 from _zero_cases import Way, batches, passes, states
-from ps_core import SGD, Budget, Options
+from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._cuda.device import CudaDevice
 from ps_core.engine._management import management_of
 from ps_core.engine._processes import beside
 
 STEPS = 2
+
+
+@contextmanager
+def from_card_to_card(each: ps_dist.TorchCollectives, wanted: bool = True) -> Iterator[None]:
+    """As with NCCL, whose messages gloo carries here: between devices that the CPU plays it can."""
+    bench = each._bench
+    if wanted:
+        each.connect_cards(each._wire._group, torch.device("cpu"))
+        assert each.statistics().transport == "nccl"
+    try:
+        yield
+    finally:
+        each._cards, each._bench = None, bench
 
 
 @dataclass
@@ -63,7 +78,7 @@ def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: boo
         assert tier.peak_bytes <= tier.budget_bytes, name
     check_homes(model, each.ranks, accumulates=accumulates)
     order = engine.residency.beside
-    staging = order.staging.bytes if isinstance(order, beside.OnStream) else 0
+    staging = order.staging.bytes if isinstance(order, beside.OnStream) and order.staging is not None else 0
     homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
     assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + staging
 
@@ -73,14 +88,16 @@ def on(way: Way, device: CudaDevice) -> Way:
     return replace(way, device=somewhere)
 
 
-def as_emulated(each: ps_dist.TorchCollectives, way: Way, seed: int, most_staging: int | None = None) -> None:
+def as_emulated(
+    each: ps_dist.TorchCollectives, way: Way, seed: int, most_staging: int | None = None, *, direct: bool = False
+) -> None:
     """The same losses, norms, parameters, states, and bytes on the wire."""
     wanted = trained(each, replace(way, device="emulated"))
     runtime = FakeRuntime(seed)
     limit: AbstractContextManager[Any] = nullcontext()
     if most_staging is not None:
         limit = mock.patch.object(beside, "MOST_STAGING_BYTES", most_staging)
-    with runtime, limit:
+    with runtime, limit, from_card_to_card(each, direct):
         got = trained(each, on(way, CudaDevice(runtime)))
     assert (got.losses, got.norms) == (wanted.losses, wanted.norms)
     assert got.states.keys() == wanted.states.keys()
@@ -90,14 +107,19 @@ def as_emulated(each: ps_dist.TorchCollectives, way: Way, seed: int, most_stagin
     assert {name: got.wire_bytes.get(name) for name in sums} == {name: wanted.wire_bytes.get(name) for name in sums}
 
 
-def other_experts(each: ps_dist.TorchCollectives) -> None:
+def directly(each: ps_dist.TorchCollectives, way: Way, seed: int) -> None:
+    """The same from card to card."""
+    as_emulated(each, way, seed, direct=True)
+
+
+def other_experts(each: ps_dist.TorchCollectives, direct: bool) -> None:
     """A group that some ranks gather, and others only have a part of; gradients that only some have."""
     found = []
     for seed in (None, 5):
         runtime = FakeRuntime(seed)
         device: Any = "emulated" if seed is None else CudaDevice(runtime)
         torch.manual_seed(0)
-        with nullcontext() if seed is None else runtime:
+        with nullcontext() if seed is None else runtime, from_card_to_card(each, direct and seed is not None):
             model, optimizer = chunked(
                 Experts(), SGD(lr=0.01), precision="fp32", collectives=each, device=device,
                 budget=Budget(device="64KiB", host="16MiB"), options=Options(group_bytes=80, poison=True),
@@ -125,14 +147,40 @@ def left_out(fault: str) -> ExitStack:
     return stack
 
 
-def unordered(each: ps_dist.TorchCollectives, way: Way, fault: str) -> set[str]:
+def unordered(each: ps_dist.TorchCollectives, way: Way, fault: str, direct: bool = False) -> set[str]:
     """What the checker says of a training with an ordering bug: which kinds of work may meet."""
     runtime = FakeRuntime(3)
-    with runtime, left_out(fault):
+    with runtime, left_out(fault), from_card_to_card(each, direct):
         device = CheckedCuda(runtime)
         trained(each, on(way, device))
     assert "ps_dist lane" in runtime.adopted
     return device.unordered
+
+
+class Quiet:
+    """A carrier that has no stream."""
+
+    staging = torch.empty(0, dtype=torch.uint8)
+    settled = 0
+
+    def working(self, what: str, reads: Any, writes: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+def parts_ways(each: ps_dist.TorchCollectives) -> str:
+    """Ranks whose cards would wait for each other: none of them calls its card."""
+    carrier, rank = Quiet(), each.mesh.rank
+
+    def job(bench: Any) -> None:
+        bench.by_way_of(carrier).all_gather(torch.zeros(4), torch.zeros(2), f"layer {rank}", (0, 1))
+
+    with from_card_to_card(each), pytest.raises(RanksDiverged) as caught:
+        each.start(job).wait()
+    assert carrier.settled == 0, "it did not get so far"
+    return str(caught.value)
 
 
 def does_not_settle(each: ps_dist.TorchCollectives) -> list[float]:

@@ -8,6 +8,7 @@ import pytest
 
 import ps_dist
 from ps_core._errors import InvalidInput
+from ps_dist._connect import _check_cards
 
 
 @pytest.mark.parametrize("replicate", [0, -1, True, "2", 3])
@@ -28,6 +29,33 @@ def test_the_mesh() -> None:
 def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
     with pytest.raises(InvalidInput, match="timeout_s: expected a positive number of seconds, found"):
         ps_dist.connect(timeout_s=timeout_s)
+
+
+def test_what_cards_memory_travels_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="transport: expected 'gloo' or 'nccl', found 'mpi'"):
+        ps_dist.connect(transport="mpi")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InvalidInput, match="transport='nccl': torch finds no CUDA device here; leave it out"):
+        ps_dist.connect(transport="nccl")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    with pytest.raises(InvalidInput, match="transport='nccl': this torch was built without NCCL"):
+        ps_dist.connect(transport="nccl")
+
+
+def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined:
+        def all_values(self, values: list[float], what: str) -> list[list[float]]:
+            return [[1.0], values, values]
+
+    class Properties:
+        uuid = "a"
+
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: Properties())
+    joined: Any = Joined()
+    with pytest.raises(InvalidInput, match="ranks 1, 2 share a card; expected one for each process"):
+        _check_cards(joined)
 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import _cuda_cases as cases
-from _crew import Crew
+from _crew import Crew, crew
 from _zero_cases import Way
 from ps_core.engine._processes.joining import crowded
 from ps_dist._connect import _take_card
@@ -34,12 +34,18 @@ def test_with_a_disk_below(two: Crew, tmp_path: Path) -> None:
     two.run(cases.as_emulated, Way(precision="bf16", folder=str(tmp_path)), 8)
 
 
-def test_four_ranks(four: Crew) -> None:
-    four.run(cases.as_emulated, Way(precision="bf16"), 9)
+@pytest.mark.parametrize("direct", [False, True])
+def test_ranks_that_use_other_experts(two: Crew, direct: bool) -> None:
+    two.run(cases.other_experts, direct)
 
 
-def test_ranks_that_use_other_experts(two: Crew) -> None:
-    two.run(cases.other_experts)
+@pytest.mark.parametrize(("precision", "seed"), [("fp32", 10), ("bf16", 11)])
+def test_from_card_to_card(two: Crew, precision: str, seed: int) -> None:
+    two.run(cases.directly, Way(precision=precision, max_norm=0.05), seed)
+
+
+def test_from_card_to_card_with_copies_of_the_model(two: Crew) -> None:
+    two.run(cases.directly, Way(precision="bf16"), 12, replicate=2)
 
 
 def test_cards_that_stay_idle_are_named() -> None:
@@ -68,24 +74,34 @@ def test_each_process_takes_a_card(
     assert chosen == taken
 
 
+def test_ranks_that_would_call_their_cards_for_different_things() -> None:
+    with crew(2) as lost:
+        for message in lost.run(cases.parts_ways, timeout_s=30):
+            assert "the ranks do different things; the first difference is number" in message
+            assert "(layer 0)" in message
+            assert "(layer 1)" in message
+
+
 # Order. What the checker finds does not depend on which thread comes first, for it is about events alone.
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_is_ordered(two: Crew, precision: str) -> None:
-    for found in two.run(cases.unordered, Way(precision=precision), ""):
+@pytest.mark.parametrize(("precision", "direct"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_all_is_ordered(two: Crew, precision: str, direct: bool) -> None:
+    for found in two.run(cases.unordered, Way(precision=precision), "", direct):
         assert not found
 
 
-def test_a_stream_that_does_not_wait_is_found(two: Crew) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_stream_that_does_not_wait_is_found(two: Crew, direct: bool) -> None:
     """It sends shards that are still being copied up, and gradients that are still computed."""
-    for found in two.run(cases.unordered, Way(precision="bf16"), "the stream does not wait"):
+    for found in two.run(cases.unordered, Way(precision="bf16"), "the stream does not wait", direct):
         assert {"COLL reads what H2D writes", "COLL reads what COMPUTE writes"} <= found
 
 
-def test_computation_that_does_not_wait_is_found(two: Crew) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_computation_that_does_not_wait_is_found(two: Crew, direct: bool) -> None:
     """It reads what is still being gathered, and writes to memory that is still being sent."""
-    for found in two.run(cases.unordered, Way(precision="bf16"), "nobody waits for the stream"):
+    for found in two.run(cases.unordered, Way(precision="bf16"), "nobody waits for the stream", direct):
         assert {"COMPUTE reads what COLL writes", "COMPUTE writes what COLL reads"} <= found
 
 

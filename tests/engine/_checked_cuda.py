@@ -77,7 +77,7 @@ class CheckedCuda(CudaDevice):
         super().copy(queue, target, source)
 
     def work(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        if queue is not Queue.COLL:  # of which the copies are known
+        if queue is not Queue.COLL or threading.current_thread().name == LANE:  # else it only tells what is to come
             self._launch(queue, what, reads, writes)
         super().work(queue, what, reads, writes)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
-from threading import RLock, current_thread
+from threading import RLock, current_thread, local
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class FakeRuntime:
         self._eagerness = 1.0 if seed is None else self._random.choice((0.0, 0.1, 0.7))
         self.streams: list[FakeStream] = []
         self.compute = FakeStream(self, "compute")
-        self._current = self.compute
+        self._current = local()
         self.events = self.hosts = self.released = 0
         self.observers: list[Failure] = []
         self.allocator = Allocator(self)
@@ -137,16 +137,17 @@ class FakeRuntime:
         return self.streams[-1]
 
     def current(self) -> FakeStream:
-        return self._current
+        found: FakeStream = getattr(self._current, "stream", self.compute)
+        return found
 
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._current.stream = self.current(), stream
         stream.catch_up(stream.end)  # for PyTorch's operators run at once
         try:
             yield
         finally:
-            self._current = before
+            self._current.stream = before
 
     def adopt(self) -> None:
         self.adopted.add(current_thread().name)

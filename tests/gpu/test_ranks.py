@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import is_nccl_available
 
 import _crew
 import _gpu_cases as cases
@@ -25,12 +26,15 @@ pytestmark = [
 CARDS = 0 if on.FAKE or on.MISSING else torch.cuda.device_count()
 
 
+NCCL = pytest.param("nccl", marks=pytest.mark.skipif(on.FAKE or not is_nccl_available(), reason="no NCCL"))
+
+
 @contextmanager
-def ranks(count: int) -> Iterator[Callable[..., list[Any]]]:
+def ranks(count: int, transport: str = "gloo") -> Iterator[Callable[..., list[Any]]]:
     """What runs a training on so many."""
     with crew(count) as made:
         made.run(cases.warm)
-        yield lambda *how: made.run(cases.as_a_plain_loop, *how, timeout_s=120)
+        yield lambda *how: made.run(cases.as_a_plain_loop, *how, timeout_s=120, transport=transport)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +43,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_crew, "_WAIT_S", 150.0)
 
 
+@pytest.mark.parametrize("transport", ["gloo", NCCL])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"], ids=["one-fp32", "one-bf16"])
-def test_a_group_of_one(precision: str) -> None:
-    with ranks(1) as train:
+def test_a_group_of_one(precision: str, transport: str) -> None:
+    with ranks(1, transport) as train:
         train(precision, "16MiB", False)
 
 
@@ -56,7 +61,8 @@ def test_two_that_share_a_card() -> None:
 
 
 @pytest.mark.skipif(CARDS < 2, reason="one CUDA device, or none: see the test before")
-def test_one_for_every_card() -> None:
-    with ranks(min(CARDS, 8)) as train:
+@pytest.mark.parametrize("transport", ["gloo", NCCL])
+def test_one_for_every_card(transport: str) -> None:
+    with ranks(min(CARDS, 8), transport) as train:
         for precision in ("fp32", "bf16"):
             train(precision, "16MiB", True)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ps_dist._direct import CardWire, Direct
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane
 from ps_dist._mesh import Mesh
@@ -20,8 +21,12 @@ class Bench:
     What a job does next may depend on what came before: `exchange` is there for that.
     """
 
-    def __init__(self, lane: Lane, journal: Journal, wire: Wire, total: Sum, mesh: Mesh) -> None:
+    def __init__(
+        self, lane: Lane, journal: Journal, wire: Wire, total: Sum, mesh: Mesh, cards: CardWire | None = None
+    ) -> None:
+        """``cards``: what a device's memory travels by; None: the host's memory."""
         self._lane, self._journal, self._wire, self._sum, self._mesh = lane, journal, wire, total, mesh
+        self._cards = cards
 
     def exchange(self, mine: bytes, what: str = "") -> list[bytes]:
         """Everybody's bytes, in rank order; every process gives as many."""
@@ -60,8 +65,10 @@ class Bench:
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
         self._sum("reduce_scatter", tag, into, source, scratch, kind=kind, givers=givers)
 
-    def by_way_of(self, carrier: Carrier) -> Staged:
-        """Collectives of buffers in a device's memory, which the carrier copies."""
+    def by_way_of(self, carrier: Carrier) -> Staged | Direct:
+        """Collectives of buffers in a device's memory."""
+        if self._cards is not None:
+            return Direct(self._cards, self._mesh, carrier, self._enter)
         return Staged(self._wire, self._sum, self._mesh, carrier, self._enter)
 
     def _enter(self, operation: str, what: str, numel: int, kind: torch.dtype) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
 from ps_dist._bench import Bench, named
+from ps_dist._direct import CardWire
 from ps_dist._farewell import AtExit, words_of
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane, Pending
@@ -38,6 +39,8 @@ class Statistics:
     """Of all that, in order; the same on every process."""
     wire_bytes: dict[str, int]
     """Received, by operation; what is sent is as much."""
+    transport: str
+    """What memory of CUDA devices travels by: ``gloo``, by way of the host's memory, or ``nccl``."""
 
 
 class TorchCollectives:
@@ -57,6 +60,7 @@ class TorchCollectives:
         self._wire = Wire(group, mesh.rank)
         self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
         self._lane = Lane(hopeless_s=patience.hopeless_s)
+        self._cards: CardWire | None = None
         self._bench = Bench(self._lane, self._journal, self._wire, self._sum, mesh)
         self._watch = Watch(store, self._lane, self._journal, rank=mesh.rank, ranks=mesh.size, patience=patience)
         self._at_exit = AtExit(lambda words: self._close(words, waits=False))
@@ -126,8 +130,20 @@ class TorchCollectives:
         return self._sum.scratch_bytes(shard_numel, kind)
 
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The host memory with which collectives of a device's memory go in one piece."""
-        return staging_bytes(shard_numel, kind, self._mesh, self._sum)
+        """The host memory with which collectives of a device's memory go in one piece; 0: they go without."""
+        return 0 if self._cards is not None else staging_bytes(shard_numel, kind, self._mesh, self._sum)
+
+    @property
+    def card(self) -> int | None:
+        """The only CUDA device whose memory this process can have collectives of; None: any."""
+        return None if self._cards is None else self._cards.where.index
+
+    def connect_cards(self, group: Any, where: torch.device) -> None:
+        """Let memory of this device travel by a group of its own; the connections take some of that memory."""
+        cards = self._cards = CardWire(group, self._wire, self._mesh, where)
+        self._bench = Bench(self._lane, self._journal, self._wire, self._sum, self._mesh, cards)
+        entry = self._journal.add("connecting the cards")
+        self._lane.submit(entry, lambda: cards.greet(entry.tag)).wait()
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> None:
         """Put every process's equal ``shard`` into ``into``, in rank order."""
@@ -204,7 +220,10 @@ class TorchCollectives:
         """What was said so far."""
         last = self._journal.last
         return Statistics(
-            collectives=last.number, fingerprint=last.print, wire_bytes=dict(sorted(self._wire.received_bytes.items()))
+            collectives=last.number,
+            fingerprint=last.print,
+            wire_bytes=dict(sorted(self._wire.received_bytes.items())),
+            transport="gloo" if self._cards is None else "nccl",
         )
 
     def recent(self) -> list[str]:
@@ -236,6 +255,8 @@ class TorchCollectives:
         if ended:
             self._leave()
         else:  # taking the transport down would wait for whatever the thread waits for
+            if self._cards is not None:
+                self._cards.abort()
             self._wire.cut(self._mesh.everyone)
             self._lane.wait_cut()
 

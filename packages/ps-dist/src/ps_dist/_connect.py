@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ps_core._errors import InvalidInput, PatrickStarError, RanksDiverged
 from ps_dist._collectives import TorchCollectives
+from ps_dist._direct import handled_here
 from ps_dist._facts import compare_facts, own_facts
 from ps_dist._mesh import Mesh
 from ps_dist._watch import Patience
@@ -22,7 +24,7 @@ from ps_dist._watch import Patience
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def connect(*, timeout_s: float = 600, replicate: int = 1) -> TorchCollectives:
+def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "gloo") -> TorchCollectives:
     """Join the processes that ``torchrun`` started; initialises the process group if the program has not.
 
     A process that waits longer than ``timeout_s`` for the others ends with `RanksDiverged`, one whose others ended
@@ -30,41 +32,81 @@ def connect(*, timeout_s: float = 600, replicate: int = 1) -> TorchCollectives:
     copies as nodes, parameters are gathered within a node and only sums of gradients cross the network.
 
     Where a computer has a CUDA device for each of its processes, and the program has used none yet, each gets its own
-    as its current device.
+    as its current device. ``transport`` is what memory of CUDA devices travels by: ``"gloo"``, by way of the host's, or
+    ``"nccl"``, from card to card, where each process has one of its own.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
+    if transport not in ("gloo", "nccl"):
+        raise InvalidInput(f"transport: expected 'gloo' or 'nccl', found {transport!r}")
     _take_card(os.environ)
+    if transport == "nccl":
+        _check_nccl()
     owned = not dist.is_initialized()
     if owned:
-        _initialise(os.environ, timeout_s, replicate)
+        _initialise(os.environ, timeout_s, replicate, transport)
     patience = Patience(timeout_s=timeout_s)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), replicate)
     store: Any = dist.distributed_c10d._get_default_store()
     turn = store.add(f"ps_dist/joined/{mesh.rank}", 1)  # the same on every rank: each joins as often as the others
     store = PrefixStore(f"ps_dist/{turn}", store)
     if not owned:
-        _compare(store, mesh.rank, mesh.size, replicate, timeout_s)
+        _compare(store, mesh.rank, mesh.size, replicate, transport, timeout_s)
     # Longer than the watch takes to find out who is to blame.
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * patience.hopeless_s))
+    longer = timedelta(seconds=2 * patience.hopeless_s)
+    groups = [dist.new_group(backend="gloo", timeout=longer)]
+    if transport == "nccl":
+        with handled_here():
+            groups.append(dist.new_group(backend="nccl", timeout=longer))
 
     def leave() -> None:
-        with suppress(ValueError):  # the program took everything down itself
-            dist.destroy_process_group(group)
+        for each in reversed(groups):
+            with suppress(ValueError):  # the program took everything down itself
+                dist.destroy_process_group(each)
         if owned and dist.is_initialized():
             dist.destroy_process_group()
 
-    return TorchCollectives(group=group, store=store, mesh=mesh, patience=patience, leave=leave)
+    joined = TorchCollectives(group=groups[0], store=store, mesh=mesh, patience=patience, leave=leave)
+    if transport == "nccl":
+        try:
+            _check_cards(joined)
+            joined.connect_cards(groups[1], torch.device("cuda", torch.cuda.current_device()))
+        except BaseException:
+            joined.close()
+            raise
+    return joined
+
+
+def _check_nccl() -> None:
+    remedy = "leave it out: collectives then go by way of the host's memory"
+    if not torch.cuda.is_available():
+        raise InvalidInput(f"transport='nccl': torch finds no CUDA device here; {remedy}")
+    if not dist.is_nccl_available():
+        raise InvalidInput(f"transport='nccl': this torch was built without NCCL; {remedy}")
+
+
+def _check_cards(joined: TorchCollectives) -> None:
+    """`InvalidInput` if processes share a card, which NCCL does not do."""
+    name = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    mine = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
+    found = [row[0] for row in joined.all_values([mine], "which process has which card")]
+    sharing = [rank for rank, each in enumerate(found) if found.count(each) > 1]
+    if sharing:
+        raise InvalidInput(
+            f"transport='nccl': ranks {', '.join(map(str, sharing))} share a card; expected one for each process (call "
+            "torch.cuda.set_device before connect), or leave transport out"
+        )
 
 
 def _take_card(environment: Mapping[str, str]) -> None:
-    if torch.cuda.is_initialized() or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environment.keys():
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if used or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environment.keys():
         return
     if 1 < int(environment["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
 
 
-def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int) -> None:
+def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str) -> None:
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
         raise InvalidInput(
@@ -75,7 +117,7 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
         store, rank, ranks = next(rendezvous("env://", timeout=timeout))
         # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
         store = PrefixStore(f"attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        _compare(PrefixStore("ps_dist/first", store), rank, ranks, replicate, timeout_s)
+        _compare(PrefixStore("ps_dist/first", store), rank, ranks, replicate, transport, timeout_s)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     except PatrickStarError:
@@ -87,6 +129,7 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
         ) from error
 
 
-def _compare(store: Any, rank: int, ranks: int, replicate: int, timeout_s: float) -> None:
+def _compare(store: Any, rank: int, ranks: int, replicate: int, transport: str, timeout_s: float) -> None:
     Mesh(rank, ranks, replicate)
-    compare_facts(store, own_facts(ranks=ranks, replicate=replicate), rank=rank, ranks=ranks, timeout_s=timeout_s)
+    facts = own_facts(ranks=ranks, replicate=replicate) | {"transport": transport}
+    compare_facts(store, facts, rank=rank, ranks=ranks, timeout_s=timeout_s)

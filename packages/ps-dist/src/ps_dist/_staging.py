@@ -7,7 +7,8 @@ those of collectives in host memory. Which card a process has does not matter: s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ _CUT_NUMEL = 64
 
 
 class Carrier(Protocol):
-    """Copies between a device's memory and the host's, in the order of a stream."""
+    """Work on a device's memory, in the order of a stream."""
 
     @property
     def staging(self) -> Tensor:
@@ -30,6 +31,9 @@ class Carrier(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Launch a copy of bytes from or to the staging memory."""
+
+    def working(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """What PyTorch launches meanwhile goes on the stream; this is what it touches."""
 
     def settle(self) -> None:
         """Block until everything launched is done."""

@@ -119,8 +119,9 @@ class Wire:
 
     def _sum(self, parts: Sequence[Tensor], into: Tensor) -> None:
         direct = into.dtype is torch.float32
-        for start in range(0, into.numel(), _PIECE_NUMEL):
-            piece = slice(start, min(start + _PIECE_NUMEL, into.numel()))
+        most = self._work.numel()
+        for start in range(0, into.numel(), most):
+            piece = slice(start, min(start + most, into.numel()))
             total = into[piece] if direct else self._work[: piece.stop - piece.start]
             total.copy_(parts[0][piece])
             for part in parts[1:]:

@@ -12,7 +12,8 @@ wait for collectives that were begun ahead of need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from ps_core.engine._device import Device, Event
 from ps_core.engine._processes.together import Bench, Buffers, Together
 from ps_core.engine._records import GroupRecord
 from ps_core.engine._residency import Residency
-from ps_core.engine._store import Store
+from ps_core.engine._store import Slot, Store
 
 MOST_STAGING_BYTES = 32 * 2**20
 """Of the host's memory, for each process; what does not fit goes in pieces."""
@@ -54,6 +55,9 @@ class Beside(Protocol):
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The most scratch on the compute tier that a sum can use."""
+
+    def reaches(self, slot: Slot) -> bool:
+        """Whether a collective can read this memory."""
 
 
 class InMemory:
@@ -91,18 +95,23 @@ class InMemory:
         """For what all others send."""
         return self._together.scratch_bytes(shard_numel, kind)
 
+    def reaches(self, slot: Slot) -> bool:
+        """All but the disk."""
+        return slot.place is None
+
 
 class OnStream:
-    """An accelerator computes; collectives go by way of the host's memory."""
+    """An accelerator computes; collectives go by way of the host's memory, unless cards can do them by themselves."""
 
     def __init__(self, store: Store, groups: list[GroupRecord], together: Together) -> None:
-        self._device = store.device
+        self._device, self._together = store.device, together
         least = max((together.staging_bytes(_CUT_NUMEL, group.dtype) for group in groups), default=1)
         whole = max((together.staging_bytes(group.shard_numel, group.dtype) for group in groups), default=1)
         room = min(MOST_STAGING_BYTES, store.free_bytes(1) // _PART_OF_FREE & -128)
-        self.staging = store.reserve(1, align_up(max(least, min(whole, room))))
-        """Of the host's tier, for as long as the engine lives."""
-        self._carrier = Carrier(store.device, self.staging.memory)
+        self.staging = store.reserve(1, align_up(max(least, min(whole, room)))) if whole else None
+        """Of the host's tier, for as long as the engine lives; None: nothing goes that way."""
+        memory = torch.empty(0, dtype=torch.uint8) if self.staging is None else self.staging.memory
+        self._carrier = Carrier(store.device, memory)
 
     def before(self) -> None:
         """The stream will wait."""
@@ -129,12 +138,16 @@ class OnStream:
             self._device.wait(queue, event)
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """None: sums are taken in the host's memory."""
-        return 0
+        """None where sums are taken in the host's memory."""
+        return 0 if self.staging is not None else self._together.scratch_bytes(shard_numel, kind)
+
+    def reaches(self, slot: Slot) -> bool:
+        """The host's memory only if everything goes that way."""
+        return slot.place is None and (self.staging is not None or slot.tier == 0)
 
 
 class Carrier:
-    """What the thread of collectives copies with, on its stream; used by that thread alone."""
+    """What the thread of collectives launches with, on its stream; used by that thread alone."""
 
     def __init__(self, device: Device, staging: torch.Tensor) -> None:
         self._device = device
@@ -144,6 +157,13 @@ class Carrier:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy of bytes from or to the staging memory."""
         self._device.copy(Queue.COLL, target, source)
+
+    @contextmanager
+    def working(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
+        """What PyTorch launches meanwhile goes on the stream; this is what it touches."""
+        self._device.work(Queue.COLL, what, reads, writes)
+        with self._device.on(Queue.COLL):
+            yield
 
     def settle(self) -> None:
         """Block until everything launched here, and all that this waited for, is done."""

@@ -70,6 +70,12 @@ class Joining:
 
     def _check_cards(self, device: Device) -> None:
         """Refuse that processes share a card while others are idle."""
+        card = self._together.card
+        if card not in (None, device.torch_device.index):
+            raise InvalidInput(
+                f"device={str(device.torch_device)!r}: collectives were connected for cuda:{card}; expected the same "
+                "(torch.cuda.set_device before connect)"
+            )
         node = blake2b(node_name().encode(), digest_size=6).digest()
         mine = (int.from_bytes(node, "little"), device.torch_device.index, torch.cuda.device_count())
         found = crowded(self._together.all_values(mine, "which process has which device"))

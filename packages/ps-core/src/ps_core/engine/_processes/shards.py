@@ -62,7 +62,7 @@ class ShardResidency(Residency):
         ``changing``: it may be written before they have it.
         """
         source, valid = group.homes[group.weight].source(), all(r.payload is Payload.VALID for r in group.tensors)
-        if valid and source.place is None and not changing:
+        if valid and self.beside.reaches(source) and not changing:
             self.beside.before()
             return source.flat(group.dtype, group.shard_numel), None
         slot = self.borrow(max(align_up(group.homes[group.weight].bytes), 128))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ class Pending(Protocol):
 
 
 class Carrier(Protocol):
-    """Copies between a device's memory and the host's, in the order of a stream."""
+    """Work on a device's memory, in the order of a stream."""
 
     @property
     def staging(self) -> torch.Tensor:
@@ -26,6 +27,11 @@ class Carrier(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy of bytes from or to the staging memory."""
+
+    def working(
+        self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[object]:
+        """What PyTorch launches meanwhile goes on the stream; this is what it touches."""
 
     def settle(self) -> None:
         """Block until everything launched is done."""
@@ -90,7 +96,11 @@ class Together(Collectives[torch.Tensor], Protocol):
         """The scratch with which it is done in one piece."""
 
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The host memory with which collectives of a device's memory go in one piece."""
+        """The host memory with which collectives of a device's memory go in one piece; 0: they go without."""
+
+    @property
+    def card(self) -> int | None:
+        """The only CUDA device whose memory this process can have collectives of; None: any."""
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
         """Every process's values, a row each; ``shards_only``: of those that share one copy of the model."""
