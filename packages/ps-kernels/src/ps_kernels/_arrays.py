@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -65,13 +66,20 @@ def view(name: str, array: Array) -> View:
     raise InvalidArgument(f"{name}: expected a torch tensor or a numpy array, found {type(array).__name__}")
 
 
+@cache
+def _text(of: object) -> str:
+    """The name of a device or an element type, of which there are few."""
+    return str(of)
+
+
 def _view_torch(name: str, tensor: Array) -> View:
+    plain = type(tensor) is sys.modules["torch"].Tensor and not tensor.requires_grad
     return View(
         name=name,
-        array=tensor.detach(),
+        array=tensor if plain else tensor.detach(),
         library="torch",
-        device=str(tensor.device),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=_text(tensor.device),
+        dtype=_text(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         contiguous=tensor.is_contiguous(),
         writeable=True,
@@ -155,6 +163,8 @@ def check_written(written: Iterable[View], read: Iterable[View]) -> None:
 
 def _sharing(items: Sequence[View]) -> Iterator[tuple[View, View]]:
     """Each array, by address, with the one before it that reaches furthest: if any two overlap, so do two of these."""
+    if len(items) == 1:
+        return
     order = sorted((index for index, item in enumerate(items) if item.nbytes), key=lambda index: items[index].address)
     furthest = order[:1]
     for index in order[1:]:

@@ -9,9 +9,10 @@ import ctypes
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from itertools import compress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ class _AdamScalars(ctypes.Structure):
 
 class _SgdScalars(ctypes.Structure):
     _fields_ = [(f"number{index}", ctypes.c_float) for index in range(len(SgdScalars.__dataclass_fields__))]
+
+
+_ADAM, _SGD = (attrgetter(*(field.name for field in fields(kind))) for kind in (AdamScalars, SgdScalars))
+"""All numbers of a step; `dataclasses.astuple` would copy each one deeply."""
 
 
 class _Step(ctypes.Structure):
@@ -102,11 +107,11 @@ class NativeBackend:
 
     def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
         """One step on parameter, momentum and variance."""
-        self._step("adam", _AdamScalars(*astuple(s)), states, grad, out)
+        self._step("adam", _AdamScalars(*_ADAM(s)), states, grad, out)
 
     def sgd(self, states: tuple[Array, Array | None], grad: Array, out: Array | None, s: SgdScalars) -> None:
         """One step on parameter and momentum."""
-        self._step("sgd", _SgdScalars(*astuple(s)), (*states, None), grad, out)
+        self._step("sgd", _SgdScalars(*_SGD(s)), (*states, None), grad, out)
 
     def _step(
         self, name: str, scalars: ctypes.Structure, states: Sequence[Array | None], grad: Array, out: Array | None
