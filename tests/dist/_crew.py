@@ -16,7 +16,8 @@ from typing import Any
 
 import ps_dist
 
-_WAIT_S = 60.0
+_WAIT_S = 180.0
+"""Processes begin by importing torch, which takes long on a busy computer."""
 
 
 def free_port() -> int:
@@ -93,7 +94,7 @@ def _serve(rank: int, ranks: int, port: int, line: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    first = ps_dist.connect(timeout_s=30)
+    first = ps_dist.connect(timeout_s=_WAIT_S)
     joined: dict[Any, ps_dist.TorchCollectives] = {(): first}
     while True:
         try:

@@ -61,7 +61,8 @@ class Bench:
         assert (self._rank in takers) == (into is not None)
         rows = self._meeting.swap(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
         if into is not None:
-            into.copy_(torch.cat(rows))
+            with torch.inference_mode():  # a transport writes whatever it is given
+                into.copy_(torch.cat(rows))
 
     def reduce_scatter(
         self,

@@ -54,7 +54,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[End]]:
     """How every process of every case ended, by case and rank; all run at once."""
     folder = tmp_path_factory.mktemp("fates")
     unlike = [f"unlike-{fact}:2:1" for fact in UNLIKE]
-    names = [*(name for name, _, _ in WAYS), *unlike, "caught:2:1", "raised_late:2:0"]
+    names = [*(name for name, _, _ in WAYS), *unlike, "caught:2:1", "raised_late:2:0", "disk_failed:2:1"]
     done = subprocess.run(
         [sys.executable, "-W", "error", PROGRAM, folder, *names],
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -105,6 +105,16 @@ def test_who_waits_for_nothing_is_not_disturbed(ends: dict[str, list[End]]) -> N
     other = ends["raised_late:2:0"][1].output
     assert "done\n" in other  # torch may have said before that the store is gone
     assert "RanksDiverged" not in other
+
+
+def test_a_disk_that_fails_on_one_rank_ends_the_others_with_its_words(ends: dict[str, list[End]]) -> None:
+    other, failed = ends["disk_failed:2:1"]
+    assert (other.status, failed.status) == (FAILED, FAILED)
+    words = "TierFailure: the disk tier failed: "
+    assert words in failed.output
+    assert "it was truncated" in failed.output
+    assert "RanksDiverged" not in failed.output
+    assert f"rank 1 raised {words}" in other.error
 
 
 @pytest.mark.parametrize("fact", UNLIKE)

@@ -16,13 +16,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import Any
 
 import torch
+from torch import nn
 
 import ps_core
 import ps_dist
+from ps_core.engine import chunked
+from ps_core.engine._management import management_of
 from ps_dist import _facts
 
 TIMEOUT_S = 30.0
@@ -137,6 +141,26 @@ def raised_late(fate: Fate) -> None:
     fate.together.close()
 
 
+def disk_failed(fate: Fate) -> None:
+    """Of one rank's own file, amid training; each rank has a part of every group there."""
+    torch.manual_seed(0)
+    rule: Any = ps_core.SGD(lr=0.1)
+    with TemporaryDirectory() as folder:
+        model, optimizer = chunked(
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))),
+            rule,
+            precision="fp32",
+            budget=ps_core.Budget(host="320KiB", disk="16MiB", disk_dir=folder),
+            collectives=fate.together,
+        )
+        for turn in range(4):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if fate.is_lost and turn == 1:
+                os.truncate(f"/proc/self/fd/{management_of(model).engine.store.file._file}", 4096)
+
+
 UNLIKE: dict[str, tuple[Any, str]] = {
     "ps-core": (ps_core, "__version__"),
     "ps-dist": (_facts, "__version__"),
@@ -164,6 +188,7 @@ CASES: dict[str, Callable[[Fate], None]] = {
         exited,
         caught,
         raised_late,
+        disk_failed,
     )
 }
 

@@ -19,6 +19,7 @@ from ps_core._program import Extent
 from ps_core.engine._device import Device
 from ps_core.engine._disk.file import DiskFile, Place
 from ps_core.engine._disk.streams import DISK_QUEUES
+from ps_core.engine._spare import Spare
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
@@ -128,12 +129,15 @@ class Store:
             self._arena = self._new_arena(tiers[0].capacity_bytes if device.lazy else 0)
         self._taken: list[Slot] = []
         """Of the arena, in order of address."""
+        self.spare = Spare()
 
     # Slots.
 
     def reserve(self, tier: int, size: int, offset: int = -1) -> Slot:
         """A slot; on the compute tier at an address, or at the lowest that has room."""
         if tier or self._arena is None:
+            if self.free_bytes(tier) < size and not tier:
+                self.free_spare()
             if self.free_bytes(tier) < size:
                 raise self._too_small(tier, size)
             slot = self._on_disk(tier, size) if self.is_disk(tier) else Slot(tier, -1, size, self.device.host(size))
@@ -147,6 +151,13 @@ class Store:
         self.used_bytes[tier] += size
         self.note_peak()
         return slot
+
+    def free_spare(self) -> int:
+        """Give back what is kept for later; how many bytes."""
+        freed = self.spare.bytes
+        for slot in self.spare.take_all():
+            self.release(slot, Queue.COMPUTE)
+        return freed
 
     def is_disk(self, tier: int) -> bool:
         """Whether a tier is the disk."""
@@ -307,6 +318,7 @@ class Store:
 
     def close(self) -> None:
         """Let go of all memory: every slot was given back, and none is reserved any more."""
+        self.free_spare()
         self._arena = None
         self.device.close()
 

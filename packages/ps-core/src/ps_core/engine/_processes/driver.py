@@ -76,6 +76,7 @@ class ShardDriver(Demand):
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher, self._prefetch = residency, gradients, watcher, prefetch
         self._me = together.process
+        residency.settle = self._settle
         self._turns = Turns(together, residency.groups, residency.beside)
         self._steps = Steps(residency, gradients, self._turns)
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
@@ -224,7 +225,7 @@ class ShardDriver(Demand):
         """Whether a group may be gathered before it is used."""
         if self._prefetch is not None and len(self._steps.ahead) >= self._prefetch:
             return False
-        size = 0 if self._shards.has_spare(group.home.bytes) else group.home.bytes
+        size = 0 if self._store.spare.has(group.home.bytes) else group.home.bytes
         if self._keeps:
             return self._steps.roomy(size)
         besides = max(0, self._store.highest_tide_bytes - self._store.tide_bytes)
@@ -314,6 +315,13 @@ class ShardDriver(Demand):
             self._steps.fill_in(old, alone=False)
         return step
 
+    def _settle(self) -> None:
+        """Have everything that is under way done, and let go of what nobody uses yet: between two moments."""
+        with torch.no_grad():
+            while self._steps.on_way:
+                self._wait(self._steps.on_way[0])
+            self._steps.drop_unused()
+
     # Gradients.
 
     def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
@@ -392,7 +400,8 @@ class ShardDriver(Demand):
                 self._let_go(group)
             self._steps.clear()
             self._shards.sweep()
-            self._shards.free_spare()
+            if not self._keeps:
+                self._store.free_spare()
             self._sums.settled()
         if backward and len(self._store.tiers) == 1:
             self.tracked = False  # one pass has shown that it fits

@@ -9,6 +9,8 @@ charged until it is let go, but counts as gone: when it is let go may be the gar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ps_core._plan import Queue
@@ -30,9 +32,9 @@ class ShardResidency(Residency):
         self._together = together
         self._held: list[tuple[Slot, list[Bound]]] = []
         """Copies that count as gone, but for their memory."""
-        self._spare: dict[int, list[Slot]] = {}
-        """By size."""
         self.risers = Risers(self, groups)
+        self.settle: Callable[[], None] = _nothing
+        """Has everything that is under way done, and lets go of what nobody uses yet."""
         self._whole: tuple[Home, int, torch.Tensor] | None = None
         """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
         self.beside = beside(self, together)
@@ -115,35 +117,30 @@ class ShardResidency(Residency):
             else:
                 self.lend(slot)
 
-    # Memory of one tier, which is taken anew for every slot, is kept for the next group of that size.
+    # Memory for a while; see `_spare`.
 
     def borrow(self, size: int) -> Slot:
         """A slot on the compute tier."""
-        spare = self._spare.get(size)
-        return spare.pop() if spare else self.store.reserve(0, size)
+        with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
+            return self.store.spare.take(size) or self.store.reserve(0, size)
 
     def lend(self, slot: Slot) -> None:
         """What `borrow` gave is not needed any more."""
         if slot.offset >= 0 or self.store.poison:
             self.give_back(slot)
         else:
-            slot.extent, slot.stamp = None, -1
-            self._spare.setdefault(slot.bytes, []).append(slot)
-
-    def has_spare(self, size: int) -> bool:
-        """Whether `borrow` takes no memory."""
-        return bool(self._spare.get(size))
-
-    def free_spare(self) -> None:
-        """Give back what is kept."""
-        for slots in self._spare.values():
-            for slot in slots:
-                self.give_back(slot)
-        self._spare.clear()
+            self.store.spare.put(slot)
 
     def gives_way(self, size: int) -> int:
-        """Take shards back to the disk that were brought up from there while there was room."""
-        return self.risers.sink(size)
+        """Do without what is ahead of need or kept for later; take back to the disk what came up while there was room.
+
+        What is under way is waited for, so that it does not depend on who is how fast whether a moment fits.
+        """
+        before = self.store.used_bytes[0]
+        self.settle()
+        self.store.free_spare()
+        freed = before - self.store.used_bytes[0]
+        return freed if freed >= size else freed + self.risers.sink(size - freed)
 
     # For the host thread: this process's part, where it lies or from the disk.
 
@@ -233,6 +230,10 @@ class ShardResidency(Residency):
     def forget(self) -> None:
         """Nobody reads any more."""
         self._whole = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _used(bound: Bound) -> bool:

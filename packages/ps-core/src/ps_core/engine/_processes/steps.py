@@ -112,7 +112,7 @@ class Steps:
             return
         for slot in slots:
             self._shards.lend(slot)
-        self._shards.free_spare()
+        self._store.free_spare()
 
     def sum_bytes(self, group: GroupRecord) -> int:
         """The room that a sum takes besides the gradients, at most."""
@@ -184,12 +184,12 @@ class Steps:
 
     def finds_hole(self, size: int) -> bool:
         """Whether there is so much room, if need be once nothing is kept that nobody uses."""
-        for makes_room in (self.take_in, self._shards.sweep, self._shards.free_spare, self._drop_unused):
-            if self._shards.has_spare(size) or self.roomy(size):
+        for makes_room in (self.take_in, self._shards.sweep, self._store.free_spare, self.drop_unused):
+            if self._store.spare.has(size) or self.roomy(size):
                 return True
             makes_room()
         while not self.roomy(size):
-            if not self._shards.gives_way(size):
+            if not self._shards.risers.sink(size):
                 return False
         return True
 
@@ -198,13 +198,13 @@ class Steps:
         line = self._store.tiers[0].capacity_bytes - self._store.tide_bytes
         return self._store.used_bytes[0] + size + besides <= line and self._store.fits(size, line)
 
-    def _drop_unused(self) -> None:
+    def drop_unused(self) -> None:
         """Let go of what was gathered ahead of need."""
         for group, step in list(self.ahead.items()):
             if step.done and step not in self.on_way:
                 del self.ahead[group]
                 self._shards.drop(group)
-        self._shards.free_spare()
+        self._store.free_spare()
 
     def clear(self) -> None:
         """The pass is over, or was broken off: nothing is under way any more."""
