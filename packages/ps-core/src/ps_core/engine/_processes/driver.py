@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -22,19 +21,18 @@ from ps_core.engine._demand import Demand
 from ps_core.engine._parts import Parts
 from ps_core.engine._processes.schedule import (
     Act,
-    Choice,
     Entry,
     Room,
     Turn,
     Word,
     gathered_once,
     givers,
-    is_settled,
     next_schedule,
 )
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.steps import GatherWatcher, Steps
 from ps_core.engine._processes.sums import ShardGradients, ShardUpdater
+from ps_core.engine._processes.talks import Talks
 from ps_core.engine._processes.together import Together
 from ps_core.engine._processes.turns import Staged, Step, Turns
 from ps_core.engine._records import GroupRecord, TensorRecord
@@ -75,10 +73,10 @@ class ShardDriver(Demand):
     ) -> None:
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher, self._prefetch = residency, gradients, watcher, prefetch
-        self._me = together.process
-        residency.settle = self._settle
         self._turns = Turns(together, residency.groups, residency.beside)
         self._steps = Steps(residency, gradients, self._turns)
+        self._talks = Talks(residency, self._steps, self._turns, together.process)
+        residency.settle = self._talks.settle
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
         self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
         self._schedules: dict[int, list[Entry]] = {}
@@ -128,7 +126,7 @@ class ShardDriver(Demand):
         training = self.training or backward
         kind = _TRAINING * training + _LATE * backward
         self._turns.open([], 0)
-        _, words = self._say(Turn.HELLO, kind)
+        _, words = self._talks.say(Turn.HELLO, kind)
         kinds = [word.arg for word in words]
         if len({each & _TRAINING for each in kinds}) > 1:
             raise RanksDiverged(f"the ranks do different things: {_who(kinds)}; every rank must do the same passes")
@@ -162,9 +160,9 @@ class ShardDriver(Demand):
                 step = self._follow_to(group, name)
             if step is None:
                 self._clear_way(group.home.bytes)
-                self._ask(Turn.GATHER, group.index)
+                self._talks.ask(Turn.GATHER, group.index)
             else:
-                self._wait(step)
+                self._talks.wait(step)
         step = self._steps.ahead.pop(group, None)
         if step is not None:
             self._used.add(step.index)
@@ -175,7 +173,7 @@ class ShardDriver(Demand):
         place, step = self._turns.find(Act(Turn.GATHER, group.index)), None
         while place is not None and self._turns.prepared <= place:
             if not self._turns.following:
-                self._wait(self._steps.on_way[0])
+                self._talks.wait(self._steps.on_way[0])
                 continue
             position = self._turns.prepared
             if position == place:
@@ -203,7 +201,7 @@ class ShardDriver(Demand):
     def _advance(self) -> None:
         """Say what comes next, as far as it is certain and there is room, and do what others asked for."""
         if self._turns.parked:
-            self._resolve()
+            self._talks.resolve()
         self._steps.take_in()
         while self._turns.following:
             act, mine = self._turns.schedule[self._turns.prepared]
@@ -238,90 +236,6 @@ class ShardDriver(Demand):
         self._in.pop(group, None)
         group.reading = -1
 
-    # Taking turns.
-
-    def _say(self, turn: Turn, arg: int = 0, room: int = Room.TIGHT) -> tuple[Choice, Sequence[Word]]:
-        """Say a word; what all do next."""
-        while True:
-            pending = self._turns.speak(turn, arg, room)
-            pending.wait()
-            if all(step.done for step in self._steps.on_way):
-                self._steps.take_in()
-                return self._turns.take_choice()
-            self._resolve()  # the word was not said: others had something in mind before
-
-    def _ask(self, turn: Turn, arg: int) -> None:
-        """Say what is not to be had by following; something is done then, if perhaps not that yet."""
-        choice, words = self._say(turn, arg)
-        self._serve(choice, words)
-
-    def _wait(self, step: Step) -> None:
-        """Until a step is done."""
-        while not self._steps.wait(step):
-            if self._turns.parked:
-                self._resolve()
-        self._steps.take_in()
-
-    def _resolve(self) -> None:
-        """Do what somebody asked for, then what was left for it."""
-        self._steps.take_in()
-        choice, words = self._turns.take_choice()
-        self._serve(choice, words)
-
-    def _serve(self, choice: Choice, words: Sequence[Word]) -> None:
-        """Do what all chose out of order; steps that were left for it come after it."""
-        group = self._shards.groups[choice.arg]
-        if choice.turn is Turn.SUM and not is_settled(words, choice.arg):
-            self._turns.speak(Turn.READY).wait()
-            _, words = self._turns.take_choice()
-        act, left = Act(choice.turn, choice.arg), list(self._steps.on_way)
-        same = [step for step in left if step.act == act]
-        needed = self._steps.sum_bytes(group) if act.turn is Turn.SUM else group.homes[group.weight].bytes
-        if not self._steps.finds_hole(needed):
-            for each in reversed(left):
-                if each not in same:
-                    self._steps.take_apart(each)
-        if act.turn is Turn.GATHER:
-            takes = self._me in self._turns.takers(act, words)
-            old = next((step for step in same if step.whole is not None), None) if takes else None
-            step = self._steps.gather(group, None, wanted=takes) if old is None else self._instead(old)
-        else:
-            gives = self._me in givers(words, group.index)
-            step = self._instead(same[0]) if same else self._steps.sum(group, None, gives=gives)
-            for each in left:  # the sum may take the place of the weight's shard
-                if each.act == Act(Turn.GATHER, group.index) and each.whole is None and not each.slots:
-                    self._steps.offer(each)
-        step.words = words
-        self._steps.on_way.appendleft(step)
-        self._turns.submit(step)
-        if left:
-            self._wait(step)
-        for each in left:
-            if each.act.turn is Turn.SUM and each.slot is None:
-                self._steps.fill_in(each)
-            self._turns.submit(each)
-
-    def _instead(self, old: Step) -> Step:
-        """A step of the schedule done before its turn; when that comes there is nothing left for it."""
-        step = replace(old, position=None, pending=None)
-        old.whole = old.slot = old.staged = None
-        old.slots = ()
-        if old.act.turn is Turn.GATHER:
-            assert old.position is not None, "only such are left"
-            self._turns.leave(old.position)
-            self._steps.ahead[old.group] = step
-            self._steps.offer(old)
-        else:
-            self._steps.fill_in(old, alone=False)
-        return step
-
-    def _settle(self) -> None:
-        """Have everything that is under way done, and let go of what nobody uses yet: between two moments."""
-        with torch.no_grad():
-            while self._steps.on_way:
-                self._wait(self._steps.on_way[0])
-            self._steps.drop_unused()
-
     # Gradients.
 
     def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
@@ -334,7 +248,7 @@ class ShardDriver(Demand):
         group = record.group
         step = self._steps.sum_on_way(group)
         if step is not None:
-            self._wait(step)
+            self._talks.wait(step)
         staged = self._steps.staged.get(group) or self._stage(group)
         target = record.shaped(staged.slot.flat(group.dtype, group.chunk_numel))
         self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
@@ -364,7 +278,7 @@ class ShardDriver(Demand):
     def _make_sum(self, group: GroupRecord, position: int | None) -> Step:
         """Ready to sum, once no more than so many sums are under way."""
         while (earlier := self._steps.too_many_sums()) is not None:
-            self._wait(earlier)
+            self._talks.wait(earlier)
         self._clear_way(self._steps.sum_bytes(group))
         step = self._steps.sum(group, position, gives=group in self._steps.staged)
         if self._keeps and group in self._in:
@@ -376,9 +290,9 @@ class ShardDriver(Demand):
         while not self._steps.finds_hole(size):
             under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
             if under_way is not None:
-                self._wait(under_way)
+                self._talks.wait(under_way)
             elif self._steps.staged and not self._bound:
-                self._ask(Turn.SUM, min(group.index for group in self._steps.staged))
+                self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
             else:
                 return
 
@@ -410,7 +324,7 @@ class ShardDriver(Demand):
         """Do what others want, until all are at the end of the pass."""
         self._turns.end()
         while True:
-            choice, words = self._say(Turn.END, room=self._room())
+            choice, words = self._talks.say(Turn.END, room=self._room())
             if choice.turn is Turn.END:
                 break
             if choice.turn is Turn.FOLLOW:
@@ -419,7 +333,7 @@ class ShardDriver(Demand):
                     self._prepare(self._turns.prepared, wanted=False)
                 self._bound = False
             else:
-                self._serve(choice, words)
+                self._talks.serve(choice, words)
         self._bound = True
         for group in reversed(self._shards.groups):
             if givers(words, group.index):
@@ -428,7 +342,7 @@ class ShardDriver(Demand):
                 self._steps.on_way.append(step)
                 self._turns.submit(step)
         while self._steps.on_way:
-            self._wait(self._steps.on_way[0])
+            self._talks.wait(self._steps.on_way[0])
         self._learn(words)
 
     def _room(self) -> Room:
