@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import ps_dist
+from ps_core._command.doctor import examine
 from ps_core._errors import InvalidInput
 from ps_dist._connect import _check_cards
 
@@ -41,6 +42,16 @@ def test_what_cards_memory_travels_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     with pytest.raises(InvalidInput, match="transport='nccl': this torch was built without NCCL"):
         ps_dist.connect(transport="nccl")
+
+
+def test_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert ps_dist.transports() == ("gloo",)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    assert ps_dist.transports() == ("gloo", "nccl")
+    monkeypatch.undo()
+    here = " or ".join(ps_dist.transports())
+    assert examine()["ps_dist"] == f"{ps_dist.__version__} for CUDA by {here}"
 
 
 def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:

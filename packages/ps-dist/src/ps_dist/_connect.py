@@ -24,6 +24,11 @@ from ps_dist._watch import Patience
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def transports() -> tuple[str, ...]:
+    """What memory of CUDA devices can travel by, with this build of PyTorch."""
+    return ("gloo", "nccl") if dist.is_nccl_available() else ("gloo",)
+
+
 def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "gloo") -> TorchCollectives:
     """Join the processes that ``torchrun`` started; initialises the process group if the program has not.
 
