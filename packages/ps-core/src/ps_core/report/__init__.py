@@ -1,0 +1,7 @@
+"""The tide, drawn: `tide` works it out from a plan, `tide_text` and `tide_svg` draw it."""
+
+from ps_core.report.characters import GLYPHS, LETTERS, tide_text
+from ps_core.report.columns import CATEGORIES, Category, Column, Tide, tide
+from ps_core.report.picture import tide_svg
+
+__all__ = ["CATEGORIES", "GLYPHS", "LETTERS", "Category", "Column", "Tide", "tide", "tide_svg", "tide_text"]

@@ -1,0 +1,225 @@
+"""The tide: what fills the compute tier at each moment of a training step.
+
+`tide` works it out from a plan as written (instructions in list order), without running anything. A slot counts from
+its `Reserve` until it is released or what it holds is dead. The picture of a plan that accumulates gradients is that of
+its last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ps_core._plan import (
+    Accumulate,
+    Copy,
+    Gather,
+    Op,
+    Plan,
+    ReduceScatter,
+    Release,
+    Reserve,
+    Run,
+    Segment,
+    Step,
+)
+from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._units import format_bytes
+
+
+class Category(StrEnum):
+    """What bytes are for. Drawn from the bottom up in this order."""
+
+    STATES = "optimizer states"
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    BUFFERS = "gathered groups"
+    CHECKPOINTS = "checkpoints"
+    NONMODEL = "non-model"
+
+
+CATEGORIES = tuple(Category)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One moment: bytes of each of `CATEGORIES` while it runs."""
+
+    name: str
+    phase: str
+    """``forward``, ``backward`` or ``update``."""
+    bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All categories together."""
+        return sum(self.bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tide:
+    """A step's columns on the compute tier, and its budget."""
+
+    model: str
+    tier: str
+    budget_bytes: int
+    columns: tuple[Column, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest column."""
+        return max((column.total for column in self.columns), default=0)
+
+
+def tide(program: Program, plan: Plan) -> Tide:
+    """What fills the compute tier at each moment of a training step (without training: of an evaluation)."""
+    columns: list[Column] = []
+    for name in program.iteration():
+        if name in (SegmentName.MICRO_LAST, SegmentName.EVAL, SegmentName.STEP):
+            columns += _columns(program, plan, plan.segment(name))
+    return Tide(
+        model=program.trace.model,
+        tier=plan.tiers[0].name,
+        budget_bytes=plan.tiers[0].capacity_bytes,
+        columns=tuple(columns),
+    )
+
+
+def _columns(program: Program, plan: Plan, segment: Segment) -> Iterator[Column]:
+    holds = _contents(program, plan, segment)
+    gradients = _gradients_at_entry(program, plan, segment.name)
+    sizes = {slot: held.bytes for slot, held in enumerate(plan.home) if held.tier == 0}
+
+    def column(name: str, phase: str, nonmodel: int) -> Column:
+        counts = dict.fromkeys(CATEGORIES, 0)
+        counts[Category.NONMODEL] = nonmodel
+        for slot, size in sizes.items():
+            counts[_category(program, holds.get(slot), slot in gradients)] += size
+        return Column(name, phase, tuple(counts.values()))
+
+    for instr in segment.instrs:
+        op = instr.op
+        if isinstance(op, Reserve) and op.tier == 0:
+            sizes[op.slot] = op.bytes
+        elif isinstance(op, Release):
+            sizes.pop(op.slot, None)
+        elif isinstance(op, Copy) and op.extent.kind is Kind.P16:
+            _mark(gradients, op.target, _is_gradient(program, op.extent.index, op.version))
+        elif isinstance(op, ReduceScatter):
+            gradients.add(op.shard)
+            for slot in (op.source, op.wire):
+                sizes.pop(slot, None)
+        elif isinstance(op, Run):
+            visit = program.visits[op.visit]
+            for use, slot in zip(program.uses(segment.name, visit), op.slots, strict=True):
+                if use.extent.kind in (Kind.P16, Kind.FULL):
+                    _mark(gradients, slot, _is_gradient(program, use.extent.index, use.after))
+            yield column(visit.name, visit.phase.value, op.nonmodel_bytes)
+            for use, slot in zip(program.uses(segment.name, visit), op.slots, strict=True):
+                if use.extent.kind is Kind.ACT and program.last_takes[use.extent.index] == visit.index:
+                    sizes.pop(slot, None)
+        elif isinstance(op, Step):
+            yield column(f"step of group {op.group}", "update", 0)
+            gradients.discard(op.slots[0])
+
+
+def _mark(slots: set[int], slot: int, belongs: bool) -> None:
+    if belongs:
+        slots.add(slot)
+    else:
+        slots.discard(slot)
+
+
+def _is_gradient(program: Program, group: int, version: int) -> bool:
+    return program.overwrites and 0 < version < program.rebuilt(group)
+
+
+def _gradients_at_entry(program: Program, plan: Plan, name: SegmentName) -> set[int]:
+    versions = program.entry(name)
+    return {
+        slot
+        for slot, held in enumerate(plan.home)
+        if held.extent.kind is Kind.P16 and _is_gradient(program, held.extent.index, versions.get(held.extent, 0))
+    }
+
+
+def _category(program: Program, extent: Extent | None, is_gradient: bool) -> Category:
+    if extent is None:
+        return Category.BUFFERS
+    if is_gradient and extent.kind in (Kind.P16, Kind.FULL):
+        return Category.GRADIENTS
+    if extent.kind is Kind.P32 and program.precision is Precision.FP32:
+        return Category.WEIGHTS
+    return _CATEGORY[extent.kind]
+
+
+_CATEGORY = {
+    Kind.P16: Category.WEIGHTS,
+    Kind.P32: Category.STATES,
+    Kind.M: Category.STATES,
+    Kind.V: Category.STATES,
+    Kind.ACC: Category.GRADIENTS,
+    Kind.GRAD: Category.GRADIENTS,
+    Kind.RGRAD: Category.GRADIENTS,
+    Kind.FULL: Category.BUFFERS,
+    Kind.WIRE: Category.BUFFERS,
+    Kind.ACT: Category.CHECKPOINTS,
+}
+
+
+def _contents(program: Program, plan: Plan, segment: Segment) -> dict[int, Extent]:
+    """What each slot is for."""
+    holds = {slot: held.extent for slot, held in enumerate(plan.home)}
+    for instr in segment.instrs:
+        for slot, extent in _fills(program, segment.name, instr.op):
+            holds.setdefault(slot, extent)
+    return holds
+
+
+def _fills(program: Program, segment: SegmentName, op: Op) -> Iterator[tuple[int, Extent]]:
+    if isinstance(op, Copy):
+        yield op.target, op.extent
+    elif isinstance(op, Run):
+        for use, slot in zip(program.uses(segment, program.visits[op.visit]), op.slots, strict=True):
+            yield slot, use.extent
+    elif isinstance(op, Gather):
+        yield op.full, Extent(Kind.FULL, op.group)
+    elif isinstance(op, ReduceScatter):
+        yield op.wire, Extent(Kind.WIRE, op.group)
+        yield op.shard, Extent(program.weight if program.overwrites else Kind.RGRAD, op.group)
+    elif isinstance(op, Accumulate):
+        yield op.accumulator, Extent(Kind.ACC, op.group)
+
+
+def upper_end(found: Tide) -> int:
+    """The chart's upper end: the budget, unless everything stays far below it."""
+    far = found.budget_bytes > 3 * found.peak_bytes > 0
+    return max(1, found.peak_bytes * 5 // 4 if far else max(found.budget_bytes, found.peak_bytes) * 21 // 20)
+
+
+def phases(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """Runs of one phase, and how many columns each has."""
+    runs: list[tuple[str, int]] = []
+    for column in columns:
+        if runs and runs[-1][0] == column.phase:
+            runs[-1] = (column.phase, runs[-1][1] + 1)
+        else:
+            runs.append((column.phase, 1))
+    return runs
+
+
+def present(found: Tide) -> list[Category]:
+    """What there is any of."""
+    return [key for place, key in enumerate(CATEGORIES) if any(column.bytes[place] for column in found.columns)]
+
+
+def summary(found: Tide) -> str:
+    """The peak in words."""
+    if not found.columns:
+        return f"nothing runs; budget {format_bytes(found.budget_bytes)}"
+    highest = max(found.columns, key=lambda column: column.total)
+    return (
+        f"peak {format_bytes(highest.total)} of {format_bytes(found.budget_bytes)}, in {highest.phase} "
+        f"at {highest.name!r}"
+    )
