@@ -1,10 +1,12 @@
 """Simulated against measured step time on the CPU, after calibration, for three budgets.
 
-    python benchmarks/calibration_figures.py [MACHINE.toml]
+    python benchmarks/calibration_figures.py [--processor] [--small] [MACHINE.toml]
 
 The accelerator is emulated and its links are held to a rate, each direction on its own, so that copies and arithmetic
 run beside each other as on a card. Without a machine file one is measured first. The plan in force is then simulated
-with those rates, and the simulated step compared with the median of real ones.
+with those rates, and the simulated step compared with the median of real ones. ``--processor``: on one thread, whose
+processor time counts, and with it what it would have slept for the links; for computers on which other work runs too.
+``--small``: another model, in fp32.
 """
 
 from __future__ import annotations
@@ -12,61 +14,109 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
+import ps_kernels
 from ps_core import AdamW, Budget
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import Machine, machine
 from ps_core.engine import chunked
 from ps_core.engine._calibrate import calibrate
+from ps_core.engine._emulated.links import Links
 from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._management import management_of
+from ps_core.engine._pilot import Pilot
 from ps_models import build
 
 LINK_BYTES_PER_S = 400e6
-LAYERS, HIDDEN, BATCH, LENGTH, VOCABULARY = 8, 512, 4, 128, 1024
-BUDGETS = ("24MiB", "48MiB", "96MiB")
-WARM_UPS, STEPS = 2, 5
+VOCABULARY = 1024
+WARM_UPS, STEPS = 3, 7
 
 
-def measured(budget: str, rates: Machine) -> tuple[float, float, float, str]:
+class Case(NamedTuple):
+    """A model, what it is trained on, and in how much memory."""
+
+    layers: int
+    hidden: int
+    batch: int
+    length: int
+    precision: str
+    budgets: tuple[str, ...]
+
+
+LARGE = Case(8, 512, 4, 128, "bf16", ("24MiB", "48MiB", "96MiB"))
+SMALL = Case(4, 384, 8, 64, "fp32", ("24MiB", "48MiB", "80MiB"))
+
+
+class OneThread:
+    """Its processor time, and what it would have slept."""
+
+    def __init__(self) -> None:
+        self._slept_s = 0.0
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.thread_time() + self._slept_s
+
+    def sleep(self, seconds: float) -> None:
+        """Only say so."""
+        self._slept_s += seconds
+
+
+def measured(case: Case, budget: str, rates: Machine, clock: OneThread | None) -> str:
     """A step's median seconds, the shortest, what the plan in force takes by simulation, and what it moves."""
     torch.manual_seed(0)
-    model = build("gpt2", "meta", layers=LAYERS, hidden=HIDDEN, heads=8, vocabulary=VOCABULARY, positions=LENGTH,
-                  checkpoint_blocks=True)  # fmt: skip
+    model = build("gpt2", "meta", layers=case.layers, hidden=case.hidden, heads=8, vocabulary=VOCABULARY,
+                  positions=case.length, checkpoint_blocks=True)  # fmt: skip
     device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
-    managed, optimizer = chunked(model, AdamW(lr=1e-4), device=device, budget=Budget(device=budget))
+    now: Callable[[], float] = time.perf_counter
+    if clock is not None:
+        device._links, now = Links(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
+    managed, optimizer = chunked(
+        model, AdamW(lr=1e-4), device=device, budget=Budget(device=budget), precision=case.precision
+    )
     assert optimizer is not None
     times = []
     for index in range(WARM_UPS + STEPS):
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(index))
-        start = time.perf_counter()
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCABULARY, (case.batch, case.length), generator=generator)
+        start = now()
         managed(tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    parameter: Any = next(managed.parameters())
-    planned = parameter._keeper.management.pilot.planned
+        times.append(now() - start)
+    pilot = management_of(managed).pilot
+    assert isinstance(pilot, Pilot)
+    planned = pilot.planned
+    assert planned is not None
     told = simulate(planned.program, planned.plan, rates)
     moved = ", ".join(f"{link} {count / 2**20:.0f} MiB" for link, count in told.moved_bytes.items() if count)
-    steady = times[WARM_UPS:]
-    return statistics.median(steady), min(steady), told.step_time_s, moved
+    median = statistics.median(times[WARM_UPS:])
+    return (
+        f"{budget:>8}: measured {median:.3f} s (least {min(times[WARM_UPS:]):.3f}), simulated {told.step_time_s:.3f} "
+        f"s, {100 * (told.step_time_s / median - 1):+.0f} %; a step moves {moved or 'nothing'}"
+    )
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Print the table."""
-    here = machine(sys.argv[1]) if len(sys.argv) > 1 else calibrate(torch.device("cpu"))[0]
+    clock = OneThread() if "--processor" in words else None
+    if clock is not None:
+        torch.set_num_threads(1)
+        ps_kernels.set_threads(1)
+    files = [word for word in words if not word.startswith("--")]
+    here, notes = (machine(files[0]), []) if files else calibrate(torch.device("cpu"))
     rates = replace(here, h2d_bandwidth=LINK_BYTES_PER_S, d2h_bandwidth=LINK_BYTES_PER_S)
-    print(f"{rates.name}; links held to {LINK_BYTES_PER_S / 1e6:.0f} MB/s; {torch.get_num_threads()} threads")
-    for budget in BUDGETS:
-        median, shortest, simulated, moved = measured(budget, rates)
-        print(
-            f"{budget:>8}: measured {median:.3f} s (least {shortest:.3f}), simulated {simulated:.3f} s, "
-            f"{100 * (simulated / median - 1):+.0f} %; a step moves {moved or 'nothing'}"
-        )
+    print(*notes, sep="\n")
+    case = SMALL if "--small" in words else LARGE
+    print(f"{case}; links held to {LINK_BYTES_PER_S / 1e6:.0f} MB/s; {torch.get_num_threads()} threads")
+    for budget in case.budgets:
+        print(measured(case, budget, rates, clock))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """How many wrong plans verify lets pass, and how many sound ones it refuses: the table in docs/verification.md.
 
-    PYTHONPATH=tests/pure python benchmarks/mutation_rates.py [PLANS] [SEED]
+PYTHONPATH=tests/pure python benchmarks/mutation_rates.py [PLANS] [SEED]
 """
 
 from __future__ import annotations
@@ -9,8 +9,23 @@ import random
 import sys
 from collections import defaultdict
 
-from _mutants import Tally, judge, mutate
+from _mutants import Mutant, Tally, judge, mutate
 from _plans import ORIGINS, random_plan
+from ps_core._plan import Plan
+
+SINGLE, SEVERAL = 40, 60
+"""Mutants tried of each plan: with one change, and with two to four."""
+ORDER = ("drop a wait", "redirect a wait", "swap any two", "swap in a queue", "swap neighbours", "other queue")
+
+
+def several(plan: Plan, rng: random.Random) -> Mutant:
+    """Two to four changes to order and waits at once."""
+    left = rng.randint(2, 4)
+    while left:
+        mutant = mutate(plan, rng)
+        if mutant is not None and mutant.how in ORDER:
+            plan, left = mutant.plan, left - 1
+    return Mutant(plan, "two to four at once", None)
 
 
 def main(plans: int, seed: str) -> None:
@@ -19,12 +34,13 @@ def main(plans: int, seed: str) -> None:
     for turn in range(plans):
         origin = ORIGINS[turn % len(ORIGINS)]
         program, plan = random_plan(rng, origin)
-        for _ in range(40):
-            mutant = mutate(plan, rng)
+        tried = [mutate(plan, rng) for _ in range(SINGLE)] + [several(plan, rng) for _ in range(SEVERAL)]
+        for mutant in tried:
             if mutant is None:
                 continue
             verify_says, adversary_says = judge(program, mutant, rng)
-            for row in (mutant.how, f"plans: {origin}", "all"):
+            rows = (mutant.how,) if mutant.how == "two to four at once" else (mutant.how, f"plans: {origin}", "all")
+            for row in rows:
                 tallies[row].add(verify_says, adversary_says)
             if bool(verify_says) != bool(adversary_says):
                 print(f"plan {turn} ({origin}), {mutant.how}: verify {verify_says}; adversary {adversary_says}")

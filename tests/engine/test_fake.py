@@ -243,6 +243,14 @@ def test_moments_bytes_and_flops_of_two_layers() -> None:
     assert found == by_hand
     one = 2.0 * rows * width * hidden
     assert [moment.flops for moment in traced.moments] == [one, one, 3 * one, 0.0]  # as for the bytes
+    inside = rows * hidden
+    elements = {
+        "forward of up": 2 * inside,  # the exponential, from and to
+        "forward of down": rows * width + 1 + 2,  # the sum; its gradient of ones, like it
+        "backward of down": 3 * inside + inside + hidden,  # the exponential's; the bias's, a sum
+        "backward of up": 0,
+    }
+    assert {moment.name: moment.elements for moment in traced.moments} == elements
     assert [(tensor.name, tensor.numel, tensor.trainable) for tensor in traced.tensors] == [
         ("up.weight", 600, True),
         ("up.bias", 30, True),

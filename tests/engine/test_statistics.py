@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 import _models as models
 import ps_kernels
 from _cases import rows, square
 from _fake_cuda import FakeRuntime
 from _runs import HOST, chunked_model, stand_in
-from ps_core import Budget, Options
-from ps_core.engine import statistics
+from ps_core import AdamW, Budget, Options
+from ps_core.engine import _clock, chunked, release, statistics
 from ps_core.engine._clock import PHASES, Clock
 from ps_core.engine._cuda.device import CudaDevice
 
 
 def test_a_clock_counts_each_phase_and_nothing_between(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([10.0, 12.0, 17.0, 17.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    monkeypatch.setattr(_clock, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     clock = Clock()
     clock.turn("forward")
     clock.turn("")
@@ -91,3 +94,26 @@ def test_what_steps_run_on_without_a_card(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ps_kernels, "backends", lambda: KERNELS)
     with chunked_model(models.stack()) as (model, _):
         assert statistics(model).adam_backend == "avx2", "whatever CUDA there may be"
+
+
+def test_with_room_for_everything_nothing_moves_on_an_emulated_device() -> None:
+    """One thread does everything there, so no move hides behind anything; with less room the rest still moves."""
+    for device, moves in (("64MiB", False), ("1MiB", True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+        managed, optimizer = chunked(
+            model,
+            AdamW(lr=1e-3),
+            device="emulated",
+            budget=Budget(device=device, host="16MiB"),
+            options=Options(group_bytes=2**15),
+        )
+        assert optimizer is not None
+        moved = []
+        for _ in range(4):
+            managed(torch.ones(8, 128)).square().mean().backward()
+            optimizer.step()
+            moved.append(sum(statistics(managed).moved_bytes.values()))
+        release(managed)
+        assert (moved[-1] > moved[-2] > moved[-3]) is moves
+        assert (moved[-1] == moved[-2]) is not moves

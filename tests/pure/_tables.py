@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ps_core._command.line import make_parser
 from ps_core._simulate.machine import MACHINES, NUMBERS
-from ps_core.cli import make_parser
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"
 

@@ -15,7 +15,7 @@ import pytest
 from ps_core import cli
 from ps_core._command.doctor import Accelerator
 from ps_core._errors import DoesNotFit
-from ps_core._simulate.machine import MACHINES
+from ps_core._simulate.machine import MACHINES, UNSTEADY
 from ps_core._workloads.analytic import Workload, analytic_trace
 from ps_core._workloads.shapes import gpt, shape
 from ps_core.cli import main
@@ -209,6 +209,11 @@ def test_calibrate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert run(capsys, "doctor", "--calibrate", "--out", file) == (0, said, "")
     status, found = document(capsys, "doctor", "--calibrate", "--out", file)
     assert (status, found["file"], found["machine"]["name"]) == (0, file, "mine")
+    assert found["notes"] == ["norm: 3 GB/s"]
+    unsteady = f"# {UNSTEADY[0]}some\n# {UNSTEADY[1]}again\n"
+    monkeypatch.setattr(cli, "calibrate", lambda: unsteady + text)
+    told = f"{said}{unsteady.replace('# ', '')}"
+    assert run(capsys, "doctor", "--calibrate", "--out", file) == (0, told, "")
     status, planned = document(capsys, "plan", "gpt-1x64", "--machine", file)
     assert (status, planned["machine"]) == (0, "mine")
     assert run(capsys, "doctor", "--out", file)[0] == 2

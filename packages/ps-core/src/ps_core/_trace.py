@@ -62,6 +62,9 @@ class Moment:
     nonmodel_bytes: int = 0
     """Peak bytes on the compute tier during the moment besides model data and listed activations."""
     flops: float = 0.0
+    """Of matrix products and attention."""
+    elements: float = 0.0
+    """That all other operators read and write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +165,10 @@ def _check(trace: Trace) -> None:
 def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
     name = _text(moment.name)
     _whole(moment.nonmodel_bytes, f"nonmodel_bytes of {name!r}")
-    if not isinstance(moment.flops, int | float) or not 0 <= moment.flops < float("inf"):
-        raise InvalidInput(f"trace: flops of {name!r} must be a number of at least 0, found {moment.flops!r}")
+    for what in ("flops", "elements"):
+        count = getattr(moment, what)
+        if not isinstance(count, int | float) or not 0 <= count < float("inf"):
+            raise InvalidInput(f"trace: {what} of {name!r} must be a number of at least 0, found {count!r}")
     _indices(moment.reads, len(trace.tensors), f"reads of {name!r}")
     _indices(moment.grads, len(trace.tensors), f"grads of {name!r}")
     _indices(moment.makes, len(trace.activations), f"makes of {name!r}")

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 from ps_core._command.advice import advice, remedies
 from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
 from ps_core._command.forecast import Subject, Training, forecast
+from ps_core._command.line import make_parser
 from ps_core._command.scale import largest
 from ps_core._command.show import (
     Case,
@@ -36,11 +36,10 @@ from ps_core._command.show import (
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._planner.policy import Policy
 from ps_core._program import Precision
-from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES, Cluster
-from ps_core._simulate.machine import MACHINES, Machine, default_machine, machine, machine_from_toml
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
 from ps_core._trace import Trace
-from ps_core._units import format_bytes, parse_bytes
-from ps_core._version import __version__
+from ps_core._units import format_bytes
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import shape
 from ps_core.report import tide, tide_svg, tide_text
@@ -60,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = make_parser().parse_args(argv)
-        command: Callable[[argparse.Namespace], int] = options.command
-        status = command(options)
+        status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -78,112 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(status: int, error: Exception) -> int:
     print(f"pstar: {' '.join(str(error).split())}", file=sys.stderr)
     return status
-
-
-# ---------------------------------------------------------------- options
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidInput(f"{message} ({self.prog} --help lists the options)")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; docs/command.md is checked against it."""
-    parser = _Parser(prog="pstar", description="Plan training beyond the accelerator's memory.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"pstar {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-
-    plan = commands.add_parser("plan", help="does a model fit, and how fast would it train", allow_abbrev=False)
-    plan.set_defaults(command=_plan)
-    model = plan.add_mutually_exclusive_group(required=True)
-    model.add_argument("model", nargs="?", metavar="NAME", help="a named size (gpt-18b), or gpt-LAYERSxHIDDEN")
-    model.add_argument("--hf", metavar="FILE", help="a Hugging Face config.json, or its directory")
-    model.add_argument("--trace", metavar="FILE", help="a recorded trace")
-    plan.add_argument("--svg", metavar="FILE", help="draw the tide to this file")
-    plan.add_argument("--tide", action="store_true", help="draw the tide in characters")
-    _add_where(plan)
-    _add_how(plan, chunked_loss=False)
-
-    scale = commands.add_parser("scale", help="the largest model this can train", allow_abbrev=False)
-    scale.set_defaults(command=_scale)
-    scale.add_argument(
-        "--min-tflops", type=float, metavar="N", help="least TFLOPS per GPU (default: half the machine's matmul rate)"
-    )
-    _add_where(scale)
-    _add_how(scale, chunked_loss=True)
-
-    doctor = commands.add_parser("doctor", help="what this computer has", allow_abbrev=False)
-    doctor.set_defaults(command=_doctor)
-    doctor.add_argument("--warm", action="store_true", help="also compile every kernel now, not in the first step")
-    doctor.add_argument(
-        "--calibrate", action="store_true", help="instead measure how fast it is, for a minute: a machine file"
-    )
-    doctor.add_argument("--out", metavar="FILE", help="with --calibrate: write the machine file there")
-    doctor.add_argument("--json", action="store_true", help="print one JSON document")
-
-    export = commands.add_parser("export", help="a checkpoint's weights as one safetensors file", allow_abbrev=False)
-    export.set_defaults(command=_export)
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that save_checkpoint wrote")
-    export.add_argument("file", metavar="FILE", help="the file to write, as in model.safetensors")
-    export.add_argument("--masters", action="store_true", help="trained weights in fp32, as they are kept")
-    export.add_argument("--overwrite", action="store_true", help="in the place of a file that is there")
-    return parser
-
-
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("where").add_argument
-    add("--machine", metavar="NAME|FILE", help="rates: a built-in machine or a TOML file (default: nearest by memory)")
-    add("--gpus", type=_count, metavar="N", help="GPUs in all (default: those found here, else one a node)")
-    add("--nodes", type=_count, default=1, metavar="N", help="nodes they are spread over (default: 1)")
-    found = "(default: what is found here, else the machine's)"
-    add("--device-memory", type=_size, metavar="SIZE", help=f"of each GPU, 0: no GPU {found}")
-    add("--host-memory", type=_size, metavar="SIZE", help=f"of a node {found}")
-    add("--disk", type=_size, default=0, metavar="SIZE", help="disk space of a node for a third tier (default: none)")
-    size: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
-    add("--reserve-device", **size, help="kept free on each GPU (default: 0.6GB, with several GPUs 1.2GB)")
-    add("--reserve-host", **size, default=HOST_RESERVE_BYTES, help="kept free on a node (default: 4GB)")
-    rank = HOST_RESERVE_PER_RANK_BYTES
-    add("--reserve-host-rank", **size, default=rank, help="and for each process on the node (default: 2.5GB)")
-    part: dict[str, Any] = {"type": float, "metavar": "PART", "default": FRAGMENTATION}
-    add("--reserve-fragmentation", **part, help="part of non-model bytes added to them (default: 0.05)")
-
-
-def _add_how(parser: argparse.ArgumentParser, *, chunked_loss: bool) -> None:
-    add = parser.add_argument_group("how").add_argument
-    flag = argparse.BooleanOptionalAction
-    add("--batch", type=_count, default=4, metavar="N", help="sequences per GPU and micro-batch (default: 4)")
-    add("--seq", type=_count, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
-    add("--precision", choices=[each.value for each in Precision], default="bf16", help="default: bf16")
-    add("--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)")
-    add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
-    auto = "move checkpoints off the GPU (default: where it helps)"
-    add("--offload-checkpoints", action=flag, default=None, help=auto)
-    word = "yes" if chunked_loss else "no"
-    add("--chunked-loss", action=flag, default=chunked_loss, help=f"head and loss in chunks of rows (default: {word})")
-    add("--vocab", type=_count, metavar="N", help="vocabulary (default: the model's)")
-    add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
-    add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")
-    add("--json", action="store_true", help="print one JSON document")
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not 0 < number < 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except InvalidInput as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 # ---------------------------------------------------------------- commands
@@ -247,14 +139,17 @@ def _doctor(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     text = calibrate()
     measured = machine_from_toml(text, "what was measured")
+    notes = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
     if options.out is not None:
         _write(options.out, text)
     if options.json:
-        _print({"machine": asdict(measured), "file": options.out})
+        _print({"machine": asdict(measured), "file": options.out, "notes": notes})
     elif options.out is None:
         _print(text)
     else:
-        _print(f"{options.out}: {measured.name}; use it with pstar plan NAME --machine {options.out}")
+        unsteady = [note for note in notes if note.startswith(UNSTEADY)]
+        said = f"{options.out}: {measured.name}; use it with pstar plan NAME --machine {options.out}"
+        _print("\n".join([said, *unsteady]))
     return FITS
 
 
@@ -266,6 +161,14 @@ def _export(options: argparse.Namespace) -> int:
     export_checkpoint(options.checkpoint, options.file, masters=options.masters, overwrite=options.overwrite)
     _print(f"{options.file}: {Path(options.file).stat().st_size:,} bytes")
     return FITS
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "plan": _plan,
+    "scale": _scale,
+    "doctor": _doctor,
+    "export": _export,
+}
 
 
 def _print(said: str | Document) -> None:

@@ -1,8 +1,9 @@
 """How long one instruction takes on a machine.
 
 [Note: cost model]
-Matrix work runs at the machine's achieved rate plus an overhead a moment; everything else is bytes over a bandwidth,
-plus a latency. Bytes counted once each way, per element (16-bit weights; fp32 in brackets):
+Matrix work runs at the machine's achieved rate plus an overhead a moment, and a time for each element that other
+operators read and write where trace and machine tell; everything else is bytes over a bandwidth, plus a latency. Bytes
+counted once each way, per element (16-bit weights; fp32 in brackets):
 
     Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
     Norm        the gradient: 2, or 4 where it is an accumulator
@@ -18,12 +19,15 @@ segment is slowed as though all of that segment's copies ran beside it, which is
 pipelined, and cautious otherwise.
 
 *Where the CPU plays the accelerator* one thread does everything, so nothing shares: copies take a link's time, and of
-the thread what they take in memory; moments also copy the gradients that arrive to where the plan has them, and take a
-while for each tensor that they read or that has a gradient, however small: operators, views, hooks.
+the thread what they take in memory; moments also read weights and make gradients, which come from and go to memory,
+copy these to where the plan has them, and take a while for each tensor that is read, or has its gradient, for the first
+time in the pass, however small: operators, views, hooks. So does everything else: steps and norms a kernel's call,
+copies, slots and shifts the engine's own work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ps_core._plan import (
@@ -46,9 +50,13 @@ from ps_core._plan import (
 from ps_core._program import Precision, Program
 from ps_core._simulate.cluster import ring_s
 from ps_core._simulate.machine import Machine
+from ps_core._trace import Phase, Trace
 
 COUNTED = (Step, Norm, Accumulate, Cast)
 """What takes a processor some time however little there is to do: a call of a kernel for each tensor or group."""
+
+MOVES = (Copy, Reserve, Release, Shift)
+"""What takes it some time however few the bytes."""
 
 
 class Work(NamedTuple):
@@ -77,9 +85,11 @@ class Costs:
         self._overhead = machine.moment_overhead_s
         self._played = machine.played_copy_bandwidth
         self._instruction, self._tensor = machine.instruction_overhead_s, machine.tensor_overhead_s
+        self._move = machine.move_overhead_s
         self._moments = program.trace.moments
         fp32 = program.precision is Precision.FP32
         self._flops = machine.matmul_flops_fp32 if fp32 else machine.matmul_flops
+        self._element = machine.element_fp32_s if fp32 else machine.element_s
         self._rates = {
             Queue.COMPUTE: fast,
             Queue.H2D: min(machine.h2d_bandwidth, host),
@@ -100,10 +110,21 @@ class Costs:
         self._ranks = ranks
         self._gradient = gradient = program.weight_bytes
         accumulated = gradient if program.overwrites else 4
+        self._around = list(self._around_products(program.trace)) if self._played else []
         self._step = 24 + accumulated + (0 if fp32 else 2)
         self._hops_s = ring_s(ranks, ranks_per_node)
         self._norm = accumulated
         self._accumulate = gradient + 4
+
+    def _around_products(self, trace: Trace) -> Iterator[float]:
+        """Where the CPU plays: what each moment takes for its tensors, beside the work on activations."""
+        seen: set[tuple[Phase, int, bool]] = set()
+        for moment in trace.moments:
+            events = {(moment.phase, index, False) for index in moment.reads}
+            events |= {(moment.phase, index, True) for index in moment.grads}
+            numel = sum(trace.tensors[index].numel * (2 if gradient else 1) for _, index, gradient in events)
+            yield len(events - seen) * self._tensor + numel * self._gradient / self._played
+            seen |= events
 
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
         """Seconds of every instruction, and what they move. ``slot_bytes`` serves the ones that shift."""
@@ -119,7 +140,8 @@ class Costs:
                 evictions += queue is Queue.D2H or queue is Queue.DISK_W
                 note(op.bytes / rates[queue] + latency)
             elif isinstance(op, Run):
-                note(self._visits[op.visit].flops / self._flops + self._overhead)
+                work = self._visits[op.visit].flops / self._flops + self._moments[op.visit].elements * self._element
+                note(work + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
                 note(self._sent[op.group] / self._wire + latency + self._hops_s)
@@ -143,16 +165,12 @@ class Costs:
         for place, instr in enumerate(instrs):
             op = instr.op
             if isinstance(op, Run):
-                arrived = sum(self._shards[group] for group in self._visits[op.visit].grads)
-                moment = self._moments[op.visit]
-                seconds[place] += self._tensor * (len(moment.reads) + len(moment.grads))
-                seconds[place] += arrived * self._gradient / self._played
+                seconds[place] += self._around[op.visit]
             elif isinstance(op, Shift):
                 seconds[place] = slot_bytes[op.slot] / self._played
-            if isinstance(op, Copy):
-                found.append(op.bytes / self._played)
-            else:
-                found.append(seconds[place] + self._instruction * isinstance(op, COUNTED))
+            taken = op.bytes / self._played if isinstance(op, Copy) else seconds[place]
+            taken += self._instruction * isinstance(op, COUNTED) + self._move * isinstance(op, MOVES)
+            found.append(taken)
         return found
 
     def _memory_bytes(self, op: Step | Norm | Cast | Accumulate | Shift, slot_bytes: dict[int, int]) -> int:

@@ -56,7 +56,13 @@ class Machine:
     instruction_overhead_s: float = 0.0
     """There, what each step, norm, sum and cast of a group takes the thread beside its work."""
     tensor_overhead_s: float = 0.0
-    """There, what each tensor that a moment reads, or that gets its gradient, takes beside its work."""
+    """There, what each tensor that a pass reads, or that gets its gradient, takes beside its work."""
+    move_overhead_s: float = 0.0
+    """There, what each copy, reservation, release and shift takes beside the bytes."""
+    element_s: float = 0.0
+    """Of a moment in 16 bits, for each element that operators other than matrix products read and write."""
+    element_fp32_s: float = 0.0
+    """The same in fp32."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable() or '"' in self.name or "\\" in self.name:
@@ -84,6 +90,9 @@ NUMBERS = tuple(field.name for field in fields(Machine) if field.name != "name")
 OPTIONAL = tuple(field.name for field in fields(Machine) if field.default is not MISSING)
 MAY_BE_ZERO = ("memory_bytes", "played_copy_bandwidth")
 """Besides what takes time (``_s``)."""
+
+UNSTEADY = ("spread: ", "busy machine: ")
+"""How notes in a machine file begin that say what its figures are worth."""
 
 
 def _number(value: float) -> str:

@@ -34,6 +34,8 @@ class Beat:
     grads: dict[int, None] = field(default_factory=dict)
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
+    work: tuple[float, float] | None = None
+    """Operations, and elements that other operators touch, as a fake pass counted them; None: to be guessed."""
 
 
 @dataclass(slots=True)
@@ -80,7 +82,8 @@ class Recording:
         )
         place = {record.index: number for number, record in enumerate(records)}
         moments: list[Moment] = []
-        for beat, work in zip(self.beats, self._work(records, tokens), strict=True):
+        for beat, guess in zip(self.beats, self._work(records, tokens), strict=True):
+            flops, elements = beat.work or (guess, 0.0)
             read = [place[index] for index in dict.fromkeys((*beat.touched, *beat.held)) if index in place]
             for group in beat.reads:
                 if not any(place[record.index] in read for record in groups[group].tensors):
@@ -94,7 +97,8 @@ class Recording:
                     grads=tuple(place[index] for index in beat.grads if index in place),
                     holds=tuple(place[index] for index in beat.held if place.get(index) in before),
                     nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
-                    flops=work,
+                    flops=flops,
+                    elements=elements,
                 )
             )
         return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)

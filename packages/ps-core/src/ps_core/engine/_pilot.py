@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ THIS_COMPUTER = Machine(
     internode_bandwidth=1e9,
 )
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
+ONE_THREAD = replace(THIS_COMPUTER, played_copy_bandwidth=10e9)
+"""The same, but for what it is: nothing runs beside anything else, so that a move that can be spared never pays."""
+_ROOMY = 0.9
+"""Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
 _SPARE_PARTS = (20, 4)
 """Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 _WATCHED_EVERY = 32
@@ -364,9 +368,16 @@ class Pilot:
 
     def _find(self, trace: Trace, layout: Layout) -> Planned:
         tiers, setup, folder = self._tiers(), self._setup, self._options.plan_cache
+        machine = self._machine_for(trace, tiers)
         if folder is None:
-            return find_plan(trace, tiers, self._machine, setup=setup, layout=layout)
-        return find_plan_again(trace, tiers, self._machine, setup=setup, layout=layout, folder=Path(folder))
+            return find_plan(trace, tiers, machine, setup=setup, layout=layout)
+        return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))
+
+    def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
+        """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
+        homes = sum(home.bytes for group in self._engine.groups if not group.pinned for home in group.homes.values())
+        fits = homes + trace.peak_nonmodel_bytes <= _ROOMY * tiers[0].capacity_bytes
+        return ONE_THREAD if self._machine is THIS_COMPUTER and fits and tiers[0].name == "device" else self._machine
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """The planner's refusal with what a user of the engine can do about it."""

@@ -35,6 +35,8 @@ _FLOPS = {
 }
 _UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
 """Operators whose fakes say zero bytes of what they keep for backward: a peak several times too low."""
+_NO_WORK = ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.detach", "aten._unsafe_view")
+"""Operators that neither read nor write anything."""
 _NO_TOUCH = _parameter._PLAIN | _parameter._STRIDED | {_parameter._GET_GRAD, _parameter._SET_GRAD, _parameter._DEL_GRAD}
 """What the engine, too, answers without the parameter's memory."""
 
@@ -56,6 +58,7 @@ class _Beat:
     grads: dict[int, None] = field(default_factory=dict)
     nonmodel_bytes: int = 0
     flops: float = 0.0
+    elements: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         self._owners = {storage._cdata: index for index, storage in enumerate(self._storages)}
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
         self._beats: list[_Beat] = []
-        self._flops_before = 0.0
+        self._before = _Beat(False, "", frozenset(), frozenset())
+        """Takes what comes before the first moment."""
         each: Any  # no longer what its type says
         for each in self._parameters:
             each.__class__ = FakeParameter
@@ -116,7 +120,8 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         backward = _in_backward()
         name = f"{'backward' if backward else 'forward'} of {_owner(self._names[first]) or self._names[first]}"
         beat = _Beat(backward, name, reads, held)
-        beat.flops, self._flops_before = self._flops_before, 0.0
+        if not self._beats:
+            beat.flops, beat.elements = self._before.flops, self._before.elements
         self._beats.append(beat)
         return beat
 
@@ -145,6 +150,7 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
                     holds=tuple(sorted(beat.held.intersection(before))),
                     nonmodel_bytes=beat.nonmodel_bytes,
                     flops=beat.flops,
+                    elements=beat.elements,
                 )
             )
         return tuple(found)
@@ -184,14 +190,18 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         if packet in _UNKNOWN_SIZES and torch.is_grad_enabled():
             raise RuntimeError(f"what {packet} keeps for backward has no size in a fake pass")
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        formula = _FLOPS.get(packet)
-        if formula is not None and result is not NotImplemented:
-            flops = float(formula(*args, **kwargs, out_val=result))
-            if self._beats:
-                self._beats[-1].flops += flops
-            else:
-                self._flops_before += flops
+        if result is not NotImplemented:
+            self._note_work(func, packet, args, kwargs, result)
         return result
+
+    def _note_work(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """What an operator takes: products by their arithmetic, others by what they read and write."""
+        beat = self._beats[-1] if self._beats else self._before
+        formula = _FLOPS.get(packet)
+        if formula is not None:
+            beat.flops += float(formula(*args, **kwargs, out_val=result))
+        elif not getattr(func, "is_view", False) and str(packet) not in _NO_WORK and _tensors(result):
+            beat.elements += sum(tensor.numel() for tensor in _tensors((args, kwargs, result)))
 
     def _sees_fakes(self) -> bool:
         return True
@@ -224,3 +234,7 @@ def _owner(name: str) -> str:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

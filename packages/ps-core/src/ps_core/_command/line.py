@@ -1,0 +1,116 @@
+"""The command line: every option of ``pstar``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from ps_core._errors import InvalidInput
+from ps_core._planner.policy import Policy
+from ps_core._program import Precision
+from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
+from ps_core._units import parse_bytes
+from ps_core._version import __version__
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInput(f"{message} ({self.prog} --help lists the options)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; docs/command.md is checked against it."""
+    parser = _Parser(prog="pstar", description="Plan training beyond the accelerator's memory.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"pstar {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    plan = commands.add_parser("plan", help="does a model fit, and how fast would it train", allow_abbrev=False)
+    plan.set_defaults(command="plan")
+    model = plan.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", metavar="NAME", help="a named size (gpt-18b), or gpt-LAYERSxHIDDEN")
+    model.add_argument("--hf", metavar="FILE", help="a Hugging Face config.json, or its directory")
+    model.add_argument("--trace", metavar="FILE", help="a recorded trace")
+    plan.add_argument("--svg", metavar="FILE", help="draw the tide to this file")
+    plan.add_argument("--tide", action="store_true", help="draw the tide in characters")
+    _add_where(plan)
+    _add_how(plan, chunked_loss=False)
+
+    scale = commands.add_parser("scale", help="the largest model this can train", allow_abbrev=False)
+    scale.set_defaults(command="scale")
+    scale.add_argument(
+        "--min-tflops", type=float, metavar="N", help="least TFLOPS per GPU (default: half the machine's matmul rate)"
+    )
+    _add_where(scale)
+    _add_how(scale, chunked_loss=True)
+
+    doctor = commands.add_parser("doctor", help="what this computer has", allow_abbrev=False)
+    doctor.set_defaults(command="doctor")
+    doctor.add_argument("--warm", action="store_true", help="also compile every kernel now, not in the first step")
+    doctor.add_argument(
+        "--calibrate", action="store_true", help="instead measure how fast it is, for a minute: a machine file"
+    )
+    doctor.add_argument("--out", metavar="FILE", help="with --calibrate: write the machine file there")
+    doctor.add_argument("--json", action="store_true", help="print one JSON document")
+
+    export = commands.add_parser("export", help="a checkpoint's weights as one safetensors file", allow_abbrev=False)
+    export.set_defaults(command="export")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder that save_checkpoint wrote")
+    export.add_argument("file", metavar="FILE", help="the file to write, as in model.safetensors")
+    export.add_argument("--masters", action="store_true", help="trained weights in fp32, as they are kept")
+    export.add_argument("--overwrite", action="store_true", help="in the place of a file that is there")
+    return parser
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("where").add_argument
+    add("--machine", metavar="NAME|FILE", help="rates: a built-in machine or a TOML file (default: nearest by memory)")
+    add("--gpus", type=_count, metavar="N", help="GPUs in all (default: those found here, else one a node)")
+    add("--nodes", type=_count, default=1, metavar="N", help="nodes they are spread over (default: 1)")
+    found = "(default: what is found here, else the machine's)"
+    add("--device-memory", type=_size, metavar="SIZE", help=f"of each GPU, 0: no GPU {found}")
+    add("--host-memory", type=_size, metavar="SIZE", help=f"of a node {found}")
+    add("--disk", type=_size, default=0, metavar="SIZE", help="disk space of a node for a third tier (default: none)")
+    size: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
+    add("--reserve-device", **size, help="kept free on each GPU (default: 0.6GB, with several GPUs 1.2GB)")
+    add("--reserve-host", **size, default=HOST_RESERVE_BYTES, help="kept free on a node (default: 4GB)")
+    rank = HOST_RESERVE_PER_RANK_BYTES
+    add("--reserve-host-rank", **size, default=rank, help="and for each process on the node (default: 2.5GB)")
+    part: dict[str, Any] = {"type": float, "metavar": "PART", "default": FRAGMENTATION}
+    add("--reserve-fragmentation", **part, help="part of non-model bytes added to them (default: 0.05)")
+
+
+def _add_how(parser: argparse.ArgumentParser, *, chunked_loss: bool) -> None:
+    add = parser.add_argument_group("how").add_argument
+    flag = argparse.BooleanOptionalAction
+    add("--batch", type=_count, default=4, metavar="N", help="sequences per GPU and micro-batch (default: 4)")
+    add("--seq", type=_count, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
+    add("--precision", choices=[each.value for each in Precision], default="bf16", help="default: bf16")
+    add("--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)")
+    add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
+    auto = "move checkpoints off the GPU (default: where it helps)"
+    add("--offload-checkpoints", action=flag, default=None, help=auto)
+    word = "yes" if chunked_loss else "no"
+    add("--chunked-loss", action=flag, default=chunked_loss, help=f"head and loss in chunks of rows (default: {word})")
+    add("--vocab", type=_count, metavar="N", help="vocabulary (default: the model's)")
+    add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
+    add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")
+    add("--json", action="store_true", help="print one JSON document")
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 10**9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

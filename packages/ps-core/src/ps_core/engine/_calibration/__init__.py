@@ -1,0 +1,1 @@
+"""What `pstar doctor --calibrate` measures, thing by thing."""

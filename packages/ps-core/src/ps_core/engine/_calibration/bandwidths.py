@@ -1,0 +1,107 @@
+"""Bytes over time: optimizer steps, norms, copies, links, the disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import ps_kernels
+from ps_core.engine._calibration.probes import Probe
+
+_PARAMETERS = 2**24
+"""Of the optimizer step: far more than caches hold, on a computer; a device takes eight times as many."""
+_BLOCK_BYTES = 2**26
+_SMALL_BYTES, _SMALL_COPIES = 4096, 50
+_DISK_BYTES = 2**28
+
+
+class StepRate:
+    """Of an Adam step: 28 bytes a parameter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
+        p, m, v = (torch.rand(self._numel, device=device) for _ in range(3))
+        grad = torch.rand(self._numel, device=device).bfloat16()
+        self.probe = Probe(
+            f"optimizer step on {device.type}",
+            lambda: ps_kernels.adam_step(p, m, v, grad, grad, step=10, lr=1e-3, weight_decay=0.1),
+            device,
+        )
+
+    def rate(self) -> float:
+        """Bytes a second."""
+        return 28 * self._numel / self.probe.seconds
+
+
+class NormRate:
+    """Of the norm of gradients in 16 bits."""
+
+    def __init__(self) -> None:
+        grad, out = torch.rand(2 * _PARAMETERS).bfloat16(), torch.zeros(2)
+        self._bytes = grad.nbytes
+        self.probe = Probe("norm", lambda: ps_kernels.sumsq_finite(grad, out))
+
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self._bytes / self.probe.seconds
+
+
+class CopyRate:
+    """Within a device's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        source = torch.rand(_BLOCK_BYTES // 4, device=device)
+        target = torch.empty_like(source)
+        self.probe = Probe("copy in memory", lambda: target.copy_(source), device)
+
+    def rate(self) -> float:
+        """Bytes copied a second."""
+        return _BLOCK_BYTES / self.probe.seconds
+
+
+class Links:
+    """Up, down, and what even the smallest copy takes. Where the CPU plays the device a link is a copy in memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        host = ps_kernels.PinnedArena(_BLOCK_BYTES, pin=device.type == "cuda").tensor(0, _BLOCK_BYTES, torch.uint8)
+        host.zero_()
+        there = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
+
+        def small() -> None:
+            for _ in range(_SMALL_COPIES):
+                there[:_SMALL_BYTES].copy_(host[:_SMALL_BYTES], non_blocking=True)
+
+        self.probes = [
+            Probe("link up", lambda: there.copy_(host, non_blocking=True), device),
+            Probe("link down", lambda: host.copy_(there, non_blocking=True), device),
+            Probe("small copies", small, device),
+        ]
+
+    def rates(self) -> tuple[float, float, float]:
+        """Bytes a second up, down, and seconds."""
+        up, down, small = (probe.seconds for probe in self.probes)
+        return _BLOCK_BYTES / up, _BLOCK_BYTES / down, small / _SMALL_COPIES
+
+
+def disk_rates() -> tuple[float, float]:
+    """Bytes read and written a second of a file here, past what the system keeps in memory where it can be told to."""
+    data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        path = Path(folder) / "calibrate"
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            write = _DISK_BYTES / (time.perf_counter() - start)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.read(2**23):
+                pass
+        return _DISK_BYTES / (time.perf_counter() - start), write

@@ -1,0 +1,140 @@
+"""Matrix work inside transformer blocks, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ps_core.engine._calibration.probes import Probe
+from ps_core.engine._tracing.fake import trace
+
+_LENGTH = 64
+_HEAD = 64
+_BLOCKS = 6
+_TOKENS = 512
+_WIDTHS = (32, 192, 512)
+"""A model that hardly computes, one where elements count, and one where products do; caches do not hold the last."""
+_DEVICE_WIDTH, _DEVICE_BLOCKS = 384, 4
+_DEVICE_TOKENS = (4096, 12288)
+
+
+class Block(nn.Module):
+    """A transformer's block, recomputed in backward."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.joint, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention, MLP."""
+        found: torch.Tensor = checkpoint(self._compute, x, use_reentrant=False)
+        return found
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.joint(self.before(x)).chunk(3, -1)
+        )
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        moved: torch.Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.between(x))))
+        return moved
+
+
+class Blocks(nn.Module):
+    """Some of them; what it returns is a loss."""
+
+    def __init__(self, blocks: int, hidden: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(hidden, hidden)  # so that recomputed blocks have an input with a gradient
+        self.blocks = nn.Sequential(*(Block(hidden, max(1, hidden // _HEAD)) for _ in range(blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of squares."""
+        made: torch.Tensor = self.blocks(self.first(x))
+        return made.float().square().mean()
+
+
+class Amount(NamedTuple):
+    """Of work: operations, elements that other operators touch, bytes of weights and gradients, and seconds."""
+
+    flops: float
+    elements: float
+    weight_bytes: float
+    seconds: float
+
+
+class OnTheCpu:
+    """Three widths in one precision: the same operators, other amounts of work."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._counts: list[tuple[float, float, float]] = []
+        self.probes: list[Probe] = []
+        for hidden in _WIDTHS:
+            model = Blocks(_BLOCKS, hidden).to(dtype)
+            x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype)
+            self._counts.append(_counted(model, x))
+            self.probes.append(_probe(f"{dtype} blocks, {hidden} wide", model, x))
+
+    def fit(self, copy_rate: float) -> tuple[float, float]:
+        """Operations a second, and seconds for an element."""
+        amounts = (Amount(*counts, probe.seconds) for counts, probe in zip(self._counts, self.probes, strict=True))
+        return fit(list(amounts), copy_rate)
+
+
+def fit(amounts: Sequence[Amount], copy_rate: float) -> tuple[float, float]:
+    """Operations a second and seconds for an element, from three amounts; what all three take alike is neither.
+
+    Weights and gradients pass at the rate of a copy.
+    """
+    rows = [(each.flops, each.elements, each.seconds - each.weight_bytes / copy_rate) for each in amounts]
+    (flops, elements, seconds), (many, touched, longer) = (
+        tuple(value - base for value, base in zip(row, rows[0], strict=True)) for row in rows[1:]
+    )
+    both = flops * touched - many * elements
+    an_operation = (seconds * touched - longer * elements) / both
+    an_element = (flops * longer - many * seconds) / both
+    if an_operation <= 0 or an_element < 0:  # noise; most of the largest is products
+        return many / max(longer, 1e-9), 0.0
+    return 1 / an_operation, an_element
+
+
+class OnADevice:
+    """Two amounts of tokens in one precision: what grows with them is work, what does not is overhead."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        model = Blocks(_DEVICE_BLOCKS, _DEVICE_WIDTH).to(device, dtype)
+        self._work = 8.0 * sum(each.numel() for each in model.blocks.parameters())
+        self._work += 6.0 * sum(each.numel() for each in model.first.parameters())
+        shapes = ((tokens // _LENGTH, _LENGTH, _DEVICE_WIDTH) for tokens in _DEVICE_TOKENS)
+        inputs = [torch.rand(*shape, device=device, dtype=dtype) for shape in shapes]
+        self.probes = [_probe(f"{dtype} blocks of {x.shape[0]} sequences", model, x) for x in inputs]
+
+    def fit(self) -> tuple[float, float]:
+        """Operations a second, counting 8 a parameter and token, and the seconds a moment takes besides."""
+        few, many = (self._work * tokens for tokens in _DEVICE_TOKENS)
+        short, long = (probe.seconds for probe in self.probes)
+        rate = (many - few) / max(long - short, 0.25 * long)
+        overhead = max(0.0, short - few / rate) / (2 * (_DEVICE_BLOCKS + 1))
+        return rate, min(overhead, 1.0)
+
+
+def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
+    def run() -> None:
+        model(x).backward()
+        model.zero_grad()
+
+    return Probe(name.removeprefix("torch."), run, x.device)
+
+
+def _counted(model: nn.Module, x: torch.Tensor) -> tuple[float, float, float]:
+    """As plans count it: a pass reads each weight there and back, and makes and copies its gradient."""
+    moments = trace(model, (x,), loss=lambda loss: loss, unit_of=lambda _: 0).moments
+    weights = sum(each.nbytes for each in model.parameters())
+    return sum(moment.flops for moment in moments), sum(moment.elements for moment in moments), 4.0 * weights

@@ -1,0 +1,111 @@
+"""The engine's own work, from a model that hardly computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ps_core._options import AdamW, Budget, Options
+from ps_core._simulate.costs import COUNTED, MOVES
+from ps_core.engine._calibration.blocks import Blocks
+from ps_core.engine._calibration.probes import Probe
+from ps_core.engine._chunked import chunked
+from ps_core.engine._management import management_of
+from ps_core.engine._pilot import Pilot
+from ps_core.engine._surgery import release
+
+_HIDDEN, _BLOCKS = 32, 8
+_AMPLE, _TIGHT = 2**23, 2**17
+"""Budgets in which nothing moves, and in which everything does."""
+_FEW, _MANY = 2**15, 2**11
+"""Sizes of groups: a block's and a tensor's."""
+
+
+class Told(NamedTuple):
+    """Of a model: seconds, and the numbers of parts that these are the time of."""
+
+    passes_s: float
+    step_s: float
+    moments: int
+    tensors: int
+    """Read there and back, with gradients."""
+    norms: int
+    steps: int
+    moves: int
+
+
+class OwnWork(NamedTuple):
+    """Seconds of the thread, each."""
+
+    moment: float
+    tensor: float
+    instruction: float
+    """A step or a norm."""
+    move: float
+
+
+class Tiny:
+    """A managed model whose passes and steps are timed."""
+
+    def __init__(self, group_bytes: int, budget_bytes: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            managed, optimizer = chunked(
+                Blocks(_BLOCKS, _HIDDEN),
+                AdamW(lr=0.0),
+                device="emulated",
+                budget=Budget(device=budget_bytes, host=2**26),
+                options=Options(group_bytes=group_bytes),
+            )
+        assert optimizer is not None, "one was asked for"
+        x = torch.zeros(1, 16, _HIDDEN)
+        name = f"bookkeeping of groups of {group_bytes} bytes in {budget_bytes >> 10} KiB"
+        self.probes = [
+            Probe(f"{name}, passes", lambda: managed(x).backward()),
+            Probe(f"{name}, step", optimizer.step),
+        ]
+        self._managed = managed
+
+    def told(self) -> Told:
+        """What was found out; the model is released."""
+        pilot = management_of(self._managed).pilot
+        assert isinstance(pilot, Pilot), "there is one process"
+        planned = pilot.planned
+        assert planned is not None, "it fits, and was traced"
+        instrs = [planned.plan.segment(name).instrs for name in planned.program.iteration()]
+        release(self._managed)
+        norms, steps = (sum(isinstance(instr.op, COUNTED) for instr in row) for row in instrs)
+        passes, step = (probe.seconds for probe in self.probes)
+        trace = planned.program.trace
+        return Told(
+            passes_s=passes,
+            step_s=step,
+            moments=len(trace.moments),
+            tensors=3 * len(trace.tensors),
+            norms=norms,
+            steps=steps,
+            moves=sum(isinstance(instr.op, MOVES) for row in instrs for instr in row),
+        )
+
+
+class Bookkeeping:
+    """Three such models: few moments, many moments, and many moments for which everything moves."""
+
+    def __init__(self) -> None:
+        self._models = Tiny(_FEW, _AMPLE), Tiny(_MANY, _AMPLE), Tiny(_MANY, _TIGHT)
+        self.rows = [model.probes for model in self._models]
+
+    def fit(self) -> OwnWork:
+        """Of each part."""
+        few, many, moving = (model.told() for model in self._models)
+        return divide(few, many, moving)
+
+
+def divide(few: Told, many: Told, moving: Told) -> OwnWork:
+    """Among moments, tensors, steps and moves: the models differ in nothing but their numbers."""
+    instruction = max(0.0, (many.step_s - few.step_s) / (many.steps - few.steps))
+    first, second = (each.passes_s - each.norms * instruction for each in (few, many))
+    moment = max(0.0, (second - first) / (many.moments - few.moments))
+    tensor = max(0.0, (first - few.moments * moment) / few.tensors)
+    move = (moving.passes_s + moving.step_s - many.passes_s - many.step_s) / max(1, moving.moves - many.moves)
+    return OwnWork(moment, tensor, instruction, max(0.0, move))
