@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import torch
@@ -96,6 +96,9 @@ class Together:
         self.meeting = meeting
         self.began: list[str] = []
         """What this rank began, and whatever else is noted, in order."""
+        self.gate = Event()
+        """Nothing is begun by the thread of collectives while it is not set."""
+        self.gate.set()
         self._lane = ThreadPoolExecutor(1)
         self._bench = Bench(meeting, rank)
 
@@ -103,7 +106,11 @@ class Together:
         step = job.args[0]
         if hasattr(step, "act"):
             self.began.append(f"{step.act.turn.name.lower()} {step.group.name}{'' if step.whole is not None else ' -'}")
-        return Pending(self._lane.submit(job, self._bench))
+        return Pending(self._lane.submit(self._pass_gate, job))
+
+    def _pass_gate(self, job: Any) -> None:
+        assert self.gate.wait(_PATIENCE_S)
+        job(self._bench)
 
     def note(self, what: str) -> None:
         self.began.append(what)
