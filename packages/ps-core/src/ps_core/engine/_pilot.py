@@ -9,8 +9,6 @@ largest batch seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
+from ps_core.engine._batches import Batch, batch_of
+from ps_core.engine._computers import THIS_COMPUTER, emulated_on
 from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import alone
@@ -43,47 +43,10 @@ from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._still import Still
 from ps_core.engine._tracing.foresight import foresee
 
-THIS_COMPUTER = Machine(
-    name="this computer, not calibrated",
-    memory_bytes=0,
-    host_memory_bytes=16 * 2**30,
-    matmul_flops=1e12,
-    matmul_flops_fp32=0.3e12,
-    device_bandwidth=20e9,
-    h2d_bandwidth=10e9,
-    d2h_bandwidth=10e9,
-    host_bandwidth=20e9,
-    disk_read_bandwidth=1e9,
-    disk_write_bandwidth=1e9,
-    collective_bandwidth=5e9,
-    internode_bandwidth=1e9,
-)
-"""Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
-ONE_THREAD = replace(THIS_COMPUTER, played_copy_bandwidth=10e9)
-"""The same, but for what it is: nothing runs beside anything else, so that a move that can be spared never pays."""
-_ROOMY = 0.9
-"""Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
 _SPARE_PARTS = (20, 4)
 """Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 _WATCHED_EVERY = 32
 """So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What the root module was last called with."""
-
-    shapes: tuple[tuple[int, ...], ...] = ()
-    tokens: int = 0
-
-    def covers(self, other: _Batch | None) -> bool:
-        """Whether a plan for this batch is good for another: no dimension is larger."""
-        if other is None or len(self.shapes) != len(other.shapes):
-            return False
-        return all(
-            len(mine) == len(yours) and all(b <= a for a, b in zip(mine, yours, strict=True))
-            for mine, yours in zip(self.shapes, other.shapes, strict=True)
-        )
 
 
 class Pilot:
@@ -109,10 +72,10 @@ class Pilot:
         named, like = options.machine, engine.store.device.machine
         self._machine = (like or THIS_COMPUTER) if named is None else find_machine(named)
         self._plan: EnginePlan | None = None
-        self._planned_for = _Batch()
-        self._batch: _Batch | None = None
+        self._planned_for = Batch()
+        self._batch: Batch | None = None
         """What the root module was called with; None for a pass that began elsewhere."""
-        self._found: tuple[Recording, _Batch] | None = None
+        self._found: tuple[Recording, Batch] | None = None
         self._micro = 0
         self._tried = False
         """Whether the first pass was tried with fake tensors."""
@@ -122,10 +85,10 @@ class Pilot:
         """Whether the plan is from a pass that ran."""
         self._measured = False
         """One tier: whether the tide of a pass is known."""
-        self._source: tuple[Recording, _Batch] | None = None
+        self._source: tuple[Recording, Batch] | None = None
         """What the plan was made from."""
         self._homes = Homes(engine)
-        self._evaluated: tuple[_Batch, int] | None = None
+        self._evaluated: tuple[Batch, int] | None = None
         """The last evaluation on demand, and how high its tide was."""
         self._replayed = 0
         """How many passes were begun by a plan."""
@@ -157,11 +120,8 @@ class Pilot:
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The root module is called with these."""
-        tensors = list(_tensors((args, kwargs)))
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        tokens = max((_tokens(tensor) for tensor in tensors), default=0)
         self._recover()
-        self._batch = _Batch(shapes, tokens)
+        self._batch = batch_of(args, kwargs)
         if not self._setup.training:
             self.consider()
         elif not (self._tried or self._engine.still or self._options.eager_step) and torch.is_grad_enabled():
@@ -336,7 +296,7 @@ class Pilot:
         self.consider()
         self._micro = micro  # gradients of an unfinished step stay, so the next pass is not the first
 
-    def _adopt(self, recording: Recording, batch: _Batch) -> bool:
+    def _adopt(self, recording: Recording, batch: Batch) -> bool:
         """Plan from these moments and have everything where the plan wants it; False: not possible now."""
         engine, started = self._engine, time.monotonic()
         records = [record for record in engine.records if not record.group.pinned]
@@ -359,7 +319,7 @@ class Pilot:
         return True
 
     @alone
-    def _put_in_force(self, plan: EnginePlan, recording: Recording, batch: _Batch) -> bool:
+    def _put_in_force(self, plan: EnginePlan, recording: Recording, batch: Batch) -> bool:
         if not self._homes.arrange(plan):
             return False
         self._engine.store.foreseen_bytes = 0
@@ -375,9 +335,10 @@ class Pilot:
 
     def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
         """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
+        if self._machine is not THIS_COMPUTER or tiers[0].name != "device":
+            return self._machine
         homes = sum(home.bytes for group in self._engine.groups if not group.pinned for home in group.homes.values())
-        fits = homes + trace.peak_nonmodel_bytes <= _ROOMY * tiers[0].capacity_bytes
-        return ONE_THREAD if self._machine is THIS_COMPUTER and fits and tiers[0].name == "device" else self._machine
+        return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """The planner's refusal with what a user of the engine can do about it."""
@@ -408,21 +369,3 @@ def _as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
 def _outline(beat: Beat) -> tuple[bool, set[int], set[int], set[int]]:
     """What a moment does, however high the tide."""
     return beat.backward, {*beat.touched, *beat.held}, set(beat.held), set(beat.grads)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _tokens(tensor: torch.Tensor) -> int:
-    """Roughly, how many rows pass through the model's matrices."""
-    if not tensor.is_floating_point() or tensor.dim() == 0:
-        return tensor.numel()
-    return tensor.numel() // max(1, tensor.shape[-1])

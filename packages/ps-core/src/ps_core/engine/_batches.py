@@ -1,0 +1,51 @@
+"""What a model is called with, as far as plans go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Batch:
+    """What the root module was last called with."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    tokens: int = 0
+
+    def covers(self, other: Batch | None) -> bool:
+        """Whether a plan for this batch is good for another: no dimension is larger."""
+        if other is None or len(self.shapes) != len(other.shapes):
+            return False
+        return all(
+            len(mine) == len(yours) and all(b <= a for a, b in zip(mine, yours, strict=True))
+            for mine, yours in zip(self.shapes, other.shapes, strict=True)
+        )
+
+
+def batch_of(args: Any, kwargs: Any) -> Batch:
+    """Of the arguments of a call."""
+    tensors = list(_tensors((args, kwargs)))
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return Batch(shapes, max((_tokens(tensor) for tensor in tensors), default=0))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _tokens(tensor: torch.Tensor) -> int:
+    """Roughly, how many rows pass through the model's matrices."""
+    if not tensor.is_floating_point() or tensor.dim() == 0:
+        return tensor.numel()
+    return tensor.numel() // max(1, tensor.shape[-1])

@@ -1,0 +1,33 @@
+"""The computer that emulated devices are planned with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ps_core._simulate.machine import Machine
+
+THIS_COMPUTER = Machine(
+    name="this computer, not calibrated",
+    memory_bytes=0,
+    host_memory_bytes=16 * 2**30,
+    matmul_flops=1e12,
+    matmul_flops_fp32=0.3e12,
+    device_bandwidth=20e9,
+    h2d_bandwidth=10e9,
+    d2h_bandwidth=10e9,
+    host_bandwidth=20e9,
+    disk_read_bandwidth=1e9,
+    disk_write_bandwidth=1e9,
+    collective_bandwidth=5e9,
+    internode_bandwidth=1e9,
+)
+"""Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
+ONE_THREAD = replace(THIS_COMPUTER, played_copy_bandwidth=10e9)
+"""The same, but for what it is: nothing runs beside anything else, so that a move that can be spared never pays."""
+_ROOMY = 0.9
+"""Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
+
+
+def emulated_on(homes_bytes: int, tide_bytes: int, capacity_bytes: int) -> Machine:
+    """What a plan is made for that has all of these homes and this tide on a device, or not room enough for them."""
+    return ONE_THREAD if homes_bytes + tide_bytes <= _ROOMY * capacity_bytes else THIS_COMPUTER
