@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 LARGE = Case(8, 512, 4, 128, "bf16", ("24MiB", "48MiB", "96MiB"))
-SMALL = Case(4, 384, 8, 64, "fp32", ("24MiB", "48MiB", "80MiB"))
+SMALL = Case(4, 384, 8, 64, "fp32", ("32MiB", "48MiB", "80MiB"))
 
 
 class OneThread:
