@@ -12,9 +12,10 @@ from collections import defaultdict
 from _mutants import Mutant, Tally, judge, mutate
 from _plans import ORIGINS, random_plan
 from ps_core._plan import Plan
+from ps_core._program import Program
 
 SINGLE, SEVERAL = 40, 60
-"""Mutants tried of each plan: with one change, and with two to four."""
+"""Mutants tried of each plan with one change, and of every tenth with two to four."""
 ORDER = ("drop a wait", "redirect a wait", "swap any two", "swap in a queue", "swap neighbours", "other queue")
 
 
@@ -29,21 +30,26 @@ def several(plan: Plan, rng: random.Random) -> Mutant:
 
 
 def main(plans: int, seed: str) -> None:
-    rng = random.Random(seed)
+    rng, other = random.Random(seed), random.Random(f"{seed}, several")
     tallies: dict[str, Tally] = defaultdict(Tally)
+
+    def try_out(program: Program, mutant: Mutant, rng: random.Random, rows: tuple[str, ...]) -> None:
+        verify_says, adversary_says = judge(program, mutant, rng)
+        for row in rows:
+            tallies[row].add(verify_says, adversary_says)
+        if bool(verify_says) != bool(adversary_says):
+            print(f"{rows}: verify {verify_says}; adversary {adversary_says}")
+
     for turn in range(plans):
         origin = ORIGINS[turn % len(ORIGINS)]
         program, plan = random_plan(rng, origin)
-        tried = [mutate(plan, rng) for _ in range(SINGLE)] + [several(plan, rng) for _ in range(SEVERAL)]
-        for mutant in tried:
-            if mutant is None:
-                continue
-            verify_says, adversary_says = judge(program, mutant, rng)
-            rows = (mutant.how,) if mutant.how == "two to four at once" else (mutant.how, f"plans: {origin}", "all")
-            for row in rows:
-                tallies[row].add(verify_says, adversary_says)
-            if bool(verify_says) != bool(adversary_says):
-                print(f"plan {turn} ({origin}), {mutant.how}: verify {verify_says}; adversary {adversary_says}")
+        for _ in range(SINGLE):
+            mutant = mutate(plan, rng)
+            if mutant is not None:
+                try_out(program, mutant, rng, (mutant.how, f"plans: {origin}", "all"))
+        for _ in range(SEVERAL if turn % 10 == 0 else 0):
+            mutant = several(plan, other)
+            try_out(program, mutant, other, (mutant.how,))
     print("| mutation | matter | killed | equivalent | rejected |\n|---|---|---|---|---|")
     for how, row in sorted(tallies.items(), key=lambda item: (item[0].startswith("plans"), item[0] == "all", item[0])):
         matter, same = row.killed + row.survived, row.accepted + row.rejected
