@@ -121,8 +121,10 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def _outermost_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    for child in model.children():
-        if is_compiled(child):
-            yield child
-        else:
-            yield from _outermost_compiled(child)
+    left = [model]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and is_compiled(child):
+                yield child
+            elif child is not None:
+                left.append(child)

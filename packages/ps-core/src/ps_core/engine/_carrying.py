@@ -64,6 +64,8 @@ class Carrier:
         """Tier and address of the slots that the plan reserved, as it knows them."""
         self._staged: dict[GroupRecord, tuple[Slot, list[TensorRecord]]] = {}
         """Gradients in a slot of their own, on their way to the accumulators."""
+        self._flat: dict[GroupRecord, torch.Tensor] = {}
+        """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
         self._handlers: dict[type, Callable[[Instr, Any], None]] = {
@@ -94,6 +96,7 @@ class Carrier:
         """Let the moment's parameters be found where the plan has them, and its gradients have their slots."""
         uses = self._plan.program.uses(self._segment, self._plan.program.visits[op.visit])
         memory = []
+        self._flat.clear()
         for use, number in zip(uses, op.slots, strict=True):
             group, slot = self._plan.order[use.extent.index], self._slots[number]
             if use.extent.kind is Kind.GRAD:
@@ -142,7 +145,10 @@ class Carrier:
         slot, records = staged
         if record in records:
             raise Diverged(f"a second gradient of {record.name}")
-        target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
+        flat = self._flat.get(record.group)
+        if flat is None:
+            flat = self._flat[record.group] = slot.flat(record.dtype, record.group.chunk_numel)
+        target = record.shaped(flat)
         self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         records.append(record)

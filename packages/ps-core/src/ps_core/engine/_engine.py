@@ -64,7 +64,7 @@ class Engine:
             parts = sharded(store, groups, self.counters, together, overwrites=overwrites, prefetch=prefetch)
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
-        self.saved = SavedTensors(self)
+        self.saved = SavedTensors(self, self.residency.owners)
         self.eager: Eager | None = None
         """Steps during backward, where that was asked for."""
         self.management: Any = None
@@ -87,19 +87,30 @@ class Engine:
     def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function once these parameters are where it can read them."""
         self.touch(records)
-        depth = self.saved.depth
-        try:
-            if torch.is_grad_enabled():
-                self.saved.push()
-            with torch._C.DisableTorchFunctionSubclass():
-                if torch.is_grad_enabled() and (whose := self.saved.kept_by_others()):
-                    every = whose is Kept.ALL
-                    args, kwargs = aliased(args, every), aliased(kwargs, every)
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and not self.saved.innermost:
+                result = self._call_beside_others(function, args, kwargs)
+            else:
                 result = function(*args, **kwargs)
-        finally:
-            self.saved.pop_to(depth)
+            for record in records:
+                if record.parameter._version != record.version:
+                    break
+            else:
+                return result
         self.check_unchanged(records)
         return result
+
+    def _call_beside_others(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """With our pair of saved-tensor hooks where there is none; another one finds nothing that may go away."""
+        depth = self.saved.depth
+        try:
+            self.saved.push()
+            if whose := self.saved.kept_by_others():
+                every = whose is Kept.ALL
+                args, kwargs = aliased(args, every), aliased(kwargs, every)
+            return function(*args, **kwargs)
+        finally:
+            self.saved.pop_to(depth)
 
     def check_unchanged(self, records: Iterable[TensorRecord]) -> None:
         """Refuse changes in place that nobody was told of, and undo them."""
@@ -179,13 +190,12 @@ class Engine:
 
     def fetch(self, record: TensorRecord) -> Bound:
         """The record's residency, brought in if need be."""
-        self.touch([record, *(each for each in record.unit if each.payload is Payload.VALID)])
+        wanted = [record]
+        if record.unit:
+            wanted += [each for each in record.unit if each.payload is Payload.VALID]
+        self.touch(wanted)
         assert record.bound is not None, "touching binds"
         return record.bound
-
-    def owner(self, storage: int) -> TensorRecord | None:
-        """Whose residency a storage is."""
-        return self.residency.owners.get(storage)
 
     def check_placeholder(self, storage: torch.UntypedStorage) -> None:
         """Raise if a storage is what a parameter has while it is elsewhere."""
@@ -205,7 +215,8 @@ class Engine:
         if self.eager is not None:
             self.eager.check_read(records)
         passes = self.passes
-        passes.join()
+        if not passes.joined:
+            passes.join()
         if self.still:
             self._touch_still(records)
             return
@@ -233,19 +244,24 @@ class Engine:
     @undisturbed
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrive(record, gradient)
+            return
         self.check_usable()
         passes, group, eager = self.passes, record.group, self.eager
         if eager is not None:
             eager.check(record)
-        passes.join()
+        if not passes.joined:
+            passes.join()
         if not (self.still or group.pinned or passes.moment in (group.reading, group.gaining)):
             passes.next([], [group])
         group.gaining = passes.moment
-        with torch.no_grad():
-            if not passes.take(record, gradient):
-                self.gradients.arrive(record, gradient)
-        if passes.beat is not None and not record.waiting:
-            passes.beat.grads[record.index] = None
+        if not passes.take(record, gradient):
+            self.gradients.arrive(record, gradient)
+        beat = passes.beat
+        if beat is not None and not record.waiting:
+            beat.grads[record.index] = None
         if eager is not None:
             eager.arrived(group)
 

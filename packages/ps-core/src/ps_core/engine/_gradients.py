@@ -9,6 +9,9 @@ the step, the gradient is moved into an fp32 sum and the parameter rebuilt from 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 import ps_kernels
@@ -19,6 +22,9 @@ from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._residency import Residency
 from ps_core.engine._store import Home, Slot
 
+SMALL_NUMEL = 2**14
+"""What has fewer elements takes less time than a call: it is measured with the others of its group, and stepped so."""
+
 
 def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as a vector, in the memory order of the parameter."""
@@ -27,6 +33,12 @@ def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(record.numel, dtype=gradient.dtype, device=gradient.device)
     flat.as_strided(record.shape, record.stride).copy_(gradient)
     return flat
+
+
+def beside(records: Sequence[TensorRecord]) -> torch.Tensor:
+    """Gradients that are aside as one vector, a copy if there are several."""
+    flat = [flatten(record, record.aside) for record in records if record.aside is not None]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 class GradientKeeper:
@@ -56,7 +68,7 @@ class GradientKeeper:
         if not self.put_over(record):
             record.waiting = True
             self._waiting[record] = None
-        elif self._one_tier or self._store.file is not None:
+        elif record.numel >= SMALL_NUMEL and (self._one_tier or self._store.file is not None):
             self.measure(record)  # while it is in the processor's caches
 
     def _resident(self, record: TensorRecord) -> bool:
@@ -68,7 +80,7 @@ class GradientKeeper:
         slot = record.group.home.newest(0)
         if slot is None or record.busy or record.aside is None:
             return False
-        target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
+        target = record.shaped(slot.memory.view(record.dtype))
         self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.copy_(record.aside)
         record.group.home.changed(slot)
@@ -181,8 +193,10 @@ class GradientKeeper:
     ) -> None:
         """Add what lies in a chunk of gradients to an accumulator's slot on the same tier."""
         for record in records:
-            self.apply_factor(record)
-        if len(records) == len(group.tensors) and len({record.gradient for record in records}) == 1:
+            if record.factor != 1.0:
+                self.apply_factor(record)
+        first = group.tensors[0].gradient
+        if len(records) == len(group.tensors) and all(record.gradient is first for record in records):
             self._add_run(group.tensors, flat[: group.numel], slot, queue)
             return
         for record in records:
@@ -254,12 +268,31 @@ class GradientKeeper:
 
     def parts(self, records: list[TensorRecord]) -> list[torch.Tensor]:
         """Sums of squares and non-finite flags of these gradients."""
+        over: dict[GroupRecord, list[TensorRecord]] = {}
+        small: dict[GroupRecord, list[TensorRecord]] = {}
+        for record in records:
+            if record.part is not None:
+                continue
+            if record.gradient is Gradient.OVER:
+                over.setdefault(record.group, []).append(record)
+            elif record.gradient is Gradient.ASIDE and record.numel < SMALL_NUMEL:
+                small.setdefault(record.group, []).append(record)
+        for group, rows in over.items():
+            slot = self._slot_over(group)
+            if slot.place is None:
+                self.measure_all(rows, slot.flat(group.dtype, group.chunk_numel))
+        for rows in small.values():
+            ends = list(accumulate(record.numel for record in rows))
+            self._measure_spans(rows, beside(rows), list(zip([0, *ends], ends, strict=False)))
         return [self.measure(record) for record in records]
 
+    def _slot_over(self, group: GroupRecord) -> Slot:
+        """Where gradients that went over their parameters are."""
+        home = group.home
+        return home.slot if not home.dirty and home.slot.place is None else home.source()
+
     def _over(self, record: TensorRecord) -> torch.Tensor:
-        group = record.group
-        here = not group.home.dirty and group.home.slot.place is None
-        return self._residency.part_of(group.home.slot if here else group.home.source(), record, group.dtype)
+        return self._residency.part_of(self._slot_over(record.group), record, record.group.dtype)
 
     def located(self, record: TensorRecord) -> torch.Tensor:
         """The gradient as a vector, where it is."""
@@ -281,9 +314,10 @@ class GradientKeeper:
 
     def measure_all(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
         """The same of several of a group, whose gradients lie in this chunk."""
-        if not records:
-            return
-        spans = [(record.span.start, record.span.stop) for record in records]
+        if records:
+            self._measure_spans(records, flat, [(record.offset, record.offset + record.numel) for record in records])
+
+    def _measure_spans(self, records: list[TensorRecord], flat: torch.Tensor, spans: list[tuple[int, int]]) -> None:
         parts = torch.zeros(len(records), 2, device=flat.device)
         ps_kernels.sumsq_finite(flat, parts, spans=spans)
         for record, part in zip(records, parts.unbind(), strict=True):

@@ -19,7 +19,7 @@ from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import alone, take_out, undisturbed
 from ps_core.engine._packing import FLOATS
-from ps_core.engine._parameter import ManagedParameter, clear_grad, make_plain, point_at, raw_grad
+from ps_core.engine._parameter import ManagedParameter, make_plain, point_at, take_grad
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._processes.joining import Unplanned
 from ps_core.engine._records import GroupRecord, TensorRecord
@@ -260,8 +260,7 @@ class Management:
 
 def _gradient(parameter: ManagedParameter) -> None:
     """What autograd calls for each gradient. It holds nothing, lest a model that nobody wants live for ever."""
-    gradient = raw_grad(parameter)
-    clear_grad(parameter)
+    gradient = take_grad(parameter)
     record = parameter._record
     if gradient is None or not record.trainable:
         return
@@ -272,7 +271,7 @@ def _gradient(parameter: ManagedParameter) -> None:
         )
     keeper = parameter._keeper
     assert isinstance(keeper, Engine), "engines are the only keepers"
-    keeper.arrive(record, gradient.detach())
+    keeper.arrive(record, gradient)
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
@@ -285,12 +284,15 @@ def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    return [
-        (module, parameter)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    ]
+    places, left, seen = [], [model], {model}
+    while left:  # as `modules()`, whose generators within generators take several times as long
+        module = left.pop()
+        places += [(module, parameter) for parameter in module._parameters.values() if parameter is not None]
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)
+    return places
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

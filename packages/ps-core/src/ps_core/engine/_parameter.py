@@ -8,7 +8,7 @@ managed parameter among its arguments first, so that nothing can meet memory tha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NoReturn, Protocol
 
@@ -79,6 +79,10 @@ _PLAIN = frozenset(
 _STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
 """Answered for the memory a parameter has when it is in."""
 
+_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
+"""Types of most arguments, in which no parameter can be."""
+_NESTS = (list, tuple, dict)
+
 _GET_GRAD = _descriptor("grad").__get__
 _SET_GRAD = _descriptor("grad").__set__
 _DEL_GRAD = _descriptor("grad").__delete__
@@ -102,8 +106,11 @@ class ManagedParameter(nn.Parameter):
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
-        found = list(dict.fromkeys((*managed(args), *managed(kwargs.values()))))
+        found = managed(args)
+        if kwargs:
+            found = list(dict.fromkeys((*found, *managed(kwargs.values()))))
+        else:
+            kwargs = {}
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -129,15 +136,18 @@ class ManagedParameter(nn.Parameter):
         raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {remedy}")
 
 
-def managed(values: Any) -> Iterator[ManagedParameter]:
-    """The managed parameters among arguments, in lists and tuples of them too."""
+def managed(values: Iterable[Any]) -> list[ManagedParameter]:
+    """The managed parameters among arguments, in lists and tuples of them too; each once."""
+    found: list[ManagedParameter] = []
     for value in values:
-        if type(value) is ManagedParameter:
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from managed(value)
-        elif isinstance(value, dict):
-            yield from managed(value.values())
+        kind = type(value)
+        if kind is ManagedParameter:
+            found.append(value)
+        elif kind not in _LEAVES and isinstance(value, _NESTS):
+            found += managed(value.values() if isinstance(value, dict) else value)
+    if len(found) == 2 and found[0] is not found[1]:
+        return found
+    return list(dict.fromkeys(found)) if found else found
 
 
 def aliased(values: Any, every: bool) -> Any:
@@ -163,6 +173,16 @@ def changes_in_place(func: Function) -> bool:
 
 
 def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+    keeper, records = found[0]._keeper, []
+    for parameter in found:
+        if parameter._keeper is not keeper:
+            return _call_of_several(found, func, args, kwargs)
+        records.append(parameter._record)
+    return keeper.call(records, func, args, kwargs)
+
+
+def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+    """The same with parameters of more than one engine."""
     keepers: dict[Keeper, list[TensorRecord]] = {}
     for parameter in found:
         keepers.setdefault(parameter._keeper, []).append(parameter._record)
@@ -246,10 +266,12 @@ _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] 
 # The tensor beneath.
 
 
-def raw_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What autograd itself left in ``.grad``."""
+def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What autograd itself left in ``.grad``, which is empty then."""
     with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad
+        gradient = parameter.grad
+        parameter.grad = None
+    return gradient
 
 
 def clear_grad(parameter: nn.Parameter) -> None:

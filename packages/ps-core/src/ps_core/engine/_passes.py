@@ -117,7 +117,8 @@ class Passes:
     @property
     def beat(self) -> Beat | None:
         """The moment that is on."""
-        return self.recording.beats[-1] if self.recording is not None and self.recording.beats else None
+        recording = self.recording
+        return recording.beats[-1] if recording is not None and recording.beats else None
 
     def check_tampered(self) -> None:
         """Raise if a parameter left with changes in place."""
@@ -156,6 +157,11 @@ class Passes:
             self.finish()
 
     # Moments.
+
+    @property
+    def joined(self) -> bool:
+        """Whether what is touched now belongs to the pass that is on, without a look at anything else."""
+        return self.recording is not None and torch._C._current_graph_task_id() == self._task
 
     def join(self) -> None:
         """Something is touched: find out which pass it belongs to."""
@@ -234,8 +240,12 @@ class Passes:
                     self.recording.overrun = True
                 self._diverge(Diverged(f"{beat.name} takes more than was planned"))
         groups = dict.fromkeys((*beat.reads, *(self._record_of[index].group.index for index in beat.held)))
-        records = (record for index in groups for record in self._groups[index].tensors)
-        return [record for record in records if record.bound is not None and record.bound.aliased]
+        return [
+            record
+            for index in groups
+            for record in self._groups[index].tensors
+            if record.bound is not None and record.bound.aliased
+        ]
 
     def _measure_tide(self, beat: Beat) -> int:
         """The most that the moment took of the compute tier."""

@@ -137,7 +137,7 @@ class TensorRecord:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Its elements of a group's chunk, in the parameter's shape and memory order."""
-        return flat[self.span].as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     def fresh(self) -> None:
         """Forget the gradient (the payload is another matter)."""

@@ -48,7 +48,7 @@ class Replay:
         self._lines = plan.lines[segment]
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
-        self._prefetch = prefetch
+        self._prefetch, self._has_disk = prefetch, residency.store.file is not None
         self._carrier = Carrier(plan, segment, residency, gradients, counters)
         self._at = dict.fromkeys(Queue, 0)
         self._done: set[int] = set()
@@ -110,7 +110,7 @@ class Replay:
     # Issuing.
 
     def _ready(self, instr: Instr) -> bool:
-        return all(wait in self._done for wait in instr.after)
+        return self._done.issuperset(instr.after)
 
     def _pump(self, enough: Callable[[], bool]) -> None:
         """Issue all that can be; what the host thread would have to wait for the disk for only until that is enough."""
@@ -141,7 +141,7 @@ class Replay:
     def _may_issue(self, instr: Instr, *, patient: bool) -> bool:
         if isinstance(instr.op, Run) or not self._ready(instr):
             return False
-        if not patient and instr.queue not in DISK_QUEUES and self._awaits_disk(instr):
+        if self._has_disk and not patient and instr.queue not in DISK_QUEUES and self._awaits_disk(instr):
             return False
         if self._prefetch is None or instr.queue not in (Queue.H2D, Queue.DISK_R) or not self._lines.runs:
             return True

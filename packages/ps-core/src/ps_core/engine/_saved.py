@@ -11,7 +11,7 @@ reads it, goes into the call as such an alias. (PyTorch's checkpoints make one t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Protocol, TypeAlias
 
@@ -41,9 +41,6 @@ class Fetcher(Protocol):
     def fetch(self, record: TensorRecord) -> Bound:
         """The record's residency, brought in if need be."""
 
-    def owner(self, storage: int) -> TensorRecord | None:
-        """Whose residency a storage is."""
-
     def check_placeholder(self, storage: torch.UntypedStorage) -> None:
         """Raise if a storage is what a parameter has while it is elsewhere."""
 
@@ -68,8 +65,10 @@ Packed: TypeAlias = torch.Tensor | Handle
 class SavedTensors:
     """The pair of hooks of one engine."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher, owners: Mapping[int, TensorRecord]) -> None:
         self._fetcher = fetcher
+        self._owners = owners
+        """By the address of a storage: whose residency it is."""
         self._pushed: list[saved_tensors_hooks] = []
         self.seen: Callable[[torch.Tensor], None] | None = None
         """Told of every tensor that is kept as it is."""
@@ -80,6 +79,12 @@ class SavedTensors:
     def depth(self) -> int:
         """How often ours are on the stack of pairs."""
         return len(self._pushed)
+
+    @property
+    def innermost(self) -> bool:
+        """Whether ours is the pair that is asked."""
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return pair is not None and bool(pair[0] == self.pack)
 
     @undisturbed
     def push(self) -> None:
@@ -104,13 +109,14 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """What is kept of a tensor that backward will want."""
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        if tensor.is_meta or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        record = self._fetcher.owner(storage._cdata)
-        if record is None and storage.nbytes() < tensor.nbytes and 0 in tensor.stride():
-            self._fetcher.check_placeholder(storage)
-        if record is not None and record.dtype is tensor.dtype:
+        record = self._owners.get(storage._cdata)
+        if record is None:
+            if storage.nbytes() < tensor.nbytes and 0 in tensor.stride():
+                self._fetcher.check_placeholder(storage)
+        elif record.dtype is tensor.dtype:
             return Handle(record, tensor)
         if self.seen is not None:
             self.seen(tensor)
@@ -118,7 +124,7 @@ class SavedTensors:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
-        if isinstance(packed, torch.Tensor):
+        if not isinstance(packed, Handle):
             return packed
         record = packed.record
         if packed.epoch != record.epoch:

@@ -17,7 +17,7 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._device import Device
-from ps_core.engine._gradients import flatten
+from ps_core.engine._gradients import SMALL_NUMEL, beside
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._settings import Rule, Settings, clip_factor
 from ps_core.engine._store import Slot
@@ -88,7 +88,8 @@ def _runs(group: GroupRecord, settings_of: SettingsOf) -> Iterator[_Run]:
 
 def _alike(one: TensorRecord, other: TensorRecord, settings_of: SettingsOf) -> bool:
     return (
-        one.gradient is other.gradient is not Gradient.ASIDE
+        one.gradient is other.gradient
+        and (one.gradient is not Gradient.ASIDE or max(one.numel, other.numel) < SMALL_NUMEL)
         and one.steps == other.steps
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
@@ -137,8 +138,7 @@ def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
 def _gradient(run: _Run, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
     first = run.records[0]
     if first.gradient is Gradient.ASIDE:
-        assert first.aside is not None, "a gradient aside is there"
-        return flatten(first, first.aside)
+        return beside(run.records)
     if first.gradient is Gradient.SUMMED:
         return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
     assert weight is not None, "only 16-bit weights have gradients over them"
