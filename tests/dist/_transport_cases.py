@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from threading import get_ident
 from typing import Any
@@ -73,6 +74,35 @@ def reduces(each: ps_dist.TorchCollectives, numel: int, kind: str, pieces: int, 
     each.reduce_scatter(into, source)
     assert torch.equal(into, wanted.to(into.dtype))
     return spent
+
+
+def under_other_defaults(each: ps_dist.TorchCollectives) -> None:
+    """What the program takes tensors to be, while it connects and later, changes nothing."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with ps_dist.connect(timeout_s=30) as other:
+            torch.set_default_dtype(torch.float64)
+            with torch.device("meta"):
+                other.barrier()
+            torch.set_default_dtype(torch.float32)
+            reduces(other, 192, "bf16", 1, 5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    each.barrier()
+
+
+def in_a_copy(each: ps_dist.TorchCollectives) -> None:
+    """A fork is in no group; it says so, and leaves this one alone."""
+    child = os.fork()
+    if not child:
+        try:
+            each.barrier()
+        except InvalidInput as error:
+            each.close()
+            os._exit(42 if "a copy (fork) of rank" in str(error) else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    each.barrier()
 
 
 def scalars(each: ps_dist.TorchCollectives) -> None:

@@ -61,6 +61,14 @@ def test_numbers(each_crew: Crew) -> None:
     each_crew.run(cases.scalars)
 
 
+def test_the_programs_defaults_change_nothing(four: Crew) -> None:
+    four.run(cases.under_other_defaults)
+
+
+def test_a_copy_of_a_process_is_in_no_group(two: Crew) -> None:
+    two.run(cases.in_a_copy)
+
+
 def test_refusals(each_crew: Crew) -> None:
     each_crew.run(cases.refusals)
 

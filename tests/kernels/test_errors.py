@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ps_kernels
 from ps_kernels import BackendMissing, InvalidArgument
@@ -140,3 +141,21 @@ def test_pieces_out_of_the_chunk_itself_are_refused() -> None:
     twice = floats(2)
     with pytest.raises(InvalidArgument, match=re.escape("tensors[0] and tensors[1] share memory")):
         ps_kernels.scatter(chunk, [0, 2], [twice, twice])
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_without_memory() -> None:
+    mode = FakeTensorMode()
+    with pytest.raises(InvalidArgument, match="logits: this FakeTensor has no memory"):
+        ps_kernels.cross_entropy(mode.from_tensor(torch.ones(4, 16)), torch.zeros(4, dtype=torch.int64), torch.empty(4))
+    with pytest.raises(InvalidArgument, match="grad: this FakeTensor has no memory"):
+        ps_kernels.accumulate(torch.zeros(64), mode.from_tensor(torch.ones(64)))
+
+
+def test_pieces_keep_the_memory_that_they_copy() -> None:
+    chunk, part = torch.zeros(1 << 20), torch.arange(1 << 20, dtype=torch.float32)
+    memory = chunk.untyped_storage()
+    pieces = ps_kernels.Pieces([part], chunk, [0])
+    chunk.data = torch.zeros(1)
+    pieces.gather()
+    assert torch.equal(torch.empty(0).set_(memory), part)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import ps_kernels
+from ps_core import InvalidInput
 from ps_core.engine._tide import Tide
 from ps_models import _loss
 from ps_models._loss import IGNORED, head_loss, next_labels
@@ -182,3 +183,54 @@ def test_the_kernel_is_what_is_used(monkeypatch: pytest.MonkeyPatch, dtype: torc
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         head_loss(mode.from_tensor(x), mode.from_tensor(table), mode.from_tensor(labels), rows=50)[0].backward()
     assert len(given) == 4
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_no_default_of_the_program_changes_it(dtype: torch.dtype) -> None:
+    (x, table, bias, labels), right = inputs(), gradients(7, torch.float32)
+    torch.set_default_dtype(dtype)
+    try:
+        loss, _ = head_loss(x, table, labels, bias_v=bias, rows=7)
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(*each) for each in zip([loss, x.grad, table.grad, bias.grad], right, strict=True))
+
+
+@pytest.mark.usefixtures("way")
+def test_labels_of_any_type_and_stride() -> None:
+    x, table, _, labels = inputs()
+    right = head_loss(x, table, labels, rows=7)[0]
+    twice = torch.stack([labels, labels], 1)
+    assert head_loss(x, table, twice[:, 0], rows=7)[0] == right
+    assert head_loss(x, table, labels.int(), rows=7)[0] == right
+
+
+@pytest.mark.parametrize("rows", [7, None])
+def test_a_label_for_each_token(rows: int | None) -> None:
+    x, table, _, labels = inputs()
+    for wrong in (labels[:-1], torch.cat([labels, labels])):
+        with pytest.raises(InvalidInput, match=rf"one for each of {TOKENS} tokens, found {len(wrong)}"):
+            head_loss(x, table, wrong, rows=rows)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_where_no_token_counts_nobody_has_a_gradient(tokens: int) -> None:
+    x, table, bias, _ = inputs()
+    loss, _ = head_loss(x[:tokens], table, torch.full((tokens,), IGNORED), bias_v=bias, rows=2)
+    assert loss.isnan()
+    loss.backward()
+    assert all(each.grad is not None and not each.grad.any() for each in (x, table, bias))
+
+
+@pytest.mark.usefixtures("way")
+def test_a_gradient_of_its_gradient_is_refused() -> None:
+    x, table, _, labels = inputs()
+    loss, _ = head_loss(x, table, labels, rows=7)
+    with pytest.raises(InvalidInput, match="set loss_chunk_tokens=None"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    loss, _ = head_loss(x, table, labels, rows=None)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.square().sum().backward()

@@ -55,7 +55,7 @@ class TorchCollectives:
     def __init__(self, *, group: Any, store: Any, mesh: Mesh, patience: Patience, leave: Callable[[], None]) -> None:
         """``group`` and ``store``: torch's (any: their types are not public). ``leave``: undoes what joined them."""
         self._mesh, self._leave = mesh, leave
-        self._open = True
+        self._open, self._process = True, os.getpid()
         self._journal = Journal()
         self._wire = Wire(group, mesh.rank)
         self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
@@ -115,7 +115,8 @@ class TorchCollectives:
         """
         self._check("reduce_scatter", whole=source, shard=into)
         if scratch is None:
-            scratch = torch.empty(self.scratch_bytes(into.numel(), source.dtype), dtype=torch.uint8)
+            size = self.scratch_bytes(into.numel(), source.dtype)
+            scratch = torch.empty(size, dtype=torch.uint8, device=source.device)
         if scratch.dtype is not torch.uint8 or not scratch.is_contiguous():
             raise InvalidInput(f"reduce_scatter: scratch is {scratch.dtype}, expected contiguous torch.uint8")
         self._sum.piece_numel(into.numel(), source.dtype, scratch)
@@ -166,8 +167,8 @@ class TorchCollectives:
         ``shards_only``: of the processes that share this one's copy of the model.
         """
         peers = self._mesh.shard_peers if shards_only else self._mesh.everyone
-        mine = torch.tensor(list(values), dtype=torch.float64)
-        everyone = torch.empty(mine.numel() * len(peers), dtype=torch.float64)
+        mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        everyone = torch.empty(mine.numel() * len(peers), dtype=torch.float64, device="cpu")
         entry = self._journal.add(_name("agreement", what, mine))
         self._check_open("agreement")
         self._lane.submit(entry, lambda: self._wire.gather("agreement", entry.tag, peers, everyone, mine)).wait()
@@ -246,17 +247,18 @@ class TorchCollectives:
         self._close(words_of(error))
 
     def _close(self, words: str, *, waits: bool = True) -> None:
-        if not self._open:
+        if not self._open or os.getpid() != self._process:  # a copy of the process has none of its threads
             return
         self._open = False
         self._at_exit.cancel()
         ended = self._lane.close(waits=waits and not words)
         self._watch.close("" if self._lane.error is not None else words)  # after a failure the others know more
+        failed = words or self._lane.error is not None or self._lane.failure is not None
+        if self._cards is not None and (failed or not ended):
+            self._cards.abort()  # NCCL would wait for what the others never answer
         if ended:
             self._leave()
         else:  # taking the transport down would wait for whatever the thread waits for
-            if self._cards is not None:
-                self._cards.abort()
             self._wire.cut(self._mesh.everyone)
             self._lane.wait_cut()
 
@@ -265,6 +267,8 @@ class TorchCollectives:
     def _check_open(self, operation: str) -> None:
         if not self._open:
             raise InvalidInput(f"{operation}: rank {self._mesh.rank} has left the group")
+        if os.getpid() != self._process:
+            raise InvalidInput(f"{operation}: this is a copy (fork) of rank {self._mesh.rank}, and in no group")
 
     def _check(self, operation: str, *, whole: Tensor, shard: Tensor) -> None:
         self._check_open(operation)

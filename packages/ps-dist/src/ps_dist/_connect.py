@@ -24,6 +24,10 @@ from ps_dist._watch import Patience
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_OPEN: dict[Any, bool] = {}
+"""This process's groups that were not left, and which has to take down what `connect` initialised."""
+
+
 def transports() -> tuple[str, ...]:
     """What memory of CUDA devices can travel by, with this build of PyTorch."""
     return ("gloo", "nccl") if dist.is_nccl_available() else ("gloo",)
@@ -64,11 +68,17 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "glo
         with handled_here():
             groups.append(dist.new_group(backend="nccl", timeout=longer))
 
+    _OPEN[groups[0]] = owned
+
     def leave() -> None:
         for each in reversed(groups):
             with suppress(ValueError):  # the program took everything down itself
                 dist.destroy_process_group(each)
-        if owned and dist.is_initialized():
+        if not _OPEN.pop(groups[0]):
+            return
+        if _OPEN:
+            _OPEN[next(iter(_OPEN))] = True  # who goes last takes down what the first began
+        elif dist.is_initialized():
             dist.destroy_process_group()
 
     joined = TorchCollectives(group=groups[0], store=store, mesh=mesh, patience=patience, leave=leave)

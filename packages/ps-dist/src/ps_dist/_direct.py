@@ -34,7 +34,7 @@ class CardWire(Wire):
     def __init__(self, group: Any, control: Wire, mesh: Mesh, where: torch.device) -> None:
         """``group``: torch's, of all processes (any: its type has no public name); ``control``: of host memory."""
         super().__init__(group, mesh.rank)
-        self._work = torch.empty(_PIECE_NUMEL, device=where)
+        self._work = torch.empty(_PIECE_NUMEL, dtype=torch.float32, device=where)
         self._control, self._mesh = control, mesh
         self.received_bytes = control.received_bytes
         self.where = where
@@ -72,7 +72,8 @@ class CardWire(Wire):
     def meet(self, tag: int) -> None:
         """Return when all processes are about to do the same; see [Note: meeting first]."""
         everyone = self._mesh.everyone
-        self._control.gather("agreement", tag, everyone, torch.empty(len(everyone), dtype=torch.uint8), _byte())
+        whole = torch.empty(len(everyone), dtype=torch.uint8, device="cpu")
+        self._control.gather("agreement", tag, everyone, whole, _byte())
 
     def greet(self, tag: int) -> None:
         """Have the connections, and the memory that they take, before anybody asks how much is free."""
@@ -86,7 +87,7 @@ class CardWire(Wire):
 
     def abort(self) -> None:
         """Let go of the card: nothing works from then on."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, AttributeError):  # it may be gone already, or be of a PyTorch that has none
             self._group.abort()
 
 
@@ -132,7 +133,7 @@ def _call(operation: Any, buffer: Tensor, peer: int, group: Any, tag: int) -> di
 
 
 def _byte() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 @contextmanager

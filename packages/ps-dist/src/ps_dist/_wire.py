@@ -34,7 +34,7 @@ class Wire:
     def __init__(self, group: Any, me: int) -> None:
         """``group``: a process group (any: torch's stubs do not name its type) that has all processes."""
         self._group, self._me = group, me
-        self._work = torch.empty(_PIECE_NUMEL)
+        self._work = torch.empty(_PIECE_NUMEL, dtype=torch.float32, device="cpu")
         self.received_bytes: Counter[str] = Counter()
         """By operation."""
 
@@ -62,7 +62,7 @@ class Wire:
         """
         for peer in [peer for peer in everyone if peer != self._me]:
             with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, self._group, _NO_TAG)
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, self._group, _NO_TAG)
                 assert work is not None, "this process is one of the group"
                 work.wait(timedelta(milliseconds=1))
 

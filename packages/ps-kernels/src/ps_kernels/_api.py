@@ -148,6 +148,9 @@ class Pieces:
         batch = check_batch(tensors, chunk, offsets)
         batch.check_gather()
         batch.check_scatter()
+        arrays = (chunk, *tensors)
+        self._kept = [each.untyped_storage() if hasattr(each, "untyped_storage") else each for each in arrays]
+        """What the copies go to and come from, even if an array is given other memory."""
         chosen = choose(batch.whole, backend)
         self._gather, self._scatter = chosen.copier(batch, scatter=False), chosen.copier(batch, scatter=True)
 

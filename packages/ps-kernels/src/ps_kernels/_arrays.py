@@ -74,6 +74,9 @@ def _text(of: object) -> str:
 
 def _view_torch(name: str, tensor: Array) -> View:
     plain = type(tensor) is sys.modules["torch"].Tensor and not tensor.requires_grad
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    if nbytes and not address:
+        raise InvalidArgument(f"{name}: this {type(tensor).__name__} has no memory; expected a tensor with values")
     return View(
         name=name,
         array=tensor if plain else tensor.detach(),
@@ -83,8 +86,8 @@ def _view_torch(name: str, tensor: Array) -> View:
         shape=tuple(tensor.shape),
         contiguous=tensor.is_contiguous(),
         writeable=True,
-        address=tensor.data_ptr(),
-        nbytes=tensor.numel() * tensor.element_size(),
+        address=address,
+        nbytes=nbytes,
     )
 
 

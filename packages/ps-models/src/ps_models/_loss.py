@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 import ps_kernels
+from ps_core import InvalidInput
 from ps_models._config import DecoderConfig
 
 IGNORED = -100
@@ -41,6 +41,8 @@ def head_loss(
     x_nh: Tensor, table_vh: Tensor, labels_n: Tensor, *, bias_v: Tensor | None = None, rows: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None)."""
+    if len(labels_n) != len(x_nh):
+        raise InvalidInput(f"labels: expected one for each of {len(x_nh)} tokens, found {len(labels_n)}")
     if rows is None:
         logits_nv = functional.linear(x_nh, table_vh, bias_v)
         return functional.cross_entropy(logits_nv.float(), labels_n, ignore_index=IGNORED), logits_nv
@@ -108,6 +110,7 @@ class _ChunkedLoss(Function):
         wanted = tuple(training and need for need in ctx.needs_input_grad[:3])
         by_kernel = _by_kernel(x_nh, table_vh, labels_n)
         if by_kernel:
+            labels_n = labels_n.long().contiguous()
             _check_labels(labels_n, len(table_vh))
         with torch.autocast(x_nh.device.type, enabled=False):
             sums = _Sums(x_nh.to(table_vh.dtype), table_vh.detach(), bias_v, wanted)
@@ -121,10 +124,14 @@ class _ChunkedLoss(Function):
         return sums.loss / count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InvalidInput(
+                "create_graph=True through a loss in chunks, whose gradients know nothing of what they were made from: "
+                "expected a loss over whole logits; set loss_chunk_tokens=None"
+            )
         count, *found = ctx.saved_tensors
-        scale = gradient / count
+        scale = gradient / count.clamp(min=1)  # where no token counts, the loss is not a number, but nobody's gradient
         left = iter(found)
         return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None)
 
@@ -179,7 +186,7 @@ class _Sums:
         """The same, over the logits; in fp32 where they are summed for a bias."""
         if self.of_bias:
             logits_rv = logits_rv.float()
-        losses_r = torch.empty(len(labels_r))
+        losses_r = torch.empty(len(labels_r), dtype=torch.float32, device=logits_rv.device)
         ps_kernels.cross_entropy(logits_rv, labels_r, losses_r, ignored=IGNORED, gradient=self._wanted)
         self.loss += losses_r.sum()
         return logits_rv if self._wanted else None
@@ -197,6 +204,9 @@ class _Sums:
     def gradients(self, x_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Of hidden states, table and bias; None where it is not wanted."""
         dtype = self.table_vh.dtype
+        if not len(self.x_nh):
+            self.table_grad_vh = torch.zeros_like(self.table_vh) if self.of_table else None
+            self.bias_grad_v = None if self.bias_v is None or not self.of_bias else torch.zeros_like(self.bias_v)
         return (
             None if self.x_grad_nh is None else self.x_grad_nh.to(x_dtype),
             None if self.table_grad_vh is None else self.table_grad_vh.to(dtype),

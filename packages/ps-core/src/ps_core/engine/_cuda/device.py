@@ -246,8 +246,12 @@ class CudaDevice:
         self._given(queue)
 
     def _after_copies(self) -> Callable[[], None]:
-        """What blocks until the copies launched so far are done."""
-        events = [self._recorded(queue) for queue in self._streams]
+        """What blocks until the copies launched so far are done; on any thread, so its events are nobody else's."""
+        events = []
+        for queue, stream in self._streams.items():
+            raw = self._event()
+            raw.record(stream)
+            events.append(CudaEvent(queue, raw, self._pool))
 
         def settle() -> None:
             for event in events:
