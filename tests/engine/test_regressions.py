@@ -215,3 +215,92 @@ def test_a_pair_of_hooks_that_keeps_parameters_themselves(frozen: bool) -> None:
             check_same(train, settings, managed_loop(train, settings, stand_in, Budget(device=size, host=HOST)))
             fitting += 1
     assert fitting > 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pass_without_backward_leaves_nothing(device: str) -> None:
+    """Some operators keep their own results, which would keep the operators."""
+    results: list[Any] = []
+
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x).tanh().softmax(1)
+            results.append(weakref.ref(x.untyped_storage()))
+            return x.exp().sum()
+
+    where: dict[str, Any] = {"device": "cpu"} if device == "cpu" else {"device": stand_in()}
+    budget = Budget(host=HOST, device=None if device == "cpu" else "256KiB")
+    with chunked_model(Keeping(), budget=budget, precision="fp32", **where) as (model, optimizer):
+        for _ in range(3):
+            model(torch.ones(4, 32))
+            model.linear.weight.norm()
+        assert [each() for each in results] == [None] * 3
+        model(torch.ones(4, 32)).backward()
+        finish(optimizer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_changed_in_place_since_it_was_kept_is_not_used(device: str) -> None:
+    class Within(models.stack().__class__):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).tanh()
+            z = y * 2
+            y.add_(1)
+            return z
+
+    inside = models.stack()
+    inside.__class__ = Within
+    where: dict[str, Any] = {"device": "cpu"} if device == "cpu" else {"device": stand_in()}
+    budget = Budget(host=HOST, device=None if device == "cpu" else "256KiB")
+    with chunked_model(inside, budget=budget, precision="fp32", **where) as (model, _):
+        out = model(rows(0)[0])
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*expected version 0"):
+            out.sum().backward()
+
+
+def test_a_state_dict_through_a_wrapper_after_one_that_broke_off() -> None:
+    class Breaks(nn.Module):
+        broken = True
+
+        def get_extra_state(self) -> str:
+            if self.broken:
+                raise ValueError("not now")
+            return ""
+
+        def set_extra_state(self, state: Any) -> None:
+            """Nothing to keep."""
+
+    with managed("emulated", "fp32") as (model, optimizer):
+        model[1].add_module("breaks", Breaks())
+        wrapper = nn.ModuleDict({"inner": model})
+        with pytest.raises(ValueError, match="not now"):
+            wrapper.state_dict()
+        square(model, *rows(0)).backward()
+        finish(optimizer)
+        Breaks.broken = False
+        found = wrapper.state_dict()
+        with materialized(model):
+            assert all(torch.equal(found[f"inner.{name}"], value) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("room", [20_000, 60_000, 1_000_000])
+def test_two_forwards_two_backwards_with_several_tensors_in_a_group(room: int) -> None:
+    def twice(make: Make) -> list[Tensor]:
+        model, optimizer = make(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), SGD(lr=0.1))
+        logs = []
+        for index in range(4):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(index))
+            losses = [model(x).float().square().mean(), model(x + 1).float().square().mean()]
+            for loss in reversed(losses):
+                optimizer.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            logs += [loss.detach() for loss in losses]
+        return logs
+
+    told = Settings(precision="bf16", options=Options(group_bytes=40_000))
+    check_same(twice, told, managed_loop(twice, told, stand_in, Budget(device=room, host=HOST)))

@@ -35,7 +35,8 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
                 move(engine, plan.home(held.extent), held.tier, held.offset if held.tier == 0 else -1)
                 pending.remove(held)
         if not ready:
-            put_aside(engine, plan.home(pending[0].extent))
+            inside = [plan.home(held.extent) for held in pending]
+            put_aside(engine, next((home for home in inside if home.slot.bytes), inside[0]))
     return True
 
 

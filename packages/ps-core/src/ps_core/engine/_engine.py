@@ -157,6 +157,11 @@ class Engine:
             return record.parameter
         raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
 
+    def collected(self) -> None:
+        """Whatever became of a state dict, made or loaded, it is over: nothing of it is answered with any more."""
+        self.collecting, self.loading = 0, None
+        self.copies.clear()
+
     def detached(self, record: TensorRecord) -> torch.Tensor | None:
         """A copy for a state dict that is being collected."""
         if self.collecting <= 0:
@@ -222,7 +227,11 @@ class Engine:
             return
         moment = passes.moment
         for record in records:
-            if (record.group.reading != moment and not record.group.pinned) or record.payload is not Payload.VALID:
+            if (
+                (record.group.reading != moment and not record.group.pinned)
+                or record.payload is not Payload.VALID
+                or record.group.home.newest(0) is None  # a second gradient had it made anew at home
+            ):
                 passes.next([each for each in records if not each.group.pinned], [])
                 break
         beat = passes.beat if passes.driver.tracked else None
@@ -244,16 +253,16 @@ class Engine:
     @undisturbed
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.arrive(record, gradient)
-            return
         self.check_usable()
         passes, group, eager = self.passes, record.group, self.eager
         if eager is not None:
             eager.check(record)
         if not passes.joined:
-            passes.join()
+            passes.join()  # which asks whether gradients are made
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrive(record, gradient)
+            return
         if not (self.still or group.pinned or passes.moment in (group.reading, group.gaining)):
             passes.next([], [group])
         group.gaining = passes.moment
@@ -281,7 +290,7 @@ class Engine:
     @undisturbed
     def enter(self) -> None:
         """The root module's forward begins."""
-        self.collecting, self.loading = 0, None  # whatever became of a state dict
+        self.collected()
         self.passes.enter_forward()
         if torch.is_grad_enabled():
             self.saved.push()
@@ -331,7 +340,7 @@ class Engine:
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         self.check_usable()
-        self.collecting, self.loading = 0, None
+        self.collected()
         self.finish_pass()
         self.passes.check_tampered()
         self.counters.clock.turn("step")

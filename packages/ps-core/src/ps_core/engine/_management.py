@@ -199,8 +199,7 @@ class Management:
             )
         if not self.engine.collecting:
             self.engine.finish_pass()
-        if not prefix:
-            self.engine.copies.clear()  # of a state dict that was broken off, too
+            self.engine.copies.clear()
         self.engine.collecting += 1
 
     def _collected(self, *_: Any) -> None:
@@ -215,6 +214,7 @@ class Management:
                 "values are copied into their chunks"
             )
         self.engine.finish_pass()
+        self.engine.collected()  # whatever became of a state dict
         self.engine.loading = self._write
 
     def _loaded(self, *_: Any) -> None:

@@ -59,7 +59,9 @@ class Handle:
         self._held = record.token
 
 
-Packed: TypeAlias = torch.Tensor | Handle
+Packed: TypeAlias = torch.Tensor | Handle | tuple[torch.Tensor, int]
+"""Others are kept with their version, and not as themselves: a result that its own operator keeps would hold the
+operator, and that the result, for ever if no backward pass comes."""
 
 
 class SavedTensors:
@@ -120,10 +122,18 @@ class SavedTensors:
             return Handle(record, tensor)
         if self.seen is not None:
             self.seen(tensor)
-        return tensor
+        return tensor.detach(), tensor._version
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again."""
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+                )
+            return tensor
         if not isinstance(packed, Handle):
             return packed
         record = packed.record

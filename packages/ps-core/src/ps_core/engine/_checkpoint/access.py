@@ -58,6 +58,7 @@ def check_outside(what: str) -> None:
 def changing(engine: Engine, what: str) -> Iterator[None]:
     """Values are being replaced; if that fails half way, nobody may use what is then a mixture."""
     engine.half_loaded = what
+    engine.collected()
     yield
     engine.half_loaded = ""
 
