@@ -304,3 +304,16 @@ def test_two_forwards_two_backwards_with_several_tensors_in_a_group(room: int) -
 
     told = Settings(precision="bf16", options=Options(group_bytes=40_000))
     check_same(twice, told, managed_loop(twice, told, stand_in, Budget(device=room, host=HOST)))
+
+
+def test_parameters_read_between_steps_do_not_end_planning() -> None:
+    """As a moving average reads them: a pass of its own, which no batch began."""
+    budget = Budget(device="4MiB", host=HOST)
+    with chunked_model(models.stack(), device=stand_in(), budget=budget) as (model, optimizer):
+        for index in range(6):
+            square(model, *rows(index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                assert all(parameter.norm() > 0 for parameter in model.parameters() if parameter.dim() > 1)
+        assert statistics(model).planned_passes >= 5

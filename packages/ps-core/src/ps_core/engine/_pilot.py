@@ -75,6 +75,8 @@ class Pilot:
         self._planned_for = Batch()
         self._batch: Batch | None = None
         """What the root module was called with; None for a pass that began elsewhere."""
+        self._served: Batch | None = None
+        """The same, of the pass that a driver was chosen for last."""
         self._found: tuple[Recording, Batch] | None = None
         self._micro = 0
         self._tried = False
@@ -134,7 +136,7 @@ class Pilot:
         """Where memory ran out since the last pass, plan anew with more left for everything else."""
         store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
         if missing_bytes:
-            self._batch = None  # nothing is to be learned from a pass that broke off
+            self._batch = self._served = None  # nothing is to be learned from a pass that broke off
             self._engine.finish_pass()
             before, (least, most) = self._spare_bytes, (store.tiers[0].capacity_bytes // part for part in _SPARE_PARTS)
             self._spare_bytes += min(max(missing_bytes, least), most)
@@ -165,8 +167,9 @@ class Pilot:
     def choose(self, training: bool) -> Driver:
         """A replay of the plan where it serves, else demand."""
         engine, plan = self._engine, self._plan
+        self._served, self._batch = self._batch, None
         if engine.still:
-            return Still(tracked=not (self._measured and self._planned_for.covers(self._batch)))
+            return Still(tracked=not (self._measured and self._planned_for.covers(self._served)))
         demand = engine.passes.demand
         demand.highest_tide_bytes = None
         if self._options.eager_step:
@@ -174,7 +177,7 @@ class Pilot:
         if plan is None:
             self._homes.lower()
             return demand
-        if not self._planned_for.covers(self._batch):
+        if not self._planned_for.covers(self._served):
             engine.counters.diverged("a batch larger than the plan's")
             self._make_way(training)
             return demand
@@ -202,7 +205,7 @@ class Pilot:
     def _make_way(self, training: bool) -> None:
         """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
         known = None if training else self._evaluated
-        if known is None or not known[0].covers(self._batch):
+        if known is None or not known[0].covers(self._served):
             self._homes.lower()
             return
         largest = max(group.home.bytes for group in self._engine.groups)
@@ -222,7 +225,7 @@ class Pilot:
 
     def observe(self, recording: Recording) -> None:
         """Remember what to plan from."""
-        batch, self._batch = self._batch, None
+        batch, self._served = self._served, None
         if recording.training:
             self._micro += 1
         if batch is None or (self._options.eager_step and not self._engine.still):
