@@ -75,7 +75,7 @@ def _text(of: object) -> str:
 def _view_torch(name: str, tensor: Array) -> View:
     plain = type(tensor) is sys.modules["torch"].Tensor and not tensor.requires_grad
     address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    if nbytes and not address:
+    if nbytes and not address and tensor.device.type != "meta":  # which is refused by name elsewhere
         raise InvalidArgument(f"{name}: this {type(tensor).__name__} has no memory; expected a tensor with values")
     return View(
         name=name,
