@@ -54,7 +54,7 @@ def check_flat(steps: int) -> None:
         after = count()
         assert statistics(model).evictions > steps, "a step must evict something, or this shows little"
     assert after.tensors == before.tensors
-    assert abs(after.objects - before.objects) <= 10, (before, after)
+    assert after.objects - before.objects <= 10, (before, after)  # other tests' may still go
     assert after.rss_bytes - before.rss_bytes < 2**20, (before, after)
 
 

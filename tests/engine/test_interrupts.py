@@ -106,12 +106,12 @@ def count(work: Callable[[], object], where: str = ENGINE, *, of: str = "") -> i
 
 def broken_off(work: Callable[[], object], at: int, where: str = ENGINE, *, of: str = "", again: int = 0) -> bool:
     """Do it, broken off once if it gets there; what came is delivered, and nothing is left waiting."""
-    came = False
-    with CtrlC(at, where, of=of, again=again) as sending:
-        try:
+    came, sending = False, CtrlC(at, where, of=of, again=again)
+    try:
+        with sending:  # inside: the second may come when the first has been raised
             work()
-        except KeyboardInterrupt:
-            came = True
+    except KeyboardInterrupt:
+        came = True
     assert sending.sent in ((0, 1, 2) if again else (0, 1))
     assert came == bool(sending.sent), f"sent {sending.sent} of {sending.count} instants at {at}"
     assert (_STATE.depth, _STATE.came) == (0, [])
