@@ -262,7 +262,8 @@ def test_what_was_changed_in_place_since_it_was_kept_is_not_used(device: str) ->
             out.sum().backward()
 
 
-def test_a_state_dict_through_a_wrapper_after_one_that_broke_off() -> None:
+@pytest.mark.parametrize("between", ["a step", "materialized", "a checkpoint's values"])
+def test_a_state_dict_through_a_wrapper_after_one_that_broke_off(between: str) -> None:
     class Breaks(nn.Module):
         broken = True
 
@@ -279,8 +280,18 @@ def test_a_state_dict_through_a_wrapper_after_one_that_broke_off() -> None:
         wrapper = nn.ModuleDict({"inner": model})
         with pytest.raises(ValueError, match="not now"):
             wrapper.state_dict()
-        square(model, *rows(0)).backward()
-        finish(optimizer)
+        if between == "a step":
+            square(model, *rows(0)).backward()
+            finish(optimizer)
+        elif between == "materialized":
+            with materialized(model, write=True):
+                for value in model.parameters():
+                    value.data.add_(1)
+        else:
+            states = optimizer.state_dict(masters=True)
+            for master in states["masters"].values():
+                master += 1  # in place
+            optimizer.load_state_dict(states)
         Breaks.broken = False
         found = wrapper.state_dict()
         with materialized(model):

@@ -92,6 +92,7 @@ class Engine:
                 result = self._call_beside_others(function, args, kwargs)
             else:
                 result = function(*args, **kwargs)
+            # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
             for record in records:
                 if record.parameter._version != record.version:
                     break
@@ -372,6 +373,7 @@ class Engine:
     @undisturbed
     def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
+        self.copies.pop(record, None)  # of a state dict that broke off
         self.updater.write(record, kind, value)
 
     def read(self, record: TensorRecord) -> torch.Tensor:
