@@ -148,3 +148,32 @@ def test_a_pass_that_holds_more_than_was_planned_is_noticed_and_planned_anew(
         for index, loss in enumerate(losses):
             made[0].times = 1 if index < 4 else LARGE // SMALL
             assert torch.equal(loss, train(made, SMALL))
+
+
+class WithLoss(nn.Sequential):
+    """It returns its loss, so that its first pass is planned too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().square().mean()
+
+
+def test_below_there_is_room_left_for_a_gradient_that_is_to_be_summed() -> None:
+    """In fp32 every gradient is put down there before it is added; homes that are moved down must not fill it."""
+    host = 3 * 2**19 - 2**15  # all homes but half a gradient
+    made, optimizer = chunked(
+        WithLoss(*layers()),
+        AdamW(lr=1e-3),
+        device="emulated",
+        precision="fp32",
+        budget=Budget(device=2_000_000, host=host),
+        options=Options(group_bytes=2**15, poison=True),
+    )
+    try:
+        for rows in (SMALL, LARGE, SMALL, LARGE):
+            made(batch(rows)).backward()
+            optimizer.step()
+        told = statistics(made)
+        assert (told.divergences, told.replans, told.planned_passes) == (1, 1, 3)
+        assert told.tiers["host"].peak_bytes <= host
+    finally:
+        let_go(made)

@@ -7,6 +7,7 @@ import torch
 from ps_core.engine._arrange import arrange, clear, held_by_somebody, move
 from ps_core.engine._engine import Engine
 from ps_core.engine._plans import EnginePlan
+from ps_core.engine._records import GroupRecord
 from ps_core.engine._store import Home, Store
 
 
@@ -37,9 +38,7 @@ class Homes:
         groups = [group for group in reversed(engine.groups) if not group.pinned]
         if held_by_somebody(groups) is not None:
             return
-        spare = 0
-        if store.file is not None:  # a group passes through the tier above it
-            spare = max((sum(home.bytes for home in group.homes.values()) for group in groups), default=0)
+        spare = _spare(store, groups)
         above = [home for group in groups for home in group.homes.values() if home.slot.tier == 0]
         if not any(_tier_for(store, home, spare) for home in above):
             return
@@ -53,10 +52,17 @@ class Homes:
         self.low = True
 
 
-def _tier_for(store: Store, home: Home, spare: int) -> int:
-    """The highest tier below the first that has room for it, and above a disk for so much to spare; 0: none has."""
+def _spare(store: Store, groups: list[GroupRecord]) -> tuple[int, ...]:
+    """What every tier keeps free: above a disk a group passes through, and a gradient is put down to be summed."""
+    sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
+    wholes = [sum(home.bytes for home in group.homes.values()) for group in groups]
+    last = max(sums, default=0)
+    return (0, *(max([*wholes, last]) for _ in store.tiers[1:-1]), last)
+
+
+def _tier_for(store: Store, home: Home, spare: tuple[int, ...]) -> int:
+    """The highest tier below the first that has room for it and for what is to be kept free; 0: none has."""
     for tier in range(1, len(store.tiers)):
-        last = tier == len(store.tiers) - 1
-        if store.free_bytes(tier) >= home.bytes + (0 if last else spare):
+        if store.free_bytes(tier) >= home.bytes + spare[tier]:
             return tier
     return 0
