@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ps_dist
 from ps_core._collectives import Collectives
@@ -103,6 +104,20 @@ def in_a_copy(each: ps_dist.TorchCollectives) -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
     each.barrier()
+
+
+def joined_anew(each: ps_dist.TorchCollectives) -> None:
+    """Who closes first, though it initialised the default group, leaves it to the others; the last takes it down."""
+    second = ps_dist.connect(timeout_s=30)
+    each.close()
+    second.barrier()
+    third = ps_dist.connect(timeout_s=30)
+    second.close()
+    third.barrier()
+    reduces(third, 192, "bf16", 1, 5)
+    assert dist.is_initialized()
+    third.close()
+    assert not dist.is_initialized()
 
 
 def scalars(each: ps_dist.TorchCollectives) -> None:

@@ -69,6 +69,11 @@ def test_a_copy_of_a_process_is_in_no_group(two: Crew) -> None:
     two.run(cases.in_a_copy)
 
 
+def test_one_connection_may_outlive_another() -> None:
+    with crew(2) as joined:
+        joined.run(cases.joined_anew)
+
+
 def test_refusals(each_crew: Crew) -> None:
     each_crew.run(cases.refusals)
 
