@@ -1,0 +1,83 @@
+"""Homes are moved from one arrangement to another that leaves no byte free, and nothing of them is lost."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import _models as models
+from _runs import HOST, chunked_model, stand_in
+from ps_core import Budget, Options
+from ps_core._plan import Held, Tier
+from ps_core.engine._arrange import arrange
+from ps_core.engine._engine import Engine
+from ps_core.engine._management import management_of
+from ps_core.engine._store import Home
+
+ROOM = 64 * 1024
+
+
+def places(engine: Engine, above: list[Home], below: list[Home]) -> Any:
+    """What `arrange` reads of a plan: the one list side by side from address 0 on, the other in the host's memory."""
+    by_extent = {home.extent: home for home in (*above, *below)}
+    held, offset = [], 0
+    for home in above:
+        held.append(Held(0, offset, home.bytes, home.extent))
+        offset += home.bytes
+    held += [Held(1, 0, home.bytes, home.extent) for home in below]
+    return SimpleNamespace(
+        order=engine.groups, plan=SimpleNamespace(home=held, tiers=engine.store.tiers), home=by_extent.__getitem__
+    )
+
+
+def contents(engine: Engine, homes: list[Home]) -> list[torch.Tensor]:
+    return [engine.residency.contents(home).clone() for home in homes]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_arrangement_follows_any_other_where_all_is_full(seed: int) -> None:
+    drawn = random.Random(seed)
+    torch.manual_seed(seed)
+    budget, options = Budget(device="256KiB", host=HOST), Options(group_bytes=4096, poison=True)
+    with chunked_model(models.stack(), device=stand_in(), budget=budget, options=options) as (model, _):
+        engine = management_of(model).engine
+        homes = [home for group in engine.groups for home in group.homes.values()]
+        for home in homes:
+            home.slot.memory.random_(0, 256)
+        before = contents(engine, homes)
+        drawn.shuffle(homes_of := list(homes))
+        above: list[Home] = []
+        for home in homes_of:
+            if sum(each.bytes for each in above) + home.bytes <= ROOM:
+                above.append(home)
+        below = [home for home in homes if home not in above]
+        assert arrange(engine, places(engine, above, below))
+        assert engine.store.used_bytes == [sum(home.bytes for home in part) for part in (above, below)]
+        engine.store.tiers = tuple(
+            Tier(tier.name, used) for tier, used in zip(engine.store.tiers, engine.store.used_bytes, strict=True)
+        )
+        for _ in range(4):
+            above, below = _exchanged(above, below, drawn)
+            assert arrange(engine, places(engine, above, below))
+            assert [home.slot.tier for home in (*above, *below)] == [0] * len(above) + [1] * len(below)
+            starts = [home.slot.offset for home in above]
+            assert starts == [sum(home.bytes for home in above[:index]) for index in range(len(above))]
+            found = contents(engine, homes)
+            assert all(torch.equal(old, new) for old, new in zip(before, found, strict=True))
+
+
+def _exchanged(above: list[Home], below: list[Home], drawn: random.Random) -> tuple[list[Home], list[Home]]:
+    """As many bytes above as before, of others and in another order."""
+    above, below = list(above), list(below)
+    drawn.shuffle(above)
+    drawn.shuffle(below)
+    for index, home in enumerate(below):
+        fitting = [place for place, other in enumerate(above) if other.bytes == home.bytes]
+        if fitting and drawn.random() < 0.5:
+            place = drawn.choice(fitting)
+            above[place], below[index] = home, above[place]
+    return above, below
