@@ -177,3 +177,45 @@ def test_below_there_is_room_left_for_a_gradient_that_is_to_be_summed() -> None:
         assert told.tiers["host"].peak_bytes <= host
     finally:
         let_go(made)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_read_between_steps_move_nothing(gradients: bool, accumulate: int) -> None:
+    """A moving average, or norms for a log: no batch began that pass, and nothing is short."""
+    made, optimizer = chunked(
+        layers(),
+        AdamW(lr=1e-3),
+        device="emulated",
+        budget=Budget(device="4MiB", host="4MiB"),
+        options=Options(group_bytes=2**15, poison=True),
+        accumulation_steps=accumulate,
+    )
+    try:
+        above = []
+        for _ in range(5):
+            for _ in range(accumulate):
+                made(batch(SMALL)).float().square().mean().backward()
+            optimizer.step()
+            with torch.set_grad_enabled(gradients):
+                assert all(parameter.norm() > 0 for parameter in made.parameters())
+            above.append(homes_above(made))
+        told = statistics(made)
+        assert (told.divergences, told.planned_passes) == (0, 4 * accumulate), told.last_divergence
+        assert above[1:] == above[1:2] * 4 > [0]
+    finally:
+        let_go(made)
+
+
+def test_where_reading_all_parameters_needs_it_homes_make_room() -> None:
+    with model_under(480_000) as made:
+        for rows in (SMALL, SMALL):
+            train(made, rows)
+        assert homes_above(made[0]) > 0
+        with torch.no_grad():
+            read = torch.nn.utils.parameters_to_vector(made[0].parameters())
+        assert homes_above(made[0]) == 0
+        train(made, SMALL)
+        told = statistics(made[0])
+        assert (told.divergences, told.planned_passes) == (0, 2)
+        assert read.isfinite().all()

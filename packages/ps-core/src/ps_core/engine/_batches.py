@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
+
+_MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 
 
 @dataclass(slots=True)
@@ -49,3 +54,13 @@ def _tokens(tensor: torch.Tensor) -> int:
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return tensor.numel()
     return tensor.numel() // max(1, tensor.shape[-1])
+
+
+def within_a_module() -> bool:
+    """Whether the caller runs within a module's call; parameters that are read outside of any are in no batch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MODULE_CALLS:
+            return True
+        frame = frame.f_back
+    return False

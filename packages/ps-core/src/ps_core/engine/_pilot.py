@@ -26,7 +26,7 @@ from ps_core._program import Precision, SegmentName
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
-from ps_core.engine._batches import Batch, batch_of
+from ps_core.engine._batches import Batch, batch_of, within_a_module
 from ps_core.engine._computers import THIS_COMPUTER, emulated_on
 from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
@@ -177,6 +177,9 @@ class Pilot:
         if plan is None:
             self._homes.lower()
             return demand
+        if self._served is None and not within_a_module():
+            self._homes.lower(self._bytes_to_read())
+            return demand
         if not self._planned_for.covers(self._served):
             engine.counters.diverged("a batch larger than the plan's")
             self._make_way(training)
@@ -212,6 +215,11 @@ class Pilot:
         self._engine.passes.demand.highest_tide_bytes = known[1]
         self._homes.lower(known[1] + 2 * largest)
 
+    def _bytes_to_read(self) -> int:
+        """Of the compute tier, besides homes: all weights that are elsewhere, and a copy of all in fp32."""
+        groups = self._engine.groups
+        return sum(group.home.bytes * (group.home.slot.tier > 0) + group.chunk_numel * 4 for group in groups)
+
     def _unready(self, training: bool) -> str:
         """Why a segment cannot begin; empty: it can."""
         if training and not self._setup.training:
@@ -226,7 +234,7 @@ class Pilot:
     def observe(self, recording: Recording) -> None:
         """Remember what to plan from."""
         batch, self._served = self._served, None
-        if recording.training:
+        if recording.training and any(beat.grads for beat in recording.beats):
             self._micro += 1
         if batch is None or (self._options.eager_step and not self._engine.still):
             return
