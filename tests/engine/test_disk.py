@@ -204,6 +204,25 @@ def test_what_is_counted_and_given_back(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_norms_read_nothing_back(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are measured as they come, however small, for what leaves for the disk is read in pieces."""
+    monkeypatch.setattr(Pilot, "consider", lambda pilot: None)
+    with language(tmp_path, precision=precision) as (model, optimizer):
+        engine, read = management_of(model).engine, []
+        for index in range(3):
+            loss = next_token(model, *tokens(index))
+            loss.backward()
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.residency, "_read", lambda slot, *_: read.append(slot))
+                pending = [record for record in engine.records if engine.has_gradient(record)]
+                assert len(pending) == len(list(model.parameters()))
+                engine.gradients.parts(pending)
+            assert not read
+            optimizer.step()
+        assert statistics(model).planned_passes == 0
+
+
 def test_states_are_read_written_and_edited_on_the_disk(tmp_path: Path) -> None:
     with language(tmp_path) as (model, optimizer):
         for index in range(2):

@@ -68,24 +68,27 @@ class GradientKeeper:
         if not self.put_over(record):
             record.waiting = True
             self._waiting[record] = None
-        elif record.numel >= SMALL_NUMEL and (self._one_tier or self._store.file is not None):
+        elif self._one_tier and record.numel >= SMALL_NUMEL:
             self.measure(record)  # while it is in the processor's caches
 
     def _resident(self, record: TensorRecord) -> bool:
         """Whether gradients that cannot go over the parameter stay what autograd made them."""
-        return self._one_tier or record.group.pinned
+        return self._one_tier or record.group.fixed == 0
 
     def put_over(self, record: TensorRecord) -> bool:
         """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
-        slot = record.group.home.newest(0)
+        slot = record.group.home.newest(record.group.fixed or 0)
         if slot is None or record.busy or record.aside is None:
             return False
         target = record.shaped(slot.memory.view(record.dtype))
-        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        queue = Queue.CPU if slot.tier else Queue.COMPUTE
+        self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
         target.copy_(record.aside)
         record.group.home.changed(slot)
         record.aside, record.waiting = None, False
         record.gradient, record.payload = Gradient.OVER, Payload.OVER
+        if self._store.file is not None:
+            self.measure(record)  # or it would have to be read for that
         return True
 
     def waiting(self) -> list[TensorRecord]:
@@ -152,7 +155,7 @@ class GradientKeeper:
         home = self.accumulator(record.group)
         flat = flatten(record, gradient)
         tier = self._store.work_tier(home.slot.tier)
-        if tier:
+        if tier and not record.group.on_host:
             stage = self._store.reserve(tier, flat.nbytes)
             staged = stage.memory.view(flat.dtype)
             self._residency.await_all(Queue.D2H)
@@ -177,7 +180,7 @@ class GradientKeeper:
         else:
             ps_kernels.accumulate(total, flat)
         self._residency.replace(record, Kind.ACC, total)
-        record.gradient, record.part = Gradient.SUMMED, None
+        record.gradient, record.part = Gradient.SUMMED, _measured(total)
 
     def sum_staged(self, record: TensorRecord, slot: Slot) -> None:
         """Add a gradient that lies in a slot of its own."""
@@ -306,10 +309,7 @@ class GradientKeeper:
     def measure(self, record: TensorRecord) -> torch.Tensor:
         """Sum of squares and non-finite flag of the gradient, taken once."""
         if record.part is None:
-            flat = self.located(record)
-            part = torch.zeros(2, device=flat.device)
-            ps_kernels.sumsq_finite(flat, part)
-            record.part = part
+            record.part = _measured(self.located(record))
         return record.part
 
     def measure_all(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
@@ -322,3 +322,9 @@ class GradientKeeper:
         ps_kernels.sumsq_finite(flat, parts, spans=spans)
         for record, part in zip(records, parts.unbind(), strict=True):
             record.part = part
+
+
+def _measured(flat: torch.Tensor) -> torch.Tensor:
+    part = torch.zeros(2, device=flat.device)
+    ps_kernels.sumsq_finite(flat, part)
+    return part
