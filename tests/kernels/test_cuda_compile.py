@@ -106,6 +106,18 @@ def test_nothing_is_fused() -> None:
     assert compiler(13).compile(text, 80, OPTIONS).binary != compiler(13).compile(text, 80, fused).binary
 
 
+def test_denormals_are_kept() -> None:
+    """With what CuPy's compiler adds by itself; what it adds to a RawModule's options would flush them."""
+    for module in KERNELS:
+        kept, flushed = (
+            compiler(13).compile(source(module), 90, (*OPTIONS, "--device-as-default-execution-space", *more))
+            for more in ((), ("-ftz=true",))
+        )
+        assert not kept.log
+        assert ".ftz" not in kept.ptx
+        assert ".ftz" in flushed.ptx or module == "copy"
+
+
 def test_where_no_compiler_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [])
     monkeypatch.setenv("LD_LIBRARY_PATH", "/absent")

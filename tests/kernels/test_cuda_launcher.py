@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,15 +30,20 @@ ROOT = Path(__file__).parents[2]
 class StandIn:
     """The part of CuPy that is used, writing down what it is asked for."""
 
+    __version__ = "14.2.0"
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.cuda = SimpleNamespace(Device=self.device, Stream=SimpleNamespace(from_external=self.stream))
+        self.cuda = SimpleNamespace(
+            Device=self.device,
+            Stream=SimpleNamespace(from_external=self.stream),
+            compiler=SimpleNamespace(compile_using_nvrtc=self.compile),
+            nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+        )
         self.RawModule = self.module
 
-    @contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        self.calls.append(("device", index))
-        yield
+    def device(self, index: int) -> Any:
+        return Device(self.calls, index)
 
     @contextmanager
     def entered(self, stream: tuple[int, int]) -> Iterator[None]:
@@ -46,16 +53,34 @@ class StandIn:
     def stream(self, external: Any) -> Any:
         return self.entered(external.__cuda_stream__())
 
-    def module(self, *, code: str, options: tuple[str, ...]) -> Any:
-        self.calls.append(("module", code, options))
+    def compile(self, text: str, options: tuple[str, ...]) -> tuple[bytes, None]:
+        self.calls.append(("compile", text, options))
+        return f"binary {len(self.calls)}".encode(), None
+
+    def module(self, *, path: str) -> Any:
+        self.calls.append(("load", Path(path).name, Path(path).read_bytes()))
         return SimpleNamespace(get_function=self.function)
 
     def function(self, name: str) -> Any:
         def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
             self.calls.append((name, grid, block, arguments))
 
-        launch.compile = lambda: self.calls.append(("compile", name))  # type: ignore[attr-defined]
+        self.calls.append(("function", name))
         return launch
+
+
+class Device:
+    """What is current while it is entered."""
+
+    def __init__(self, calls: list[Any], index: int) -> None:
+        self.calls, self.index = calls, index
+        self.compute_capability = "90" if index == 1 else "80"
+
+    def __enter__(self) -> None:
+        self.calls.append(("device", self.index))
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append(("left", self.index))
 
 
 @pytest.fixture(autouse=True)
@@ -67,39 +92,75 @@ def _looked_for_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    monkeypatch.setenv("PS_KERNELS_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     return stand_in
 
 
+def launched(launcher: _cuda.CupyLauncher, index: int = 1) -> None:
+    on: Any = SimpleNamespace(get_device=lambda: index, device=f"cuda:{index}")
+    launcher.launch(("step", "accumulate_float32"), (3, 256), (1 << 40, 2.5), on)
+
+
 def test_a_launch(cupy: StandIn) -> None:
     launcher = _cuda.CupyLauncher()
-    on = SimpleNamespace(get_device=lambda: 1, device="cuda:1")
     for _ in range(2):
-        launcher.launch(("step", "accumulate_float32"), (3, 256), (1 << 40, 2.5), on)  # type: ignore[arg-type]
-    module, *rest = [call for call in cupy.calls if call[0] == "module"]
-    assert module[1:] == (source("step"), OPTIONS)
-    assert not rest, "a module is made once"
-    assert ("device", 1) in cupy.calls
+        launched(launcher)
+    assert [call[0] for call in cupy.calls].count("load") == 1, "a module is loaded once"
+    assert ("compile", source("step"), OPTIONS) in cupy.calls, "by the compiler that appends no option about denormals"
+    current = cupy.calls.index(("device", 1)), cupy.calls.index(("left", 1))
+    assert all(
+        current[0] < cupy.calls.index(call) < current[1] for call in cupy.calls if call[0] in ("compile", "load")
+    )
     assert ("stream", (0, 77)) in cupy.calls
-    name, grid, block, arguments = cupy.calls[-1]
+    name, grid, block, arguments = cupy.calls[-2]
     assert (name, grid, block) == ("accumulate_float32", (3,), (256,))
     assert [(type(x), x) for x in arguments] == [(np.int64, 1 << 40), (np.float32, 2.5)]
 
 
-def test_warming_compiles_every_kernel_for_every_device(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_compiled_is_kept_for_its_kind_of_device(cupy: StandIn, tmp_path: Path) -> None:
+    for index in (1, 0, 1):
+        launched(_cuda.CupyLauncher(), index)
+    compiled = [call for call in cupy.calls if call[0] == "compile"]
+    first, other, again = (call for call in cupy.calls if call[0] == "load")
+    assert len(compiled) == 2
+    assert first == again
+    assert first[1].startswith("step-sm90-")
+    assert other[1].startswith("step-sm80-")
+    assert first[2] != other[2]
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {first[1], other[1]}
+    cupy.cuda.nvrtc.getVersion = lambda: (13, 1)
+    launched(_cuda.CupyLauncher())
+    assert [call[0] for call in cupy.calls].count("compile") == 3, "another compiler"
+
+
+def test_a_cache_that_cannot_be_written(cupy: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").write_text("a file where a folder should be", "utf-8")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launcher = _cuda.CupyLauncher()
+    launched(launcher)
+    assert cupy.calls[-2][0] == "accumulate_float32"
+    assert len(list(tmp_path.glob("ps_kernels-*/step-sm90-*.cubin"))) == 1
+    del launcher
+    gc.collect()
+    assert not list(tmp_path.glob("ps_kernels-*"))
+
+
+def test_warming_compiles_every_kernel_for_every_device(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"device {index}")
-    monkeypatch.setenv("CUPY_CACHE_DIR", "/kept/here")
     lines = _cuda.warm()
-    assert [lines[0], lines[len(lines) // 2], lines[-1]] == ["device 0:", "device 1:", "kept in /kept/here"]
-    assert [line.split()[0] for line in lines[1 : len(lines) // 2]] == [
-        name for names in KERNELS.values() for name in names
-    ]
-    compiled = [call[1] for call in cupy.calls if call[0] == "compile"]
-    assert compiled == [name for names in KERNELS.values() for name in names] * 2
+    assert [lines[0], lines[len(lines) // 2]] == ["device 0:", "device 1:"]
+    assert lines[-1] == f"kept in {tmp_path / 'kept'}"
+    every = [name for names in KERNELS.values() for name in names]
+    assert [line.split()[0] for line in lines[1 : len(lines) // 2]] == every
+    assert [call[1] for call in cupy.calls if call[0] == "function"] == every * 2
+    assert [call[0] for call in cupy.calls].count("compile") == 2 * len(KERNELS)
 
 
 def test_which_backend_a_cuda_tensor_goes_to(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

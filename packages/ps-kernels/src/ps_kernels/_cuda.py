@@ -6,21 +6,19 @@ Whatever a launch needs beside its arguments is a PyTorch tensor too, freed in s
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import cache
 from importlib import import_module
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ps_kernels._batch import Batch
-from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+from ps_kernels._compile import cache_folder
+from ps_kernels._cuda_launch import CupyLauncher
 from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
 
 _STEP_THREADS, _NORM_THREADS, _COPY_THREADS = 256, 512, 256
@@ -43,57 +41,6 @@ class Launcher(Protocol):
 
     def multiprocessors(self, on: Tensor) -> int:
         """How many multiprocessors the tensor's device has."""
-
-
-class _Handle:
-    """PyTorch's stream, in the protocol by which libraries hand streams to each other."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version, and the stream's address."""
-        return 0, self._address
-
-
-class CupyLauncher:
-    """CuPy's raw modules: compiled when first used, kept on disk for the next process."""
-
-    def __init__(self) -> None:
-        self._cupy: Any = import_module("cupy")  # it has no types
-        self._modules: dict[str, Any] = {}
-        self._functions: dict[tuple[str, str], Any] = {}
-
-    def launch(self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[Argument], on: Tensor) -> None:
-        """Start a kernel on PyTorch's current stream."""
-        import numpy as np
-
-        cuda, index = self._cupy.cuda, on.get_device()
-        values = tuple(np.float32(each) if isinstance(each, float) else np.int64(each) for each in arguments)
-        stream = cuda.Stream.from_external(_Handle(torch.cuda.current_stream(on.device).cuda_stream))
-        with cuda.Device(index), stream:
-            self._function(*kernel)((grid[0],), (grid[1],), values)
-
-    def multiprocessors(self, on: Tensor) -> int:
-        """How many multiprocessors the tensor's device has."""
-        return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
-
-    def warm(self, index: int) -> Iterator[tuple[str, float]]:
-        """Compile all for a device, or load them from the disk; each and its seconds, a module's in the first."""
-        with self._cupy.cuda.Device(index):
-            for module, names in KERNELS.items():
-                for name in names:
-                    start = time.perf_counter()
-                    self._function(module, name).compile()
-                    yield name, time.perf_counter() - start
-
-    def _function(self, module: str, name: str) -> Any:
-        """A kernel, which CuPy loads anew for each device."""
-        if module not in self._modules:
-            self._modules[module] = self._cupy.RawModule(code=source(module), options=OPTIONS)
-        if (module, name) not in self._functions:
-            self._functions[module, name] = self._modules[module].get_function(name)
-        return self._functions[module, name]
 
 
 class CudaBackend:
@@ -208,11 +155,6 @@ def warm() -> list[str]:
         lines.append(f"{torch.cuda.get_device_name(index)}:")
         lines += [f"  {kernel:26} {taken_s * 1e3:8.1f} ms" for kernel, taken_s in launcher.warm(index)]
     return [*lines, f"kept in {cache_folder()}"]
-
-
-def cache_folder() -> str:
-    """Where CuPy keeps what it compiled."""
-    return os.environ.get("CUPY_CACHE_DIR") or str(Path.home() / ".cupy" / "kernel_cache")
 
 
 @cache  # the compiled modules outlive a call

@@ -1,0 +1,111 @@
+"""Starting CUDA kernels by way of CuPy, on PyTorch's current stream.
+
+[Note: denormals and CuPy]
+CuPy appends ``-ftz=true`` to the options of every module that it compiles from a source, and the last one counts: then
+denormals are flushed, whatever OPTIONS say. So its compiler is called a step lower, where nothing is appended but the
+architecture, and the modules are loaded as binaries, which are kept here instead of in CuPy's own cache.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from ps_kernels._compile import cache_folder
+from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+
+
+class _Handle:
+    """PyTorch's stream, in the protocol by which libraries hand streams to each other."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version, and the stream's address."""
+        return 0, self._address
+
+
+class CupyLauncher:
+    """Kernels compiled when first used, and kept on disk for the next process; see [Note: denormals and CuPy]."""
+
+    def __init__(self) -> None:
+        self._cupy: Any = import_module("cupy")  # it has no types
+        self._modules: dict[tuple[int, str], Any] = {}
+        self._functions: dict[tuple[int, str, str], Any] = {}
+
+    def launch(
+        self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[int | float], on: Tensor
+    ) -> None:
+        """Start a kernel on PyTorch's current stream."""
+        import numpy as np
+
+        cuda, index = self._cupy.cuda, on.get_device()
+        values = tuple(np.float32(each) if isinstance(each, float) else np.int64(each) for each in arguments)
+        stream = cuda.Stream.from_external(_Handle(torch.cuda.current_stream(on.device).cuda_stream))
+        with cuda.Device(index), stream:
+            self._function(index, *kernel)((grid[0],), (grid[1],), values)
+
+    def multiprocessors(self, on: Tensor) -> int:
+        """How many multiprocessors the tensor's device has."""
+        return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
+
+    def warm(self, index: int) -> Iterator[tuple[str, float]]:
+        """Compile all for a device, or load them from the disk; each and its seconds, a module's in the first."""
+        with self._cupy.cuda.Device(index):
+            for module, names in KERNELS.items():
+                for name in names:
+                    start = time.perf_counter()
+                    self._function(index, module, name)
+                    yield name, time.perf_counter() - start
+
+    def _function(self, index: int, module: str, name: str) -> Any:
+        """A kernel on the current device, which has that index."""
+        found = self._functions.get((index, module, name))
+        if found is None:
+            loaded = self._modules.get((index, module))
+            if loaded is None:
+                loaded = self._modules[index, module] = self._cupy.RawModule(path=str(self._binary(index, module)))
+            found = self._functions[index, module, name] = loaded.get_function(name)
+        return found
+
+    def _binary(self, index: int, module: str) -> Path:
+        """The file with a module's machine code; its name says all that it depends on."""
+        cuda, text = self._cupy.cuda, source(module)
+        capability = cuda.Device(index).compute_capability
+        facts = (text, OPTIONS, capability, cuda.nvrtc.getVersion(), self._cupy.__version__)
+        name = f"{module}-sm{capability}-{sha256(repr(facts).encode()).hexdigest()[:16]}.cubin"
+        path = cache_folder() / name
+        if path.is_file():
+            return path
+        code, _ = cuda.compiler.compile_using_nvrtc(text, OPTIONS)
+        try:
+            return _keep(code, path)
+        except OSError:  # nothing can be written there: it is for this process alone
+            return _keep(code, self._own_folder / name)
+
+    @cached_property
+    def _own_folder(self) -> Path:
+        made = tempfile.mkdtemp(prefix="ps_kernels-")
+        finalize(self, shutil.rmtree, made, ignore_errors=True)
+        return Path(made)
+
+
+def _keep(code: bytes, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
+        made.write_bytes(code)
+        made.replace(path)  # in one move: another process finds all of it or nothing
+    return path
