@@ -118,13 +118,21 @@ class Wire:
             into.zero_()
 
     def _sum(self, parts: Sequence[Tensor], into: Tensor) -> None:
-        direct = into.dtype is torch.float32
+        """In single precision and this order, rounded once at the end; which one addition of two does by itself."""
+        two, single = len(parts) == 2, into.dtype is torch.float32
+        fused = len(parts) > 1 and parts[0].dtype is into.dtype and (two or single)
+        direct = fused or single
         most = self._work.numel()
+        if fused and two and torch.get_num_threads() == 1:
+            most = max(into.numel(), 1)  # nothing is read twice, and no threads can be started
         for start in range(0, into.numel(), most):
             piece = slice(start, min(start + most, into.numel()))
             total = into[piece] if direct else self._work[: piece.stop - piece.start]
-            total.copy_(parts[0][piece])
-            for part in parts[1:]:
+            if fused:
+                torch.add(parts[0][piece], parts[1][piece], out=total)
+            else:
+                total.copy_(parts[0][piece])
+            for part in parts[2 if fused else 1 :]:
                 total.add_(part[piece])
             if not direct:
                 into[piece].copy_(total)

@@ -1,0 +1,72 @@
+"""Sums of what came: the same bits in fewer passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ps_dist._wire import Wire
+
+LONG = 3 * 32_768 + 5
+KINDS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
+    """Operators that write, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    # Any: whatever torch passes.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("add", "add_", "copy_"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def patterns(count: int, kind: torch.dtype) -> list[torch.Tensor]:
+    """Every finite and infinite number of 16 bits, or numbers of all sizes; another order in each."""
+    rng = torch.Generator().manual_seed(0)
+    if kind is torch.float32:
+        sizes = [10.0 ** torch.randint(-9, 9, (LONG,), generator=rng) for _ in range(count)]
+        return [torch.randn(LONG, generator=rng) * size for size in sizes]
+    every = torch.arange(-32_768, 32_768).to(torch.int16).view(kind)
+    every = torch.where(every.isnan(), 1.0, every).repeat(2)[:LONG].to(kind)
+    return [every[torch.randperm(LONG, generator=rng)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("into", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_a_sum(kind: torch.dtype, into: torch.dtype, count: int, threads: int) -> None:
+    parts = patterns(count, kind)
+    wanted = parts[0].float()
+    for part in parts[1:]:
+        wanted = wanted + part.float()
+    found = torch.zeros(LONG, dtype=into)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        Wire(None, 0)._sum(parts, found)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, wanted.to(into), rtol=0, atol=0, equal_nan=True)  # infinities of two signs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_are_added_in_one_pass(kind: torch.dtype) -> None:
+    parts, total = patterns(2, kind), torch.zeros(LONG, dtype=kind)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with Calls() as calls:
+            Wire(None, 0)._sum(parts, total)
+    finally:
+        torch.set_num_threads(before)
+    assert calls.names == ["add"]
