@@ -18,7 +18,8 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, stand_in
 from _runs import managed as managed_loop
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
-from ps_core.engine import chunked, materialized, release, statistics
+from ps_core.engine import _gradients, _stepping, chunked, materialized, release, statistics
+from ps_core.engine._tide import Tide
 
 DEVICES = ["cpu", "emulated"]
 
@@ -328,3 +329,40 @@ def test_parameters_read_between_steps_do_not_end_planning() -> None:
             with torch.no_grad():
                 assert all(parameter.norm() > 0 for parameter in model.parameters() if parameter.dim() > 1)
         assert statistics(model).planned_passes >= 5
+
+
+class ManySmall(nn.Module):
+    """Forty vectors, each too small for a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((2**13,), 1.0 + index)) for index in range(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x * weight).square().mean() for weight in self.weights]).sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_small_gradients_are_put_together_in_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is in no budget, so it is never more than a few hundred kibibytes."""
+
+    def train() -> tuple[int, dict[str, Tensor]]:
+        where: dict[str, Any] = {"device": "cpu", "budget": Budget(host=HOST)}
+        options = Options(group_bytes="4MiB", keep_fp32=("*",))
+        with chunked_model(ManySmall(), precision=precision, options=options, **where) as (model, optimizer):
+            for index in range(2):
+                model(torch.full((2**13,), 1.0 + index)).backward()
+                tide = Tide("cpu")
+                tide.start()
+                try:
+                    optimizer.step()
+                finally:
+                    tide.stop()
+            return tide.take_peak(), state(model)
+
+    peak, pieces = train()
+    for module in (_gradients, _stepping):
+        monkeypatch.setattr(module, "BESIDE_NUMEL", 2**30)
+    whole_peak, whole = train()
+    assert peak <= 2 * 2**16 * 4 + 2**15 < 40 * 2**13 * 4 <= whole_peak
+    assert all(torch.equal(value, whole[name]) for name, value in pieces.items())

@@ -9,7 +9,7 @@ the step, the gradient is moved into an fp32 sum and the parameter rebuilt from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -24,6 +24,9 @@ from ps_core.engine._store import Home, Slot
 
 SMALL_NUMEL = 2**14
 """What has fewer elements takes less time than a call: it is measured with the others of its group, and stepped so."""
+
+BESIDE_NUMEL = 2**16
+"""So many elements of small gradients are put together at the most, for no budget counts the copy."""
 
 
 def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
@@ -284,9 +287,10 @@ class GradientKeeper:
             slot = self._slot_over(group)
             if slot.place is None:
                 self.measure_all(rows, slot.flat(group.dtype, group.chunk_numel))
-        for rows in small.values():
-            ends = list(accumulate(record.numel for record in rows))
-            self._measure_spans(rows, beside(rows), list(zip([0, *ends], ends, strict=False)))
+        for group_rows in small.values():
+            for rows in _pieces(group_rows):
+                ends = list(accumulate(record.numel for record in rows))
+                self._measure_spans(rows, beside(rows), list(zip([0, *ends], ends, strict=False)))
         return [self.measure(record) for record in records]
 
     def _slot_over(self, group: GroupRecord) -> Slot:
@@ -322,6 +326,19 @@ class GradientKeeper:
         ps_kernels.sumsq_finite(flat, parts, spans=spans)
         for record, part in zip(records, parts.unbind(), strict=True):
             record.part = part
+
+
+def _pieces(records: list[TensorRecord]) -> Iterator[list[TensorRecord]]:
+    """Small ones in order, as many at a time as may be put together."""
+    piece: list[TensorRecord] = []
+    numel = 0
+    for record in records:
+        numel += record.numel
+        if numel > BESIDE_NUMEL:
+            yield piece
+            piece, numel = [], record.numel
+        piece.append(record)
+    yield piece
 
 
 def _measured(flat: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._device import Device
-from ps_core.engine._gradients import SMALL_NUMEL, beside
+from ps_core.engine._gradients import BESIDE_NUMEL, SMALL_NUMEL, beside
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._settings import Rule, Settings, clip_factor
 from ps_core.engine._store import Slot
@@ -72,16 +72,19 @@ class _Run:
 
 def _runs(group: GroupRecord, settings_of: SettingsOf) -> Iterator[_Run]:
     run: list[TensorRecord] = []
+    copied = 0
     for record in group.tensors:
         if record.gradient is Gradient.NONE:
             if run:
                 yield _Run(tuple(run), settings_of(run[0]))
-            run = []
+            run, copied = [], 0
             continue
-        if run and not _alike(run[-1], record, settings_of):
+        aside = record.numel * (record.gradient is Gradient.ASIDE)
+        if run and (copied + aside > BESIDE_NUMEL or not _alike(run[-1], record, settings_of)):
             yield _Run(tuple(run), settings_of(run[0]))
-            run = []
+            run, copied = [], 0
         run.append(record)
+        copied += aside
     if run:
         yield _Run(tuple(run), settings_of(run[0]))
 
