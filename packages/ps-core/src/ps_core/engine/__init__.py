@@ -4,6 +4,7 @@ from ps_core.engine._checkpoint.checkpoint import load_checkpoint, save_checkpoi
 from ps_core.engine._checkpoint.export import export_checkpoint, save_weights
 from ps_core.engine._checkpoint.weights import load_weights
 from ps_core.engine._chunked import chunked
+from ps_core.engine._embedding import HostEmbedding
 from ps_core.engine._offload import offloaded
 from ps_core.engine._optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
@@ -13,6 +14,7 @@ from ps_core.engine._tracing.fake import CannotTrace, trace
 __all__ = [
     "CannotTrace",
     "ChunkedOptimizer",
+    "HostEmbedding",
     "Statistics",
     "TierStatistics",
     "chunked",

@@ -58,7 +58,7 @@ class HostRoom:
             for segment in plan.segments:
                 found = (instr.op for instr in segment.instrs if isinstance(instr.op, Reserve))
                 ends += [op.offset + op.bytes for op in found if op.tier == _HOST]
-            self._plan, self._planned_bytes = plan, max(ends, default=0)
+            self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.fixed_bytes
 
     @undisturbed
     def put(self, tensor: torch.Tensor) -> Away:

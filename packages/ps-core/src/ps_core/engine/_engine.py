@@ -25,12 +25,13 @@ from ps_core.engine._passes import Passes
 from ps_core.engine._processes.driver import sharded
 from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
-from ps_core.engine._refusals import changed_in_place
+from ps_core.engine._refusals import changed_in_place, whole_table
 from ps_core.engine._saved import Kept, SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
 from ps_core.engine._stepping import Decision, SettingsOf, decide
 from ps_core.engine._store import Store
+from ps_core.engine._tables import Tables
 
 
 class Engine:
@@ -65,6 +66,7 @@ class Engine:
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
         self.saved = SavedTensors(self, self.residency.owners)
+        self.tables = Tables(self)
         self.eager: Eager | None = None
         """Steps during backward, where that was asked for."""
         self.management: Any = None
@@ -233,6 +235,9 @@ class Engine:
                 or record.payload is not Payload.VALID
                 or record.group.home.newest(0) is None  # a second gradient had it made anew at home
             ):
+                for each in records:
+                    if each.group.on_host:
+                        raise whole_table(each.name)
                 passes.next([each for each in records if not each.group.pinned], [])
                 break
         beat = passes.beat if passes.driver.tracked else None
@@ -270,7 +275,7 @@ class Engine:
         if not passes.take(record, gradient):
             self.gradients.arrive(record, gradient)
         beat = passes.beat
-        if beat is not None and not record.waiting:
+        if beat is not None and not record.waiting and not group.on_host:
             beat.grads[record.index] = None
         if eager is not None:
             eager.arrived(group)
@@ -329,6 +334,8 @@ class Engine:
         chosen = list(records) if records is not None else self.records
         for record in chosen:
             clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
+        if records is None:
+            self.tables.forget()
         if self.eager is not None and records is None:
             self.eager.forget()
         beat = self.passes.beat

@@ -23,6 +23,7 @@ from ps_core.engine._parameter import ManagedParameter, make_plain, point_at, ta
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._processes.joining import Unplanned
 from ps_core.engine._records import GroupRecord, TensorRecord
+from ps_core.engine._refusals import graph_of_gradient
 
 
 class Management:
@@ -261,17 +262,14 @@ class Management:
 def _gradient(parameter: ManagedParameter) -> None:
     """What autograd calls for each gradient. It holds nothing, lest a model that nobody wants live for ever."""
     gradient = take_grad(parameter)
-    record = parameter._record
-    if gradient is None or not record.trainable:
-        return
-    if gradient.requires_grad:
-        raise UnsupportedParameter(
-            f"backward(create_graph=True) would need the gradient of {record.name!r} to stay: use "
-            "torch.autograd.grad(loss, parameters, create_graph=True)"
-        )
-    keeper = parameter._keeper
+    record, keeper = parameter._record, parameter._keeper
     assert isinstance(keeper, Engine), "engines are the only keepers"
-    keeper.arrive(record, gradient)
+    if gradient is None:
+        keeper.tables.deliver(record)
+    elif record.trainable:
+        if gradient.requires_grad:
+            raise graph_of_gradient(record.name)
+        keeper.arrive(record, gradient)
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:

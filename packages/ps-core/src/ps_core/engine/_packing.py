@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +27,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_GROUP_NUMEL = 2**16
 _PARTS_OF_DEVICE = 16
 """A group is at most this part of the accelerator's budget, lest moves be too coarse for it."""
+
+
+class _Sort(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    trainable: bool
+    dtype: torch.dtype
+    fixed: int | None
+    """The tier where they are for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +63,34 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def pack(
-    model: nn.Module, options: Options, precision: Precision, *, training: bool, device_bytes: int | None
+    model: nn.Module,
+    options: Options,
+    precision: Precision,
+    *,
+    training: bool,
+    device_bytes: int | None,
+    tables: Collection[str] = (),
 ) -> Packing:
-    """Groups for a model; nothing is moved or allocated yet."""
+    """Groups for a model; nothing is moved or allocated yet. ``tables`` stay on the host."""
     groups: list[GroupRecord] = []
     records: dict[str, TensorRecord] = {}
-    limit = _group_numel(model, options, precision, device_bytes)
-    runs: dict[tuple[bool, torch.dtype], GroupRecord] = {}
+    limit = _group_numel(model, options, precision, device_bytes, tables)
+    runs: dict[_Sort, GroupRecord] = {}
     places = {name: index for index, (name, _) in enumerate(named(model))}
     for unit in _units(model):
-        sorts: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        sorts: dict[_Sort, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit:
             kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in options.keep_fp32)
             dtype = torch.float32 if kept else DTYPES[precision]
-            sorts.setdefault((training and parameter.requires_grad, dtype), []).append((name, parameter))
+            fixed = 1 if name in tables else 0 if kept and precision is not Precision.FP32 else None
+            sorts.setdefault(_Sort(training and parameter.requires_grad, dtype, fixed), []).append((name, parameter))
         for sort, rows in sorts.items():
             whole = sum(parameter.numel() for _, parameter in rows) <= limit
             for part in [rows] if whole else [[row] for row in rows]:
                 size = sum(parameter.numel() for _, parameter in part)
                 group = runs.get(sort)
                 if group is None or group.numel + size > limit:
-                    group = runs[sort] = _group(len(groups), sort, precision)
+                    group = runs[sort] = _group(len(groups), sort)
                     groups.append(group)
                 for name, parameter in part:
                     records[name] = _record(places[name], name, parameter, sort)
@@ -81,19 +98,17 @@ def pack(
     return Packing(groups, records)
 
 
-def _group(index: int, sort: tuple[bool, torch.dtype], precision: Precision) -> GroupRecord:
-    trainable, dtype = sort
-    kept = dtype is torch.float32
+def _group(index: int, sort: _Sort) -> GroupRecord:
     return GroupRecord(
         index=index,
-        weight=Kind.P32 if kept else Kind.P16,
-        dtype=dtype,
-        trainable=trainable,
-        pinned=kept and precision is not Precision.FP32,
+        weight=Kind.P32 if sort.dtype is torch.float32 else Kind.P16,
+        dtype=sort.dtype,
+        trainable=sort.trainable,
+        fixed=sort.fixed,
     )
 
 
-def _record(index: int, name: str, parameter: nn.Parameter, sort: tuple[bool, torch.dtype]) -> TensorRecord:
+def _record(index: int, name: str, parameter: nn.Parameter, sort: _Sort) -> TensorRecord:
     stride = parameter.stride()
     if not _dense(parameter):
         stride = torch.empty(parameter.shape, device="meta").stride()
@@ -103,9 +118,9 @@ def _record(index: int, name: str, parameter: nn.Parameter, sort: tuple[bool, to
         parameter=parameter,  # type: ignore[arg-type]  # becomes a ManagedParameter
         shape=parameter.shape,
         stride=stride,
-        dtype=sort[1],
+        dtype=sort.dtype,
         numel=parameter.numel(),
-        trainable=sort[0],
+        trainable=sort.trainable,
         given=(type(parameter), parameter.dtype),
     )
 
@@ -131,11 +146,14 @@ def _units(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
     return list(units.values())
 
 
-def _group_numel(model: nn.Module, options: Options, precision: Precision, device_bytes: int | None) -> int:
+def _group_numel(
+    model: nn.Module, options: Options, precision: Precision, device_bytes: int | None, tables: Collection[str]
+) -> int:
     size = 4 if precision is Precision.FP32 else 2
     if options.group_bytes is not None:
         return max(1, parse_bytes(options.group_bytes) // size)
-    sizes = sorted(sum(parameter.numel() for _, parameter in unit) for unit in _units(model))
+    moving = ([parameter for name, parameter in unit if name not in tables] for unit in _units(model))
+    sizes = sorted(sum(parameter.numel() for parameter in unit) for unit in moving)
     total, covered = sum(sizes), 0
     typical = _SMALLEST_GROUP_NUMEL
     for numel in sizes:

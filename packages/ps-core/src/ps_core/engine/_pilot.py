@@ -211,7 +211,7 @@ class Pilot:
         if known is None or not known[0].covers(self._served):
             self._homes.lower()
             return
-        largest = max(group.home.bytes for group in self._engine.groups)
+        largest = max((group.home.bytes for group in self._engine.groups if not group.on_host), default=0)
         self._engine.passes.demand.highest_tide_bytes = known[1]
         self._homes.lower(known[1] + 2 * largest)
 
@@ -360,12 +360,15 @@ class Pilot:
         return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
 
     def _tiers(self) -> tuple[Tier, ...]:
-        """The tiers, less what is pinned at the top of the first, and less what activations have of the second."""
-        first, *others = self._engine.store.tiers
+        """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""
+        store = self._engine.store
+        first, *others = store.tiers
         room = self._engine.saved.room
         if room is not None:
             others[0] = Tier(others[0].name, others[0].capacity_bytes - room.bytes)
-        pinned = [home.slot for group in self._engine.groups if group.pinned for home in group.homes.values()]
+        if store.fixed_bytes:
+            others[0] = Tier(others[0].name, others[0].capacity_bytes - store.fixed_bytes)
+        pinned = [home.slot for group in self._engine.groups if group.fixed == 0 for home in group.homes.values()]
         end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
         return (Tier(first.name, end & -128), *others)
 

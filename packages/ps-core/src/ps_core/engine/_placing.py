@@ -13,7 +13,7 @@ from ps_core.engine._disk.file import blocks
 from ps_core.engine._interrupts import alone
 from ps_core.engine._parameter import ManagedParameter, changes, clear_grad, point_at
 from ps_core.engine._records import GroupRecord, TensorRecord
-from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
+from ps_core.engine._refusals import compute_tier_too_small, everything_too_large, tables_too_large
 from ps_core.engine._store import Home, Store
 
 _Extent: TypeAlias = tuple[GroupRecord, Kind]
@@ -24,7 +24,7 @@ def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
     if not group.trainable:
         return (group.weight,)
     kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
-    sums = (accumulates and not group.pinned) or (group.gathered and group.weight is Kind.P32)
+    sums = (accumulates and group.fixed != 0) or (group.gathered and group.weight is Kind.P32)
     return (*kinds, Kind.ACC) if sums else kinds
 
 
@@ -38,29 +38,26 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
     last = len(store.tiers) - 1
     if last:
         _check_compute_tier(store, groups, accumulates=accumulates)
-    top = store.tiers[0].capacity_bytes
-    for group in groups:
-        if group.pinned and last:
-            for kind in kinds_of(group, accumulates=accumulates):
-                top -= bytes_of(group, kind)
-                _reserve(store, group, kind, 0, top)
-    rest = [group for group in groups if not (group.pinned and last)]
+    fixed = [group for group in groups if group.pinned and last]
+    top = _place_fixed(store, fixed, accumulates=accumulates)
+    rest = [group for group in groups if group not in fixed]
     sizes = {group: sum(bytes_of(group, kind) for kind in kinds_of(group, accumulates=accumulates)) for group in rest}
-    below = sum(tier.capacity_bytes for tier in store.tiers[1:]) if last else top
+    below = sum(store.free_bytes(tier) for tier in range(1, last + 1)) if last else top
+    everything = sum(sizes.values()) + store.tiers[0].capacity_bytes - top + store.fixed_bytes
     if sum(sizes.values()) > below + (top if last else 0):
-        raise everything_too_large(store, groups, sum(sizes.values()) + store.tiers[0].capacity_bytes - top)
+        raise everything_too_large(store, groups, everything)
     resident: set[GroupRecord] = set()
     for group in rest:
         if last and sum(sizes[each] for each in rest if each not in resident) > below:
             resident.add(group)
     if last and sum(sizes[group] for group in resident) > top:
-        raise everything_too_large(store, groups, sum(sizes.values()) + store.tiers[0].capacity_bytes - top)
+        raise everything_too_large(store, groups, everything)
     lower = [
         (group, kind) for group in rest if group not in resident for kind in kinds_of(group, accumulates=accumulates)
     ]
     tiers = _spread(store, lower, max(sizes.values(), default=0)) if last else dict.fromkeys(lower, 0)
     if tiers is None:
-        raise everything_too_large(store, groups, sum(sizes.values()))
+        raise everything_too_large(store, groups, everything)
     if store.file is not None:
         store.file.prepare(sum(blocks(bytes_of(*row)) for row, tier in tiers.items() if store.is_disk(tier)))
     for group in rest:
@@ -68,7 +65,27 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
             _reserve(store, group, kind, tiers.get((group, kind), 0))
     for tier, row in enumerate(store.tiers):
         if store.used_bytes[tier] > row.capacity_bytes:
-            raise everything_too_large(store, groups, sum(sizes.values()))
+            raise everything_too_large(store, groups, everything)
+
+
+def _place_fixed(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> int:
+    """What never moves: on the compute tier from its end down, or on the host; the end of what is left of the first."""
+    top = store.tiers[0].capacity_bytes
+    below = [group for group in groups if group.on_host]
+    gradients = sum(bytes_of(group, group.weight) for group in below if group.trainable)
+    homes = sum(bytes_of(group, kind) for group in below for kind in kinds_of(group, accumulates=accumulates))
+    if below and homes + gradients > store.free_bytes(1):
+        raise tables_too_large(store, below, homes + gradients)
+    for group in groups:
+        for kind in kinds_of(group, accumulates=accumulates):
+            if group.on_host:
+                _reserve(store, group, kind, 1)
+            else:
+                top -= bytes_of(group, kind)
+                _reserve(store, group, kind, 0, top)
+    if below:
+        store.keep_on_host(homes, gradients)
+    return top
 
 
 def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
@@ -77,7 +94,7 @@ def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent,
     Where the disk is needed, the tier above it keeps room for one group to pass through.
     """
     last = len(store.tiers) - 1
-    room = [tier.capacity_bytes for tier in store.tiers]
+    room = [store.free_bytes(tier) for tier in range(last + 1)]
     if last > 1 and sum(bytes_of(*row) for row in extents) > room[1]:
         room[1] -= min(room[1], largest)
     found: dict[_Extent, int] = {}
@@ -94,7 +111,7 @@ def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent,
 def _check_compute_tier(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
     """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
     pinned = sum(
-        bytes_of(group, kind) for group in groups if group.pinned for kind in kinds_of(group, accumulates=False)
+        bytes_of(group, kind) for group in groups if group.fixed == 0 for kind in kinds_of(group, accumulates=False)
     )
     movable = [group for group in groups if not group.pinned]
     largest = max(movable, key=lambda group: group.chunk_numel, default=None)

@@ -158,8 +158,9 @@ class GroupRecord:
     """P16, or P32 where that is what is computed with."""
     dtype: torch.dtype
     trainable: bool
-    pinned: bool = False
-    """On the compute tier for good, outside every plan (parameters kept in fp32)."""
+    fixed: int | None = None
+    """The tier where all of it is for good, outside every plan: the compute tier (parameters kept in fp32), or the
+    host's (tables, of which only rows leave it). None: it moves."""
     tensors: list[TensorRecord] = field(default_factory=list)
     numel: int = 0
     homes: dict[Kind, Home] = field(default_factory=dict)
@@ -171,6 +172,16 @@ class GroupRecord:
     """Its homes are one of ``ranks`` equal shards; parameters are bound to a copy put together from all of them."""
     rank: int = 0
     ranks: int = 1
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is on one tier for good, and in no plan."""
+        return self.fixed is not None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether that is the host's, so that it never comes to the compute tier."""
+        return self.fixed == 1
 
     def add(self, record: TensorRecord) -> None:
         """Append a tensor."""

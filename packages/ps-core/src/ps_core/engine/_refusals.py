@@ -66,6 +66,40 @@ def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: 
     )
 
 
+def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int) -> DoesNotFit:
+    """The host cannot hold the tables that stay there."""
+    tier, largest = store.tiers[1], max(groups, key=lambda group: group.chunk_numel)
+    return DoesNotFit(
+        tier=tier.name,
+        moment=f"between steps, with {largest.name}",
+        needed_bytes=needed_bytes,
+        available_bytes=tier.capacity_bytes,
+        proven=True,
+        remedies=(
+            _larger(store, 1, needed_bytes),
+            f"nn.Embedding in place of HostEmbedding for {largest.name}, which may then be on any tier",
+            "freeze it: 2 bytes an element (4 in fp32) of the host in place of 16",
+        ),
+    )
+
+
+def whole_table(name: str) -> UnsupportedParameter:
+    """Something other than its own lookup reads a table that stays on the host."""
+    return UnsupportedParameter(
+        f"{name!r} is a table that stays on the host (HostEmbedding), of which only rows that are looked up reach the "
+        "accelerator, and something else reads all of it (a tied head, its norm, a compiled block around it): make it "
+        f"an nn.Embedding, or read it between steps inside `with materialized(model, names=[{name!r}]):`"
+    )
+
+
+def graph_of_gradient(name: str) -> UnsupportedParameter:
+    """A gradient that shall be differentiated again."""
+    return UnsupportedParameter(
+        f"backward(create_graph=True) would need the gradient of {name!r} to stay: use "
+        "torch.autograd.grad(loss, parameters, create_graph=True)"
+    )
+
+
 def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
     """A parameter was changed, or would be, where the optimizer does not see it."""
     what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"

@@ -124,6 +124,8 @@ class Store:
         """The most of them that were seen."""
         self.foreseen_bytes = 0
         """Of the compute tier, for a whole pass, where fake tensors told that it does not fit."""
+        self.fixed_bytes = 0
+        """Of the host, what tables have that never leave it."""
         self._arena: torch.Tensor | None = None
         if len(tiers) > 1:
             self._arena = self._new_arena(tiers[0].capacity_bytes if device.lazy else 0)
@@ -151,6 +153,12 @@ class Store:
         self.used_bytes[tier] += size
         self.note_peak()
         return slot
+
+    def keep_on_host(self, homes: int, gradients: int) -> None:
+        """Tables have these bytes for good: of homes that are reserved, and, in no slot, for gradients on their way."""
+        self.fixed_bytes = homes + gradients
+        self.used_bytes[1] += gradients
+        self.note_peak()
 
     def free_spare(self) -> int:
         """Give back what is kept for later; how many bytes."""

@@ -88,7 +88,7 @@ class Joining:
     def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
         """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
         for group in packing.groups:
-            group.gathered, group.pinned = True, False
+            group.gathered, group.fixed = True, None
             group.rank, group.ranks = self._together.rank, self._together.ranks
         rows = [
             (name, tuple(record.shape), record.stride, str(record.dtype), record.trainable, record.group.index)

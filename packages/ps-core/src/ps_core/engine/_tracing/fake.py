@@ -46,6 +46,8 @@ class Wanted:
     """What a floating parameter is computed in; None: as it is."""
     input_dtype: torch.dtype | None = None
     """What floating inputs are cast to; None: as they are."""
+    stays_on_host: Callable[[str], bool] | None = None
+    """Which parameters are tables that never come; None: none is."""
 
 
 def trace(
@@ -98,8 +100,11 @@ def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     inputs = {id(tensor): _fake(tensor, fake_mode, wanted.input_dtype) for tensor in _tensors((args, dict(kwargs)))}
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: inputs[id(tensor)], (args, dict(kwargs)))
     recorder = Recorder(named, wanted.unit_of)
+    away = {name for name in named if wanted.stays_on_host is not None and wanted.stays_on_host(name)}
     for name, parameter in named.items():
-        if trainable[name]:
+        if name in away:
+            parameter._away = True  # type: ignore[attr-defined]  # a `FakeParameter` by now
+        elif trainable[name]:
             parameter.register_post_accumulate_grad_hook(recorder.arrive)  # type: ignore[no-untyped-call]
     with fake_mode, torch.set_grad_enabled(wanted.training):
         for tensor in (*model.buffers(), *inputs.values()):

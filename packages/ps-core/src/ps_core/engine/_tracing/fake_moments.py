@@ -214,6 +214,8 @@ class FakeParameter(FakeTensor):
     """A fake parameter that tells a recorder of every function it is given to, also where backward recomputes."""
 
     _recorder: Recorder
+    _away: bool = False
+    """Whether it is a table that stays on the host: lookups make rows, and nothing of it comes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

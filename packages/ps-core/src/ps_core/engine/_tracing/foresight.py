@@ -37,6 +37,7 @@ def foresee(
         unit_of=lambda name: record_of[name].group.index if name in record_of else -1,
         dtype_of=lambda name: record_of[name].dtype if name in record_of else torch.float32,
         input_dtype=cast,
+        stays_on_host=lambda name: name in record_of and record_of[name].group.on_host,
     )
 
     def work() -> str:
