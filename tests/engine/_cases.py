@@ -377,6 +377,7 @@ CASES: tuple[Case, ...] = (
     case("frozen", partly_frozen),
     case("mixed_dtypes", models.stack, options=keep("*norm*")),
     case("unused", models.Skipping),
+    case("empty", models.Empty),
     case("skipped_blocks", models.Skipping, inputs=some_blocks),
     case("experts", models.Experts, inputs=two_towards),
     # custom functions

@@ -204,6 +204,23 @@ class Custom(nn.Module):
         return x
 
 
+class Empty(nn.Module):
+    """Parameters of no elements, among others and all alone, used and unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.prompt = nn.Parameter(torch.empty(0, WIDTH))
+        self.none = nn.Parameter(torch.empty(WIDTH, 0))
+        self.unused = nn.Parameter(torch.empty(WIDTH, 0))
+        self.frozen = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [torch.tanh(self.first(x)), x @ self.prompt.t(), x @ self.none, self.frozen.expand(*x.shape[:-1], 0)]
+        return self.last(torch.cat(parts, -1))
+
+
 class EarlyStop(nn.Module):
     """Checkpointed blocks whose end saves nothing, so that recomputation ends inside the last linear layer."""
 

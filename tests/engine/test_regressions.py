@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,16 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, stand_in
 from _runs import managed as managed_loop
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
-from ps_core.engine import _gradients, _stepping, chunked, materialized, release, statistics
+from ps_core.engine import (
+    _gradients,
+    _stepping,
+    chunked,
+    load_checkpoint,
+    materialized,
+    release,
+    save_checkpoint,
+    statistics,
+)
 from ps_core.engine._tide import Tide
 
 DEVICES = ["cpu", "emulated"]
@@ -366,3 +376,32 @@ def test_small_gradients_are_put_together_in_pieces(precision: str, monkeypatch:
     whole_peak, whole = train()
     assert peak <= 2 * 2**16 * 4 + 2**15 < 40 * 2**13 * 4 <= whole_peak
     assert all(torch.equal(value, whole[name]) for name, value in pieces.items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_of_no_elements_in_states_and_checkpoints(device: str, precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    where: dict[str, Any] = {"device": "cpu", "budget": Budget(host=HOST)}
+    if device == "emulated":
+        where = {"device": stand_in(), "budget": Budget(device="64KiB", host=HOST)}
+    with chunked_model(models.Empty(), precision=precision, options=Options(group_bytes=4096), **where) as made:
+        model, optimizer = made
+
+        def train(index: int) -> Tensor:
+            loss = square(model, *rows(index))
+            loss.backward()
+            assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) > 0
+            optimizer.step()
+            return loss.detach()
+
+        train(0)
+        save_checkpoint(tmp_path / "one", model, optimizer)
+        weights, states = model.state_dict(), optimizer.state_dict(masters=True)
+        assert weights["prompt"].shape == states["masters"][0].shape == (0, 32)
+        losses = [train(1), train(2)]
+        load_checkpoint(tmp_path / "one", model, optimizer)
+        assert losses == [train(1), train(2)]
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        assert losses == [train(1), train(2)]

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from _programs import traces
 from ps_core._errors import InvalidInput
 from ps_core._layout import lay_out
-from ps_core._planner.search import Setup, group_sizes
+from ps_core._plan import Tier
+from ps_core._planner.search import Setup, find_plan, group_sizes
+from ps_core._simulate.machine import machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
+from ps_core._verify import verify
 from ps_core._workloads.analytic import Workload, analytic_trace
 from ps_core._workloads.shapes import published_names, shape
 
@@ -64,6 +67,19 @@ def test_at_least_98_percent_of_what_is_stored_is_used_at_every_published_size(n
     for numel in group_sizes(trace, Setup(ranks=ranks)):
         layout = lay_out(trace, group_numel=numel, ranks=ranks)
         assert layout.utilisation >= 0.98
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_group_of_nothing_but_an_empty_tensor_is_planned(trainable):
+    tensors = Tensor(name="a", numel=300), Tensor(name="nothing", numel=0, trainable=trainable)
+    grads = (0, 1) if trainable else (0,)
+    moments = Moment(name="f", phase=Phase.FORWARD, reads=(0, 1)), Moment(name="b", phase=Phase.BACKWARD, grads=grads)
+    trace = Trace(model="m", tensors=tensors, moments=moments)
+    layout = lay_out(trace, group_numel=300 if not trainable else 1)
+    assert [group.shard_numel for group in layout.groups] == [320, 64]
+    tiers = Tier("device", 4096), Tier("host", 2**16)
+    planned = find_plan(trace, tiers, machine("v100"), setup=Setup(), layout=layout)
+    verify(planned.program, planned.plan)
 
 
 def test_an_empty_trace_has_an_empty_layout():

@@ -43,7 +43,7 @@ X = Activation(name="x", bytes=1)
     ("make", "words"),
     [
         (lambda: trace(tokens=-1), "tokens must be a whole number"),
-        (lambda: trace(tensors=(Tensor(name="a", numel=0),)), "numel of 'a' must be a whole number of at least 1"),
+        (lambda: trace(tensors=(Tensor(name="a", numel=-1),)), "numel of 'a' must be a whole number of at least 0"),
         (lambda: trace(tensors=(Tensor(name=3, numel=1),)), "expected a text"),
         (lambda: trace(tensors=(A, A)), "two tensors have the same name"),
         (lambda: trace(tensors=(Tensor(name="a", numel=1, trainable=1),)), "must be true or false"),

@@ -108,6 +108,6 @@ def _group(trace: Trace, index: int, tensors: list[int], ranks: int) -> Group:
         tensors=tuple(tensors),
         offsets=tuple(offsets),
         numel=numel,
-        shard_numel=-(-numel // step) * SHARD_ALIGNMENT_NUMEL,
+        shard_numel=max(1, -(-numel // step)) * SHARD_ALIGNMENT_NUMEL,
         trainable=trace.tensors[tensors[0]].trainable,
     )

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ps_core._errors import InvalidInput
 
@@ -42,6 +42,21 @@ class Activation:
     bytes: int
 
 
+class Amounts(NamedTuple):
+    """What a moment computes, counted; each is a figure of `Moment`."""
+
+    flops: float = 0.0
+    elements: float = 0.0
+    attention_flops: float = 0.0
+    queries: float = 0.0
+    queries_backward: float = 0.0
+    tanhs: float = 0.0
+
+    def plus(self, other: Amounts) -> Amounts:
+        """Both together."""
+        return Amounts(*(mine + more for mine, more in zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """One operator or block running. Numbers in the tuples are indices into the trace's lists."""
@@ -65,6 +80,19 @@ class Moment:
     """Of matrix products and attention."""
     elements: float = 0.0
     """That all other operators read and write."""
+    attention_flops: float = 0.0
+    """Of ``flops``, those of attention."""
+    queries: float = 0.0
+    """Of attention: rows, of each head."""
+    queries_backward: float = 0.0
+    """The same where attention is differentiated."""
+    tanhs: float = 0.0
+    """Hyperbolic tangents, also within other operators (a GELU's tanh form)."""
+
+    @property
+    def amounts(self) -> Amounts:
+        """What it computes."""
+        return Amounts(*(getattr(self, name) for name in Amounts._fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +174,7 @@ def _check(trace: Trace) -> None:
     _whole(trace.tokens, "tokens")
     for tensor in trace.tensors:
         _text(tensor.name)
-        _whole(tensor.numel, f"numel of {tensor.name!r}", 1)
+        _whole(tensor.numel, f"numel of {tensor.name!r}")
         if not isinstance(tensor.trainable, bool):
             raise InvalidInput(f"trace: trainable of {tensor.name!r} must be true or false")
     if len({tensor.name for tensor in trace.tensors}) != len(trace.tensors):
@@ -165,7 +193,7 @@ def _check(trace: Trace) -> None:
 def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
     name = _text(moment.name)
     _whole(moment.nonmodel_bytes, f"nonmodel_bytes of {name!r}")
-    for what in ("flops", "elements"):
+    for what in Amounts._fields:
         count = getattr(moment, what)
         if not isinstance(count, int | float) or not 0 <= count < float("inf"):
             raise InvalidInput(f"trace: {what} of {name!r} must be a number of at least 0, found {count!r}")

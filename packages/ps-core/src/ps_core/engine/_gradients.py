@@ -159,8 +159,8 @@ class GradientKeeper:
         flat = flatten(record, gradient)
         tier = self._store.work_tier(home.slot.tier)
         if tier and not record.group.on_host:
-            stage = self._store.reserve(tier, flat.nbytes)
-            staged = stage.memory.view(flat.dtype)
+            stage = self._store.reserve(tier, max(1, flat.nbytes))
+            staged = stage.memory[: flat.nbytes].view(flat.dtype)
             self._residency.await_all(Queue.D2H)
             self._store.device.copy(Queue.D2H, staged, flat)
             self._residency.watcher.moved(0, tier, flat.nbytes)
