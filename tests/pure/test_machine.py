@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ps_core._errors import InvalidInput
 from ps_core._simulate.machine import MACHINES, NUMBERS, Machine, default_machine, machine, machine_from_toml
+from ps_core._trace import Amounts
 
 GIB = 2**30
 WHOLE = MACHINES["v100"].to_toml()
@@ -28,6 +29,19 @@ def refusal(text: str) -> str:
 def test_built_in_machines_survive_toml(name: str) -> None:
     assert machine_from_toml(MACHINES[name].to_toml()) == MACHINES[name]
     assert machine(name) is MACHINES[name]
+
+
+def test_computing_adds_up() -> None:
+    """In 16 bits and in fp32, each amount at its own figure; attention as products where nothing else is told."""
+    amounts = Amounts(flops=7e4, attention_flops=1e4, elements=1e3, queries=100.0, queries_backward=10.0, tanhs=1.0)
+    half = {"matmul_flops": 6e4, "attention_flops": 1e3, "element_s": 1e-2, "query_s": 1e-1, "query_backward_s": 2.0}
+    full = {"matmul_flops_fp32": 1e4, "element_fp32_s": 2e-2, "query_fp32_s": 1.0, "query_backward_fp32_s": 3.0}
+    found = replace(MACHINES["cpu"], **half, **full, tanh_s=9.0, tanh_fp32_s=4.0)
+    assert found.computing_s(amounts, fp32=False) == pytest.approx(1 + 10 + 10 + 10 + 20 + 9)
+    assert found.computing_s(amounts, fp32=True) == pytest.approx(6 + 1 + 20 + 100 + 30 + 4)
+    faster = replace(found, attention_flops_fp32=2e3)
+    assert faster.computing_s(amounts, fp32=True) == pytest.approx(6 + 5 + 20 + 100 + 30 + 4)
+    assert MACHINES["cpu"].computing_s(amounts, fp32=False) == pytest.approx(7e4 / MACHINES["cpu"].matmul_flops)
 
 
 @settings(max_examples=40)

@@ -42,6 +42,12 @@ def test_elements_and_moves_take_their_time() -> None:
     slow = replace(PLAYED, element_s=0.5, element_fp32_s=99.0)
     assert whole(simulate(program, resident_plan(), slow))["forward_s"] == 5 + 8 * 0.5
     assert whole(simulate(program, resident_plan(), replace(LEFT, element_s=0.5)))["forward_s"] == 4 + 8 * 0.5
+    # Of 4 operations 3 are attention's, at 1.5 a second; two queries and one tangent of a second each.
+    attending = replace(forward, attention_flops=3.0, queries=2.0, tanhs=1.0)
+    program = replace(base, trace=replace(base.trace, moments=(attending, replace(backward, queries_backward=4.0))))
+    told = {"attention_flops": 1.5, "query_s": 1.0, "tanh_s": 1.0, "query_backward_s": 0.25}
+    found = whole(simulate(program, resident_plan(), replace(PLAYED, **told)))
+    assert (found["forward_s"], found["backward_s"]) == (1 + 2 + 2 + 1 + 1, 11 + 1)
     # A slot, then the link until 4.25 while the thread needs a quarter for the copy; run until 9.25; two quarters for
     # the slots, the link until 13.75, run until 24.75; norm, and down until 27.75, which the rest hides; step 7.
     moved = whole(simulate(tiny(), offloaded_plan(), replace(PLAYED, move_overhead_s=0.25)))

@@ -1,9 +1,10 @@
 """How long one instruction takes on a machine.
 
 [Note: cost model]
-Matrix work runs at the machine's achieved rate plus an overhead a moment, and a time for each element that other
-operators read and write where trace and machine tell; everything else is bytes over a bandwidth, plus a latency. Bytes
-counted once each way, per element (16-bit weights; fp32 in brackets):
+Matrix work runs at the machine's achieved rate plus an overhead a moment; where trace and machine tell, attention runs
+at a rate of its own plus a time for each query, and other operators take a time for each element that they read and
+write and for each hyperbolic tangent; everything else is bytes over a bandwidth, plus a latency. Bytes counted once
+each way, per element (16-bit weights; fp32 in brackets):
 
     Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
     Norm        the gradient: 2, or 4 where it is an accumulator
@@ -86,10 +87,8 @@ class Costs:
         self._played = machine.played_copy_bandwidth
         self._instruction, self._tensor = machine.instruction_overhead_s, machine.tensor_overhead_s
         self._move = machine.move_overhead_s
-        self._moments = program.trace.moments
         fp32 = program.precision is Precision.FP32
-        self._flops = machine.matmul_flops_fp32 if fp32 else machine.matmul_flops
-        self._element = machine.element_fp32_s if fp32 else machine.element_s
+        self._computing = [machine.computing_s(moment, fp32=fp32) for moment in program.trace.moments]
         self._rates = {
             Queue.COMPUTE: fast,
             Queue.H2D: min(machine.h2d_bandwidth, host),
@@ -104,7 +103,6 @@ class Costs:
         if ranks > ranks_per_node:
             wire = min(wire, machine.internode_bandwidth * ranks_per_node)
         self._wire = wire
-        self._visits = program.visits
         self._shards = [group.shard_numel for group in program.layout.groups]
         self._sent = [shard * (ranks - 1) * program.weight_bytes for shard in self._shards]
         self._ranks = ranks
@@ -140,8 +138,7 @@ class Costs:
                 evictions += queue is Queue.D2H or queue is Queue.DISK_W
                 note(op.bytes / rates[queue] + latency)
             elif isinstance(op, Run):
-                work = self._visits[op.visit].flops / self._flops + self._moments[op.visit].elements * self._element
-                note(work + self._overhead)
+                note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
                 note(self._sent[op.group] / self._wire + latency + self._hops_s)

@@ -6,6 +6,7 @@ import math
 from dataclasses import MISSING, dataclass, fields
 
 from ps_core._errors import InvalidInput
+from ps_core._trace import Amounts, Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,18 @@ class Machine:
     """Of a moment in 16 bits, for each element that operators other than matrix products read and write."""
     element_fp32_s: float = 0.0
     """The same in fp32."""
+    attention_flops: float = 0.0
+    """16-bit attention by itself, between queries, keys and values. 0: as fast as matrix products."""
+    attention_flops_fp32: float = 0.0
+    query_s: float = 0.0
+    """Of 16-bit attention, for each query of each head, beside its operations."""
+    query_fp32_s: float = 0.0
+    query_backward_s: float = 0.0
+    """The same where attention is differentiated."""
+    query_backward_fp32_s: float = 0.0
+    tanh_s: float = 0.0
+    """Of a moment in 16 bits, for each hyperbolic tangent (a GELU's tanh form), beside its elements."""
+    tanh_fp32_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable() or '"' in self.name or "\\" in self.name:
@@ -68,6 +81,28 @@ class Machine:
             if key.endswith("_bytes") and not isinstance(value, int):
                 raise InvalidInput(f"machine {self.name!r}: {key} must be a whole number, found {value!r}")
 
+    def computing_s(self, amounts: Amounts | Moment, *, fp32: bool) -> float:
+        """What it takes to compute that much, without what a moment takes besides."""
+        flops, element, attention, query, query_backward, tanh = self._fp32 if fp32 else self._16_bit
+        return (
+            (amounts.flops - amounts.attention_flops) / flops
+            + amounts.attention_flops / (attention or flops)
+            + amounts.elements * element
+            + amounts.queries * query
+            + amounts.queries_backward * query_backward
+            + amounts.tanhs * tanh
+        )
+
+    @property
+    def _16_bit(self) -> tuple[float, ...]:
+        backward = self.query_backward_s
+        return self.matmul_flops, self.element_s, self.attention_flops, self.query_s, backward, self.tanh_s
+
+    @property
+    def _fp32(self) -> tuple[float, ...]:
+        attention, queries = self.attention_flops_fp32, (self.query_fp32_s, self.query_backward_fp32_s)
+        return self.matmul_flops_fp32, self.element_fp32_s, attention, *queries, self.tanh_fp32_s
+
     def to_toml(self) -> str:
         """A file that `machine_from_toml` reads back equal."""
         rows = [f'name = "{self.name}"', *(f"{key} = {_number(getattr(self, key))}" for key in NUMBERS)]
@@ -77,7 +112,7 @@ class Machine:
 NUMBERS = tuple(field.name for field in fields(Machine) if field.name != "name")
 """Every field but the name, in order."""
 OPTIONAL = tuple(field.name for field in fields(Machine) if field.default is not MISSING)
-MAY_BE_ZERO = ("memory_bytes", "played_copy_bandwidth")
+MAY_BE_ZERO = ("memory_bytes", "played_copy_bandwidth", "attention_flops", "attention_flops_fp32")
 """Besides what takes time (``_s``)."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ps_core._trace import Moment, Phase, Tensor, Trace
+from ps_core._trace import Amounts, Moment, Phase, Tensor, Trace
 from ps_core.engine._records import GroupRecord, TensorRecord
 
 
@@ -34,8 +34,8 @@ class Beat:
     grads: dict[int, None] = field(default_factory=dict)
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
-    work: tuple[float, float] | None = None
-    """Operations, and elements that other operators touch, as a fake pass counted them; None: to be guessed."""
+    work: Amounts | None = None
+    """As a fake pass counted it; None: to be guessed."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Recording:
         place = {record.index: number for number, record in enumerate(records)}
         moments: list[Moment] = []
         for beat, guess in zip(self.beats, self._work(records, tokens), strict=True):
-            flops, elements = beat.work or (guess, 0.0)
+            amounts = beat.work or Amounts(guess)
             read = [place[index] for index in dict.fromkeys((*beat.touched, *beat.held)) if index in place]
             for group in beat.reads:
                 if not any(place[record.index] in read for record in groups[group].tensors):
@@ -97,8 +97,7 @@ class Recording:
                     grads=tuple(place[index] for index in beat.grads if index in place),
                     holds=tuple(place[index] for index in beat.held if place.get(index) in before),
                     nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
-                    flops=flops,
-                    elements=elements,
+                    **amounts._asdict(),
                 )
             )
         return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)

@@ -19,24 +19,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from ps_core._trace import Moment, Phase
+from ps_core._trace import Amounts, Moment, Phase
 from ps_core.engine import _parameter
 from ps_core.engine._tide import Tide
+from ps_core.engine._tracing.amounts import amounts_of
 
 _aten = torch.ops.aten
-_FLOPS = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
-}
 _UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
 """Operators whose fakes say zero bytes of what they keep for backward: a peak several times too low."""
-_NO_WORK = ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.detach", "aten._unsafe_view")
-"""Operators that neither read nor write anything."""
 _NO_TOUCH = _parameter._PLAIN | _parameter._STRIDED | {_parameter._GET_GRAD, _parameter._SET_GRAD, _parameter._DEL_GRAD}
 """What the engine, too, answers without the parameter's memory."""
 
@@ -57,8 +48,7 @@ class _Beat:
     """Parameters, in order."""
     grads: dict[int, None] = field(default_factory=dict)
     nonmodel_bytes: int = 0
-    flops: float = 0.0
-    elements: float = 0.0
+    amounts: Amounts = Amounts()  # noqa: RUF009 - it cannot be changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +111,7 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         name = f"{'backward' if backward else 'forward'} of {_owner(self._names[first]) or self._names[first]}"
         beat = _Beat(backward, name, reads, held)
         if not self._beats:
-            beat.flops, beat.elements = self._before.flops, self._before.elements
+            beat.amounts = self._before.amounts
         self._beats.append(beat)
         return beat
 
@@ -149,8 +139,7 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
                     grads=tuple(beat.grads),
                     holds=tuple(sorted(beat.held.intersection(before))),
                     nonmodel_bytes=beat.nonmodel_bytes,
-                    flops=beat.flops,
-                    elements=beat.elements,
+                    **beat.amounts._asdict(),
                 )
             )
         return tuple(found)
@@ -191,17 +180,9 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
             raise RuntimeError(f"what {packet} keeps for backward has no size in a fake pass")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
-            self._note_work(func, packet, args, kwargs, result)
+            beat = self._beats[-1] if self._beats else self._before
+            beat.amounts = beat.amounts.plus(amounts_of(func, args, kwargs, result))
         return result
-
-    def _note_work(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """What an operator takes: products by their arithmetic, others by what they read and write."""
-        beat = self._beats[-1] if self._beats else self._before
-        formula = _FLOPS.get(packet)
-        if formula is not None:
-            beat.flops += float(formula(*args, **kwargs, out_val=result))
-        elif not getattr(func, "is_view", False) and str(packet) not in _NO_WORK and _tensors(result):
-            beat.elements += sum(tensor.numel() for tensor in _tensors((args, kwargs, result)))
 
     def _sees_fakes(self) -> bool:
         return True
@@ -236,7 +217,3 @@ def _owner(name: str) -> str:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -71,7 +71,7 @@ def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording
                 touched=dict.fromkeys(record.index for record in reads),
                 grads=dict.fromkeys(record.index for record in grads),
                 nonmodel_bytes=moment.nonmodel_bytes,
-                work=(moment.flops, moment.elements),
+                work=moment.amounts,
             )
         )
     return recording
