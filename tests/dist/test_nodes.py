@@ -30,8 +30,10 @@ def do(*words: str) -> None:
 
 
 @pytest.fixture
-def spaces() -> Iterator[tuple[str, str]]:
+def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
     """Two namespaces; in each, an interface of the same name leads to the other, at 200 Mbit/s."""
+    # Where administrators' tools are, which not every program's path has.
+    monkeypatch.setenv("PATH", os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"network namespaces cannot be made here: {' and '.join(missing)} not installed (iproute2)")
