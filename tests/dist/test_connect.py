@@ -35,13 +35,15 @@ def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
 def test_what_cards_memory_travels_by(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match="transport: expected 'gloo' or 'nccl', found 'mpi'"):
         ps_dist.connect(transport="mpi")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InvalidInput, match="transport='nccl': torch finds no CUDA device here; leave it out"):
-        ps_dist.connect(transport="nccl")
+        ps_dist.connect(transport="nccl", timeout_s=20)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     with pytest.raises(InvalidInput, match="transport='nccl': this torch was built without NCCL"):
-        ps_dist.connect(transport="nccl")
+        ps_dist.connect(transport="nccl", timeout_s=20)
 
 
 def test_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch._C._distributed_c10d import TCPStore
+
 from _crew import free_port, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -45,6 +47,15 @@ def test_another_number_of_processes_is_found_at_the_start() -> None:
     for rank, (status, output) in enumerate(found):
         assert status == 0, output
         assert f"the number of processes must be the same on all ranks: rank {rank} has {2 + rank}" in output
+
+
+def test_a_store_that_outlives_attempts_which_nodes_count_differently() -> None:
+    """As where the torchrun of one node was started anew, while the store's stayed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("ps_dist/roll/call", "of an attempt that is over")
+    common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    found = launch("small.py", [common | {"TORCHELASTIC_RESTART_COUNT": count} for count in ("1", "0")])
+    assert [(status, output.split()[-1]) for status, output in found] == [(0, "0:3.0"), (0, "1:3.0")], found
 
 
 def test_torchrun() -> None:

@@ -173,7 +173,11 @@ def unlike(fact: str, differs: bool) -> None:
     """Join with something that is not as the others have it."""
     if fact in UNLIKE and differs:
         setattr(*UNLIKE[fact], "other")
-    ps_dist.connect(timeout_s=TIMEOUT_S, replicate=2 if fact == "replicate" and differs else 1)
+    ps_dist.connect(
+        timeout_s=TIMEOUT_S,
+        replicate=2 if fact == "replicate" and differs else 1,
+        transport="nccl" if fact == "transport" and differs else "gloo",
+    )
 
 
 CASES: dict[str, Callable[[Fate], None]] = {

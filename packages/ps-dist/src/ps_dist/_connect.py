@@ -17,8 +17,9 @@ from torch.distributed.rendezvous import rendezvous
 from ps_core._errors import InvalidInput, PatrickStarError, RanksDiverged
 from ps_dist._collectives import TorchCollectives
 from ps_dist._direct import handled_here
-from ps_dist._facts import compare_facts, own_facts
+from ps_dist._facts import own_facts
 from ps_dist._mesh import Mesh
+from ps_dist._roll import meet
 from ps_dist._watch import Patience
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -49,18 +50,15 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "glo
     if transport not in ("gloo", "nccl"):
         raise InvalidInput(f"transport: expected 'gloo' or 'nccl', found {transport!r}")
     _take_card(os.environ)
-    if transport == "nccl":
-        _check_nccl()
     owned = not dist.is_initialized()
     if owned:
-        _initialise(os.environ, timeout_s, replicate, transport)
+        call = _initialise(os.environ, timeout_s, replicate, transport)
+    else:
+        here = (dist.get_rank(), dist.get_world_size())
+        call = _meet(dist.distributed_c10d._get_default_store(), *here, replicate, transport, timeout_s)
     patience = Patience(timeout_s=timeout_s)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), replicate)
-    store: Any = dist.distributed_c10d._get_default_store()
-    turn = store.add(f"ps_dist/joined/{mesh.rank}", 1)  # the same on every rank: each joins as often as the others
-    store = PrefixStore(f"ps_dist/{turn}", store)
-    if not owned:
-        _compare(store, mesh.rank, mesh.size, replicate, transport, timeout_s)
+    store = PrefixStore(f"ps_dist/joined/{call}", dist.distributed_c10d._get_default_store())
     # Longer than the watch takes to find out who is to blame.
     longer = timedelta(seconds=2 * patience.hopeless_s)
     groups = [dist.new_group(backend="gloo", timeout=longer)]
@@ -92,12 +90,13 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "glo
     return joined
 
 
-def _check_nccl() -> None:
-    remedy = "leave it out: collectives then go by way of the host's memory"
-    if not torch.cuda.is_available():
-        raise InvalidInput(f"transport='nccl': torch finds no CUDA device here; {remedy}")
-    if not dist.is_nccl_available():
-        raise InvalidInput(f"transport='nccl': this torch was built without NCCL; {remedy}")
+def _lacking(transport: str) -> str | None:
+    """Why memory cannot travel so on this computer."""
+    if transport == "nccl" and not torch.cuda.is_available():
+        return "torch finds no CUDA device here"
+    if transport == "nccl" and not dist.is_nccl_available():
+        return "this torch was built without NCCL"
+    return None
 
 
 def _check_cards(joined: TorchCollectives) -> None:
@@ -121,7 +120,8 @@ def _take_card(environment: Mapping[str, str]) -> None:
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
 
 
-def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str) -> None:
+def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str) -> str:
+    """Make the default group; the call that the processes met by."""
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
         raise InvalidInput(
@@ -130,9 +130,9 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        call = _meet(store, rank, ranks, replicate, transport, timeout_s)
         # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
-        store = PrefixStore(f"attempt/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        _compare(PrefixStore("ps_dist/first", store), rank, ranks, replicate, transport, timeout_s)
+        store = PrefixStore(f"ps_dist/{call}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     except PatrickStarError:
@@ -142,9 +142,19 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
         raise RanksDiverged(
             f"rank {environment['RANK']} of {environment['WORLD_SIZE']} could not join the others: {reason}"
         ) from error
+    return call
 
 
-def _compare(store: Any, rank: int, ranks: int, replicate: int, transport: str, timeout_s: float) -> None:
+# Any: torch's stubs have no base of stores with all methods.
+def _meet(store: Any, rank: int, ranks: int, replicate: int, transport: str, timeout_s: float) -> str:
+    """See `_roll`; what only this process lacks is told to all, for nobody may wait for one that is gone."""
+    lacks = _lacking(transport)
+    found = transport if lacks is None else f"{transport} ({lacks})"
+    facts = own_facts(ranks=ranks, replicate=replicate, transport=found)
+    call = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=timeout_s)
     Mesh(rank, ranks, replicate)
-    facts = own_facts(ranks=ranks, replicate=replicate) | {"transport": transport}
-    compare_facts(store, facts, rank=rank, ranks=ranks, timeout_s=timeout_s)
+    if lacks is not None:
+        raise InvalidInput(
+            f"transport={transport!r}: {lacks}; leave it out: collectives then go by way of the host's memory"
+        )
+    return call
