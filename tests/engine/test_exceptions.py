@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import _models as models
 from _cases import ADAMW, STEPS, finish, next_token, tokens
 from _reference import Make, Settings
-from _runs import HOST, check_same, managed, tightest
-from ps_core import Budget
+from _runs import HOST, check_same, chunked_model, managed, tightest
+from ps_core import Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import statistics
 from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._management import management_of
 
 
 class Boom(Exception):
@@ -235,3 +236,43 @@ def test_statistics_are_those_of_a_run_without_the_exception() -> None:
 
     managed(watched, Settings(precision="bf16"), lambda: StandIn(check=True, seed=5), Budget(device="1MiB", host=HOST))
     assert held[2] == held[3] == held[4]
+
+
+class Interrupted(nn.Module):
+    """Blocks and a loss; raises once, on its way forward or back, but not on fake tensors."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.blocks = models.stack()
+        self.fuses = {name: Fuse() for name in ("forward", "backward")}
+        self.fuses[where].lit = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = type(x) is Tensor
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2 and real:
+                self.fuses["forward"].burn()
+                x = Fragile.apply(x, self.fuses["backward"])
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_fake_tensors_told_still_holds_after_a_pass_that_broke_off(where: str, accumulate: int) -> None:
+    """The next pass follows the plan that was made before the first, also where there is hardly any room."""
+    more: dict[str, Any] = {"accumulation_steps": accumulate, "options": Options(group_bytes=4096)}
+    with chunked_model(Interrupted(where), budget=Budget(device=40_000, host=HOST), **more) as (model, optimizer):
+        batch = torch.randn(4, 32)
+        with pytest.raises(Boom):
+            model(batch).backward()
+        optimizer.zero_grad()
+        told = management_of(model).pilot.planned
+        assert told is not None
+        for _ in range(3):
+            for _ in range(accumulate):
+                model(batch).backward()
+            optimizer.step()
+        found = statistics(model)
+        assert management_of(model).pilot.planned is told
+        assert (found.planned_passes, found.divergences) == (3 * accumulate, 1), found.last_divergence

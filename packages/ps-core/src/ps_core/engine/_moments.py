@@ -68,9 +68,14 @@ class Recording:
         return beat
 
     @property
+    def ends_backward(self) -> bool:
+        """Whether its last moment so far is one of backward."""
+        return bool(self.beats) and self.beats[-1].backward
+
+    @property
     def complete(self) -> bool:
         """Whether it can be planned from."""
-        ended = bool(self.beats) and self.beats[-1].backward is self.training
+        ended = bool(self.beats) and self.ends_backward is self.training
         return self.regular and ended and (not self.training or any(beat.grads for beat in self.beats))
 
     def trace(

@@ -6,6 +6,8 @@ cannot belong to it. Between passes everything is at home, but for what somebody
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Protocol
 
 import torch
@@ -111,6 +113,8 @@ class Passes:
         self.driver: Driver = self.demand
         self.guide: Guide = Unguided(self.demand)
         self.moment = 0
+        self._broke_off = False
+        """The last pass ended by an exception."""
         self.recording: Recording | None = None
         """Of the pass that is on; None between passes."""
 
@@ -268,6 +272,8 @@ class Passes:
     def _begin(self, *, backward: bool) -> None:
         self.check_tampered()
         put_in()
+        if self._broke_off and self.tide.current_bytes:
+            gc.collect()  # an exception's frames may hold on to one another, and with them to activations
         training = backward or torch.is_grad_enabled()
         self.recording = Recording(regular=not backward, training=training)
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)
@@ -302,6 +308,7 @@ class Passes:
             return
         self._close_moment(strict=strict)  # where that raises, the pass is still to be ended
         self.recording = None
+        self._broke_off = not strict and (sys.exc_info()[0] is not None or recording.ends_backward)
         self.moment += 1
         try:
             self._go_home(recording)

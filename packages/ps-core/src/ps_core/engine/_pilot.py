@@ -194,6 +194,8 @@ class Pilot:
         if not training:
             segment = SegmentName.EVAL
         else:
+            if self._micro and all(record.gradient is Gradient.NONE for record in engine.records):
+                self._micro = 0  # what there was, was forgotten
             micro = plan.program.iteration()[:-1]
             segment = micro[min(self._micro, len(micro) - 1)]
         replay = Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
@@ -243,7 +245,7 @@ class Pilot:
                 self._measured = not recording.training or self._micro >= self._setup.accumulate
                 self._planned_for = batch
             return
-        if recording.overrun or (self._estimated and recording.training and not recording.regular):
+        if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
         if not self._engine.passes.driver.tracked or not recording.complete:
             return
@@ -253,6 +255,11 @@ class Pilot:
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
             self._found = recording, batch
+
+    def _is_wrong(self, recording: Recording) -> bool:
+        """Whether the pass did something else than was foreseen; one that was broken off did not get so far."""
+        assert self._plan is not None, "there is an estimate"
+        return not (recording.regular or _begins_as_foreseen(recording, self._plan.beats))
 
     # Steps.
 
@@ -376,8 +383,18 @@ class Pilot:
 def _as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
     """Whether a pass went as fake tensors said, and held no more besides."""
     ran, foreseen = map(_outline, recording.beats), map(_outline, beats)
-    peak = max(beat.nonmodel_bytes for beat in recording.beats)
-    return list(ran) == list(foreseen) and peak <= max(beat.nonmodel_bytes for beat in beats)
+    peak = max((beat.nonmodel_bytes for beat in recording.beats), default=0)
+    return list(ran) == list(foreseen) and peak <= max((beat.nonmodel_bytes for beat in beats), default=0)
+
+
+def _begins_as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
+    """Whether a pass went so until it ended, before its time."""
+    count = len(recording.beats)
+    if not 0 < count < len(beats):
+        return False
+    ran, foreseen = recording.beats[-1], beats[count - 1]
+    last = ran.backward is foreseen.backward and ran.touched.keys() <= {*foreseen.touched, *foreseen.held}
+    return last and _as_foreseen(Recording(recording.beats[:-1]), beats[: count - 1])
 
 
 def _outline(beat: Beat) -> tuple[bool, set[int], set[int], set[int]]:
