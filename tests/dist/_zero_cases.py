@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ps_dist
 from _one_process import adds_like, check_homes, check_weights
-from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged
+from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._emulated.standin import StandIn
 from ps_core.engine._management import management_of
@@ -245,6 +245,37 @@ def some_gradients(each: ps_dist.TorchCollectives) -> None:
     release(model)
 
 
+def given_gradients(each: ps_dist.TorchCollectives) -> None:
+    """What a program gives for a gradient replaces this rank's part, and is summed over ranks as any part is."""
+    random = torch.Generator().manual_seed(3)
+    for precision in ("fp32", "bf16"):
+        (model, optimizer), (single, reference) = (
+            Way(precision=precision).chunked(*to) for to in ((each, 1), (None, 2))
+        )
+        for step in range(2):
+            for one, front in ((model, optimizer), (single, reference)):
+                passes(one, front, [next(batches(step, 1))], 1)
+            for name in ("never", "odd", "embedding.weight", "blocks.1.1.weight"):
+                shape = single.get_parameter(name).shape
+                given = [torch.randint(-8, 8, shape, generator=random).to(torch.bfloat16) for _ in range(2)]
+                for one, value in ((model, given[each.mesh.rank]), (single, given[0] + given[1])):
+                    one.get_parameter(name).grad = value.to(one.get_parameter(name).dtype)
+            for one in (model, single):
+                for name, parameter in one.named_parameters():
+                    if name not in ("never", "odd", "blocks.1.1.weight"):
+                        parameter.grad = None
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+        found, wanted = states(optimizer), states(reference)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        with pytest.raises(UnsupportedParameter, match=r"the gradient given to 'frozen\.weight': it was frozen"):
+            model.get_parameter("frozen.weight").grad = torch.zeros(WIDTH, WIDTH)
+        release(model)
+        release(single)
+
+
 def overflows(each: ps_dist.TorchCollectives) -> None:
     """One rank's gradient is not finite: no rank steps, and nothing is lost."""
     model, optimizer = Way(precision="fp16").chunked(each, 1)
@@ -348,5 +379,6 @@ def parts_ways(each: ps_dist.TorchCollectives) -> str:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (some_gradients, overflows, clips_like_torch, looks_outside, must_be_alike)
+    case.__name__: case
+    for case in (some_gradients, given_gradients, overflows, clips_like_torch, looks_outside, must_be_alike)
 }

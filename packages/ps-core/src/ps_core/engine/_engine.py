@@ -144,6 +144,11 @@ class Engine:
                 f"the gradient of {record.name!r} has been stepped during backward (eager_step=True) and cannot be "
                 "replaced or forgotten any more: leave eager_step out"
             )
+        if value is not None and not record.trainable:
+            raise UnsupportedParameter(
+                f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
+                "nothing to be stepped with; call requires_grad_(True) before, or leave the gradient out"
+            )
         self.discard_gradients([record])
         if value is not None:
             if value.shape != record.shape:
