@@ -1,7 +1,8 @@
 """Training GPTs on a CUDA device: tokens and TFLOP a second, for models that fit it and models that do not.
 
-Each case runs in a process of its own, so that none inherits memory from another, and under a time limit. TFLOPS count
-8 operations a parameter and token, 2 of them for recomputing blocks: the published convention.
+Each training has a process of its own. Those of a group are there at the same time and take turns, a few steps each, so
+that what changes on the machine changes for all of them; a turn begins and ends with an idle device. TFLOPS count 8
+operations a parameter and token, 2 of them for recomputing blocks: the published convention.
 """
 
 from __future__ import annotations
@@ -9,177 +10,164 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from trainer import MARK, Case, Row
 
 GIB = 2**30
-Row = dict[str, Any]
+TRAINER = Path(__file__).with_name("trainer.py")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One training."""
+class Group:
+    """Trainings that take turns; the first one's rate is divided by each other's."""
 
-    name: str
-    how: str
-    """``engine``, ``plain`` (all on the device) or ``fsdp2`` (PyTorch's own offloading to the CPU)."""
-    layers: int
-    hidden: int
-    device_bytes: int | None = None
-    """The engine's budget; None: what is free less a tenth."""
-    batch: int = 8
-    length: int = 1024
-    vocabulary: int = 50304
-    steps: int = 4
-    warm_ups: int = 3
-    limit_s: int = 100
-    on: str = "cuda"
+    cases: tuple[Case, ...]
+    turns: int = 4
+    steps: int = 3
+    """In a turn."""
+    limit_s: float = 150.0
 
 
-CASES = (
-    Case(name="plain, 1.3B", how="plain", layers=24, hidden=2048),
-    Case(name="engine, 1.3B, all the device", how="engine", layers=24, hidden=2048),
-    Case(name="engine, 1.3B in 12 GiB", how="engine", layers=24, hidden=2048, device_bytes=12 * GIB),
-    Case(name="FSDP2 with CPU offload, 1.3B", how="fsdp2", layers=24, hidden=2048),
-    Case(name="engine, 2.7B in 16 GiB", how="engine", layers=32, hidden=2560, device_bytes=16 * GIB),
-    Case(name="FSDP2 with CPU offload, 2.7B", how="fsdp2", layers=32, hidden=2560, steps=2, warm_ups=1),
-)
-DRY = tuple(
-    Case(
-        name=f"engine, dry, {budget}", how="engine", layers=2, hidden=64, device_bytes=budget, batch=2, length=32,
-        vocabulary=128, steps=1, warm_ups=2, limit_s=60, on="emulated",
-    )
-    for budget in (2**21, 2**24)
+B13: dict[str, int] = {"layers": 24, "hidden": 2048}
+B27: dict[str, int] = {"layers": 32, "hidden": 2560}
+GROUPS = (
+    Group(cases=(
+        Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
+        Case(name="FSDP2 with CPU offload, 1.3B", how="fsdp2", warm_ups=2, **B13),
+    )),
+    Group(turns=3, steps=2, cases=(
+        Case(name="engine, 2.7B in 16 GiB", how="engine", device_bytes=16 * GIB, host_bytes=48 * GIB, **B27),
+        Case(name="FSDP2 with CPU offload, 2.7B", how="fsdp2", warm_ups=1, **B27),
+    )),
+    Group(limit_s=100.0, cases=(
+        Case(name="engine, 1.3B in 36 GiB", how="engine", device_bytes=36 * GIB, host_bytes=32 * GIB, **B13),
+        Case(name="plain, 1.3B", how="plain", warm_ups=2, **B13),
+    )),
 )  # fmt: skip
-LARGEST_LAYERS, LARGEST_HIDDEN = (8, 16, 24, 32, 48), 5120
-"""Tried one after the other until one does not fit: 2.8 to 15 thousand million parameters."""
+SMALL: dict[str, int] = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128}
+DRY = (
+    Group(turns=2, steps=1, limit_s=100.0, cases=(
+        Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", **SMALL),
+        Case(name="FSDP2 with CPU offload, dry", how="fsdp2", warm_ups=1, on="cpu", **SMALL),
+        Case(name="plain, dry", how="plain", warm_ups=1, on="cpu", **SMALL),
+    )),
+)  # fmt: skip
+LARGEST_LAYERS, LARGEST_HIDDEN = (16, 24, 32, 48), 5120
+"""Tried one after the other until one does not fit: 5.3 to 15 thousand million parameters."""
 
 
-def build(case: Case, on: str) -> Any:
-    from ps_models import build as make
+class Worker:
+    """A training's process."""
 
-    torch.manual_seed(0)
-    shape = {"layers": case.layers, "hidden": case.hidden, "heads": max(1, case.hidden // 128)}
-    return make("gpt2", on, checkpoint_blocks=True, vocabulary=case.vocabulary, positions=case.length, **shape)
+    def __init__(self, case: Case, port: int) -> None:
+        self.case = case
+        self.row: Row = {"name": case.name, "turns_s": []}
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed when the process is
+        self._process = subprocess.Popen(
+            [sys.executable, str(TRAINER), json.dumps(asdict(case))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, errors="replace",
+            env={**os.environ, "PS_PORT": str(port)},
+        )  # fmt: skip
+        self._answers: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
 
+    @property
+    def good(self) -> bool:
+        return "failed" not in self.row
 
-def train(case: Case) -> Row:
-    """Time the steps after the first few."""
-    where = torch.device("cuda", 0) if case.on == "cuda" else torch.device("cpu")
-    made: Callable[[Case, torch.device], tuple[Any, Callable[[torch.Tensor], float], Callable[[], Row]]]
-    made = {"engine": with_engine, "plain": with_plain, "fsdp2": with_fsdp2}[case.how]
-    parameters, step, more = made(case, where)
-    if where.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times, losses = [], []
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(case.warm_ups + case.steps):
-        start = time.perf_counter()
-        tokens = torch.randint(case.vocabulary, (case.batch, case.length), generator=generator).to(where)
-        losses.append(step(tokens))  # which waits for the loss
-        times.append(time.perf_counter() - start)
-    elapsed = statistics.median(times[case.warm_ups :])
-    count = case.batch * case.length
-    return {
-        "name": case.name,
-        "parameters": parameters,
-        "step_s": elapsed,
-        "steps_s": times,
-        "tokens_per_s": count / elapsed,
-        "tflops": 8 * parameters * count / elapsed / 1e12,
-        "losses": losses,
-        "allocated_peak_bytes": torch.cuda.max_memory_allocated() if where.type == "cuda" else None,
-        **more(),
-    }
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                self._answers.put(json.loads(line.removeprefix(MARK)))
+        self._answers.put(None)
 
+    def answer(self, end: float) -> Row:
+        """What it says next; nothing from the one that fails."""
+        try:
+            found = self._answers.get(timeout=max(0.1, end - time.monotonic()))
+        except queue.Empty:
+            self.row["failed"] = "not done in time"
+            return {}
+        if found is None:
+            self._said.seek(0)
+            lines = [line for line in self._said.read().splitlines() if line.strip()] or ["nothing said"]
+            status = self._process.wait()
+            self.row |= {"failed": f"exit status {status}: {lines[-1][:300]}", "said": lines[-30:]}
+        return found or {}
 
-def with_engine(case: Case, where: torch.device) -> tuple[int, Callable[[torch.Tensor], float], Callable[[], Row]]:
-    from ps_core import AdamW, Budget
-    from ps_core.engine import chunked, statistics
+    def ask(self, what: str, end: float) -> Row:
+        if not self.good:
+            return {}
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended, and its answer says why
+            print(what, file=self._process.stdin, flush=True)
+        return self.answer(end)
 
-    device: Any = case.on
-    model, optimizer = chunked(
-        build(case, "meta"), AdamW(lr=1e-4), device=device, budget=Budget(device=case.device_bytes), max_grad_norm=1.0
-    )
-    assert optimizer is not None
-
-    def step(tokens: torch.Tensor) -> float:
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return sum(p.numel() for p in model.parameters()), step, lambda: {"statistics": statistics(model).as_dict()}
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._said.close()
 
 
-def with_plain(case: Case, where: torch.device) -> tuple[int, Callable[[torch.Tensor], float], Callable[[], Row]]:
-    """fp32 weights under autocast, torch's fused AdamW."""
-    model = build(case, "cpu").to(where)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(tokens: torch.Tensor) -> float:
-        with torch.autocast(where.type, torch.bfloat16):
-            loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return sum(p.numel() for p in model.parameters()), step, dict
-
-
-def with_fsdp2(case: Case, where: torch.device) -> tuple[int, Callable[[torch.Tensor], float], Callable[[], Row]]:
-    """One process; parameters, gradients and AdamW's states on the CPU."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29541", RANK="0", WORLD_SIZE="1")
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=where)
-    model = build(case, "cpu")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    for block in model.transformer.h:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(tokens: torch.Tensor) -> float:
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss)
-
-    return sum(p.numel() for p in model.parameters()), step, dict
-
-
-def in_a_process(case: Case) -> Row:
-    """A case's row, or why there is none."""
-    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+def together(group: Group, limit_s: float) -> list[Row]:
+    """All of a group's rows, or why there are none."""
+    end = time.monotonic() + min(group.limit_s, limit_s)
+    workers = [Worker(case, 29541 + index) for index, case in enumerate(group.cases)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=case.limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"name": case.name, "failed": f"not done after {case.limit_s} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-        return {"name": case.name, "failed": f"exit status {done.returncode}: {last[:300]}"}
-    found: Row = json.loads(lines[-1])
-    return found
+        for worker in workers:
+            worker.row |= worker.answer(end)
+        for worker in workers:
+            worker.row["warm_up"] = worker.ask(f"turn {worker.case.warm_ups}", end)
+        for index in range(group.turns):
+            for worker in workers if index % 2 == 0 else workers[::-1]:
+                done = worker.ask(f"turn {group.steps}", end)
+                if done:
+                    worker.row["turns_s"].append(done["step_s"])
+                    worker.row["losses"] = done["losses"]
+        for worker in workers:
+            worker.row |= worker.ask("facts", end)
+    finally:
+        for worker in workers:
+            worker.close()
+    rows = [judged(worker) for worker in workers]
+    for other in rows[1:]:
+        other["first_over_this"] = ratio(rows[0]["turns_s"], other["turns_s"])
+    return rows
+
+
+def judged(worker: Worker) -> Row:
+    """With rates, from the turns that there were."""
+    row, tokens = worker.row, worker.case.batch * worker.case.length
+    if row["turns_s"]:
+        step_s = statistics.median(row["turns_s"])
+        row |= {"step_s": step_s, "tokens_per_s": tokens / step_s}
+        row["tflops"] = 8 * row["parameters"] * tokens / step_s / 1e12
+    return row
+
+
+def ratio(first: Sequence[float], other: Sequence[float]) -> list[float] | None:
+    """How many times as fast the first is: least, median and most over the pairs of turns."""
+    pairs = sorted(theirs / ours for ours, theirs in zip(first, other, strict=False))
+    return [pairs[0], statistics.median(pairs), pairs[-1]] if pairs else None
+
+
+def host_bytes() -> int | None:
+    """None, as the engine finds it; but a virtual machine may begin with little and get more when that is used."""
+    found = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+    return 100 * GIB if found and int(found[1]) * 1024 < 64 * GIB else None
 
 
 def largest(limit_s: float) -> list[Row]:
@@ -188,49 +176,50 @@ def largest(limit_s: float) -> list[Row]:
     end = time.monotonic() + limit_s
     for layers in LARGEST_LAYERS:
         left = end - time.monotonic()
-        if left < 30 or (rows and "failed" in rows[-1]):
+        if left < 60 or (rows and "failed" in rows[-1]):
             break
         case = Case(
             name=f"engine, {layers} layers of {LARGEST_HIDDEN}, all there is", how="engine", layers=layers,
-            hidden=LARGEST_HIDDEN, steps=1, warm_ups=2, limit_s=int(min(left, 150)),
+            hidden=LARGEST_HIDDEN, host_bytes=host_bytes(), warm_ups=2,
         )  # fmt: skip
-        rows.append(in_a_process(case))
+        rows += together(Group(cases=(case,), turns=1, steps=1, limit_s=250.0), left)
+        show(rows[-1:])
     return rows
 
 
 def show(rows: list[Row]) -> None:
     for each in rows:
-        if "failed" in each:
-            print(f"{each['name']:44} {each['failed']}")
-            continue
-        print(
-            f"{each['name']:44}{each['parameters'] / 1e9:7.2f}B {each['step_s']:8.3f} s/step"
-            f"{each['tokens_per_s']:10.0f} tokens/s{each['tflops']:8.1f} TFLOPS"
-        )
+        line = f"{each['name']:44}"
+        if "step_s" in each:
+            line += f"{each['parameters'] / 1e9:7.2f}B {each['step_s']:8.3f} s/step"
+            line += f"{each['tokens_per_s']:10.0f} tokens/s{each['tflops']:8.1f} TFLOPS"
+        if each.get("first_over_this"):
+            low, middle, high = each["first_over_this"]
+            line += f"  the first is {middle:.2f} times as fast ({low:.2f} to {high:.2f})"
+        print(line + (f"  {each['failed']}" if "failed" in each else ""), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=400.0, help="for all cases together")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny models on the emulated device: shows that this runs"
-    )
-    parser.add_argument("--case", help="one case, in this process")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for everything together")
+    parser.add_argument("--largest", action="store_true", help="only how large a model can be")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU: shows that this runs")
     options = parser.parse_args()
-    if options.case is not None:
-        print(json.dumps(train(Case(**json.loads(options.case)))))
-        return 0
     end, rows = time.monotonic() + options.seconds, []
-    for case in DRY if options.dry_run else CASES:
-        if time.monotonic() + 20 < end:
-            rows.append(in_a_process(case))
-            show(rows[-1:])
-    if not options.dry_run:
-        rows += largest(end - time.monotonic())
+    if options.largest and not options.dry_run:
+        rows = largest(options.seconds)
+    for group in () if options.largest else DRY if options.dry_run else GROUPS:
+        left = end - time.monotonic()
+        if left < 40:
+            break
+        rows += together(group, left)
+        show(rows[-len(group.cases) :])
+        if options.json is not None:
+            options.json.write_text(json.dumps(rows, indent=1), "utf-8")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1), "utf-8")
-    print("TABLE training, 8 operations a parameter and token")
+    print("TABLE training, 8 operations a parameter and token; in turns, within one group")
     show(rows)
     return int(any("failed" in each for each in rows) and options.dry_run)
 

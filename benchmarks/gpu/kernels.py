@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,21 +47,36 @@ DRY = Scale(device="cpu", parameters=4096, copied=4096, tensor=16, link_bytes=(4
 
 
 def seconds(scale: Scale, work: Callable[[], object]) -> float:
-    """The median time on the device; it first idles a while, so that the host is ahead and is not timed."""
+    """The median time on the device."""
+    return alternated(scale, work)[0]
+
+
+def alternated(scale: Scale, *works: Callable[[], object]) -> list[float]:
+    """Each one's median time on the device; they take turns, so that a change of clocks is everyone's.
+
+    The device idles a while before each, so that the host is ahead and is not timed.
+    """
+    times: list[list[float]] = [[] for _ in works]
+    for index in range(-scale.warm_ups, scale.rounds):
+        for work, taken in zip(works, times, strict=True):
+            elapsed = once(scale, work)
+            if index >= 0:
+                taken.append(elapsed)
+    return [statistics.median(taken) for taken in times]
+
+
+def once(scale: Scale, work: Callable[[], object]) -> float:
     if scale.device == "cpu":
-        return host_seconds(scale, work)
-    for _ in range(scale.warm_ups):
+        start_s = time.perf_counter()
         work()
-    times = []
-    for _ in range(scale.rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1000)
-    return statistics.median(times)
+        return time.perf_counter() - start_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def host_seconds(scale: Scale, work: Callable[[], object]) -> float:
@@ -71,6 +88,8 @@ def host_seconds(scale: Scale, work: Callable[[], object]) -> float:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
+    if scale.device == "cuda":
+        torch.cuda.synchronize()
     return statistics.median(times)
 
 
@@ -97,32 +116,48 @@ def copy_rate(scale: Scale) -> tuple[Row, float]:
     return row(f"device-to-device copy, {source.nbytes // MIB} MiB", elapsed, moved), moved / elapsed
 
 
-def optimizers(scale: Scale, copy: float) -> list[Row]:
-    n, ours = scale.parameters, scale.ours
+def adams(scale: Scale) -> list[Row]:
+    """Adam, PyTorch's fused AdamW and a copy of as many bytes, in turns: 28 bytes a parameter, 14 each way."""
+    n = scale.parameters
     p, m, v = drawn(scale, n), drawn(scale, n), drawn(scale, n)
     grad, out = drawn(scale, n, torch.bfloat16), torch.empty(n, dtype=torch.bfloat16, device=scale.device)
-
-    def adam(backend: str | None, shift: int = 0) -> float:
-        arrays = [p[: n - shift], m[: n - shift], v[: n - shift], grad[shift:], out[shift:]]
-        numbers: dict[str, Any] = {"step": 10, "lr": 1e-3, "weight_decay": 0.1}
-        return seconds(scale, lambda: ps_kernels.adam_step(*arrays, backend=backend, **numbers))
-
-    rows = [row("adam, bf16 in and out", adam(ours), 28 * n, copy)]
-    rows.append(row("adam, 16-bit arrays one element off", adam(ours, 1), 28 * (n - 1), copy))
-    rows.append(row("adam by the torch fallback", adam("torch"), 28 * n, copy))
-    elapsed = seconds(scale, lambda: ps_kernels.sgd_step(p, m, grad, out, lr=1e-3, momentum_decay=0.9, backend=ours))
-    rows.append(row("sgd with momentum", elapsed, 20 * n, copy))
-    elapsed = seconds(scale, lambda: ps_kernels.accumulate(m, grad, scale=0.5, backend=ours))
-    rows.append(row("accumulate bf16", elapsed, 10 * n, copy))
     single = grad.float()
-    numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    source = drawn(scale, n * 7 // 2)
+    target = torch.empty_like(source)
     step = torch.tensor(10.0, device=scale.device)
+    numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+
+    def ours(shift: int) -> Callable[[], object]:
+        arrays = [p[: n - shift], m[: n - shift], v[: n - shift], grad[shift:], out[shift:]]
+        return lambda: ps_kernels.adam_step(*arrays, step=10, lr=1e-3, weight_decay=0.1, backend=scale.ours)
 
     def fused() -> None:
         torch._fused_adamw_([p], [single], [m], [v], [], [step], amsgrad=False, maximize=False, **numbers)
 
-    rows.append(row("torch fused AdamW, fp32 gradient, no 16-bit copy", seconds(scale, fused), 28 * n, copy))
-    return rows
+    def the_same_job() -> None:
+        single.copy_(grad)
+        fused()
+        out.copy_(p)
+
+    names = (
+        "a copy of as many bytes", "adam, bf16 in and out", "torch fused AdamW, fp32 gradient, no 16-bit copy",
+        "torch fused AdamW and two casts, the same job", "adam, 16-bit arrays one element off",
+    )  # fmt: skip
+    times = alternated(scale, lambda: target.copy_(source), ours(0), fused, the_same_job, ours(1))
+    rows = [row(name, taken, 28 * n, 28 * n / times[0]) for name, taken in zip(names, times, strict=True)]
+    return [{**each, "parameters/s": n * 1e3 / each["ms"]} for each in rows]
+
+
+def optimizers(scale: Scale, copy: float) -> list[Row]:
+    n, ours = scale.parameters, scale.ours
+    p, m, v = drawn(scale, n), drawn(scale, n), drawn(scale, n)
+    grad, out = drawn(scale, n, torch.bfloat16), torch.empty(n, dtype=torch.bfloat16, device=scale.device)
+    elapsed = seconds(scale, lambda: ps_kernels.sgd_step(p, m, grad, out, lr=1e-3, momentum_decay=0.9, backend=ours))
+    rows = [row("sgd with momentum", elapsed, 20 * n, copy)]
+    elapsed = seconds(scale, lambda: ps_kernels.accumulate(m, grad, scale=0.5, backend=ours))
+    rows.append(row("accumulate bf16", elapsed, 10 * n, copy))
+    elapsed = seconds(scale, lambda: ps_kernels.adam_step(p, m, v, grad, out, step=10, lr=1e-3, backend="torch"))
+    return [*rows, row("adam by the torch fallback", elapsed, 28 * n, copy)]
 
 
 def norms(scale: Scale, copy: float) -> list[Row]:
@@ -163,33 +198,80 @@ def chunks(scale: Scale, copy: float) -> list[Row]:
 
 
 def links(scale: Scale) -> list[Row]:
+    """Beside PyTorch's own pinned memory; the yardstick is the best rate that either has at any size."""
     rows, big = [], scale.link_bytes[0]
-    arena = ps_kernels.PinnedArena(big, pin=scale.device == "cuda")
-    device = torch.empty(big, dtype=torch.uint8, device=scale.device)
-    for name in ("host to device", "device to host"):
-        peak = None
+    cuda = scale.device == "cuda"
+    arena = ps_kernels.PinnedArena(big, pin=cuda)
+    theirs = torch.empty(big, dtype=torch.uint8, pin_memory=cuda)
+    device, other = (torch.empty(big, dtype=torch.uint8, device=scale.device) for _ in range(2))
+    for name, up in (("host to device", True), ("device to host", False)):
+        found = []
         for size in scale.link_bytes:
-            here, there = arena.tensor(0, size, torch.uint8), device[:size]
-            into, source = (there, here) if name == "host to device" else (here, there)
-            elapsed = seconds(scale, partial(into.copy_, source, non_blocking=True))
-            peak = peak or size / elapsed
-            rows.append({**row(f"{name}, {size} bytes", elapsed, size, peak), "pinned": arena.pinned})
+            pairs = [(device[:size], each[:size]) for each in (arena.tensor(0, big, torch.uint8), theirs)]
+            works = [partial((a if up else b).copy_, b if up else a, non_blocking=True) for a, b in pairs]
+            found.append((size, alternated(scale, *works)))
+        peak = max(size / taken for size, both in found for taken in both)
+        for size, both in found:
+            for whose, taken in zip(("", ", torch's memory"), both, strict=True):
+                rows.append({**row(f"{name}, {size} bytes{whose}", taken, size, peak), "pinned": arena.pinned})
+    here, there = (arena.tensor(start, big // 2, torch.uint8) for start in (0, big // 2))
+    elapsed = both_ways(scale, (device[: big // 2], here), (there, other[: big // 2]))
+    return [*rows, row(f"both ways at once, {big // 2} bytes each", elapsed, big // 2 * 2)]
+
+
+def both_ways(scale: Scale, *pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
+    if scale.device == "cpu":
+        return once(scale, lambda: [into.copy_(source) for into, source in pairs])
+    streams = [torch.cuda.Stream() for _ in pairs]  # type: ignore[no-untyped-call]
+
+    def work() -> None:
+        now = torch.cuda.current_stream()
+        for stream, (into, source) in zip(streams, pairs, strict=True):
+            stream.wait_stream(now)
+            with torch.cuda.stream(stream):
+                into.copy_(source, non_blocking=True)
+        for stream in streams:
+            now.wait_stream(stream)
+
+    return seconds(scale, work)
+
+
+def measured(scale: Scale, keep: Callable[[list[Row]], None]) -> list[Row]:
+    """Part by part, what is most asked for first; one that fails leaves the others their turn."""
+    rows: list[Row] = []
+    copy = 1.0
+
+    def copies() -> list[Row]:
+        nonlocal copy
+        found, copy = copy_rate(scale)
+        return [found]
+
+    parts: list[Callable[[], list[Row]]] = [copies, partial(adams, scale), partial(links, scale)]
+    parts += [lambda: optimizers(scale, copy), lambda: norms(scale, copy), lambda: chunks(scale, copy)]
+    for part in parts:
+        try:
+            if scale.device == "cuda":
+                torch.cuda.empty_cache()
+            found = part()
+        except Exception as error:
+            traceback.print_exc()
+            found = [{"name": f"{type(error).__name__}: {error}"[:300]}]
+        show(found)
+        rows += found
+        keep(rows)
     return rows
 
 
-def measured(scale: Scale) -> list[Row]:
-    first, copy = copy_rate(scale)
-    rows = [first]
-    for part in (optimizers, norms, chunks):
-        if scale.device == "cuda":
-            torch.cuda.empty_cache()
-        rows += part(scale, copy)
-    if scale.device == "cuda":
-        torch.cuda.empty_cache()
-    return rows + links(scale)
+def show(rows: list[Row]) -> None:
+    for each in rows:
+        if "ms" not in each:
+            print("FAILED", each["name"], flush=True)
+            continue
+        ratio = "" if each["ratio"] is None else f"{each['ratio']:8.3f}"
+        print(f"{each['name']:50}{each['ms']:10.3f} ms{each['GB/s']:10.1f} GB/s{ratio}", flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="small arrays on the CPU: shows that this runs")
@@ -198,21 +280,22 @@ def main() -> None:
     torch.manual_seed(1)
     print("backends:", ps_kernels.backends())
     print(*ps_kernels.warm(), sep="\n")
-    rows = measured(scale)
     found: dict[str, Any] = {
         "device": "none" if options.dry_run else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "parameters": scale.parameters,
-        "rows": rows,
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1), "utf-8")
-    print(f"TABLE {found['device']}, torch {found['torch']}; ratio: of the copy's rate, or of the longest on a link")
-    for each in rows:
-        ratio = "" if each["ratio"] is None else f"{each['ratio']:8.2f}"
-        print(f"{each['name']:50}{each['ms']:10.3f} ms{each['GB/s']:10.1f} GB/s{ratio}")
+
+    def keep(rows: list[Row]) -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps({**found, "rows": rows}, indent=1), "utf-8")
+
+    rows = measured(scale, keep)
+    print(f"TABLE {found['device']}, torch {found['torch']}; ratio: to a copy's rate, or to the link's best")
+    show(rows)
+    return int(any("ms" not in each for each in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

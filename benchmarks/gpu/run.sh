@@ -1,9 +1,11 @@
 #!/bin/sh
 # Tests and benchmarks that need a CUDA device, from a plain checkout: nothing is installed, nothing is downloaded.
-# Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT.
+# Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT:
+# log.txt, summary.json, kernels.json, training.json, largest.json.
 # Where there is no device, and with --dry-run, the same parts run on the CPU with small arrays: that they run is all
-# that this shows. PARTS names some of "tests sanitizer kernels training" (default: all, in this order, at most
-# seventeen minutes; training alone eight).
+# that this shows.
+# PARTS names some of "tests kernels engine training ranks sanitizer largest" (default: all, in this order). All together
+# take at most LIMIT seconds (default: 570); parts for which no time is left are named at the end, for another call.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -16,52 +18,97 @@ trap 'rm -rf "$scratch"' EXIT
 : "${PS_KERNELS_CACHE:=$scratch/kernels}" "${CUPY_CACHE_DIR:=$scratch/cupy}"
 PYTHONPATH=$(for each in packages/*/src; do printf '%s/%s:' "$PWD" "$each"; done)
 export PYTHONPATH PS_KERNELS_CACHE CUPY_CACHE_DIR PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+# All processes are on this computer, whose name may lead nowhere.
+if [ -e /sys/class/net/lo ]; then
+    : "${GLOO_SOCKET_IFNAME:=lo}" "${NCCL_SOCKET_IFNAME:=lo}"
+    export GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME
+fi
+# Only the plugins that are asked for, and warnings of other releases are no errors here.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+pytest="$python -m pytest -q -p no:cacheprovider -W default -o faulthandler_timeout=100"
 status=0
 parts=""
-wanted=" ${PARTS:-tests sanitizer kernels training} "
+late=""
+wanted=" ${PARTS:-tests kernels engine training ranks sanitizer largest} "
+end=$(($(date +%s) + ${LIMIT:-570}))
+: >"$out/log.txt"
 
-# part NAME SECONDS COMMAND...: run under a limit, keep what it says, go on if it fails.
+# part NAME SECONDS COMMAND...: run under a limit, keep what it says, go on if it fails. SECONDS becomes what is left
+# where that is less; @LEFT in the command becomes it, less what ending takes.
 part() {
     name=$1 limit=$2
     shift 2
+    left=$((end - $(date +%s)))
+    if [ "$left" -lt 25 ]; then
+        late="$late $name"
+        return 0
+    fi
+    [ -n "$dry" ] && limit=900 # however busy the processor is
+    [ "$left" -lt "$limit" ] && limit=$left
+    count=$#
+    while [ "$count" -gt 0 ]; do
+        case $1 in @LEFT) set -- "$@" "$((limit - 15))" ;; *) set -- "$@" "$1" ;; esac
+        shift
+        count=$((count - 1))
+    done
     echo "== $name (at most $limit s)"
-    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+    began=$(date +%s)
+    timeout -k 5 "$limit" "$@" >"$scratch/$name.log" 2>&1
     code=$?
-    tail -n 12 "$out/$name.log"
-    [ "$code" -eq 124 ] && echo "$name: stopped after $limit s"
+    { echo "== $name"; cat "$scratch/$name.log"; } >>"$out/log.txt"
+    tail -n 12 "$scratch/$name.log" | cut -c 1-400
+    [ "$code" -eq 124 ] || [ "$code" -eq 137 ] && echo "$name: stopped after $limit s"
     [ "$code" -ne 0 ] && echo "$name: exit status $code" && status=1
     parts="$parts${parts:+, }\"$name\": $code"
+    echo "$name took $(($(date +%s) - began)) s"
     printf '{"device": %s, "exit_status": {%s}}\n' "$device" "$parts" >"$out/summary.json"
     return 0
 }
 
 device=true
 dry=""
+few=""
 echo "== device"
-if ! timeout -k 5 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >"$out/device.log" 2>&1; then
-    tail -n 1 "$out/device.log"
+timeout -k 5 180 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >"$out/log.txt" 2>&1
+code=$?
+if [ "$code" -eq 124 ]; then
+    echo "torch did not say within 180 s whether there is a device: going on as if there is one"
+elif [ "$code" -ne 0 ]; then
+    tail -n 1 "$out/log.txt"
     echo "NO GPU: torch finds no CUDA device here, so nothing is tested or measured on one."
     device=false
 fi
 if [ "$device" = false ] || [ "${1:-}" = --dry-run ]; then
     echo "DRY RUN: every part on the CPU, with small arrays; the figures mean nothing."
     dry=--dry-run
-fi
-is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
-pytest="$python -m pytest -q -p no:cacheprovider -p no:randomly"
-if is_wanted tests; then
-    part tests 420 $pytest tests/gpu --ignore tests/gpu/test_sanitizer.py
     # On a device that the CPU plays: a few of the engine's, which take a while there.
     few="figures or fp16-1-True or one-bf16"
-    [ -n "$dry" ] && part played 240 env PS_FAKE_CUDA=1 $pytest tests/gpu/test_engine.py tests/gpu/test_ranks.py -k "$few"
+else
+    facts=name,driver_version,memory.total,clocks.sm,clocks.max.sm,pcie.link.gen.max,pcie.link.width.max,mig.mode.current
+    timeout 20 nvidia-smi --query-gpu=$facts --format=csv 2>&1 || echo "nvidia-smi says nothing"
+    grep -E 'MemTotal|MemAvailable' /proc/meminfo
+    echo "processors: $(getconf _NPROCESSORS_ONLN)"
 fi
+is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
+own="tests/gpu/test_cuda.py tests/gpu/test_kernels.py tests/gpu/test_properties.py"
+is_wanted tests && part tests 150 $pytest $own
+[ -n "$dry" ] && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
+is_wanted kernels && part kernels 120 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
+played="env PS_FAKE_CUDA=${dry:+1}"
+is_wanted engine && part engine 180 $played $pytest tests/gpu/test_engine.py -k "$few"
+is_wanted training &&
+    part training 400 "$python" benchmarks/gpu/engine.py $dry --seconds @LEFT --json "$out/training.json"
+is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$few"
 is_wanted sanitizer && part sanitizer 130 env PS_SANITIZER_SECONDS=60 $pytest tests/gpu/test_sanitizer.py
-[ -n "$dry" ] && part exercise 60 "$python" benchmarks/gpu/exercise.py --dry-run
-is_wanted kernels && part kernels 200 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
-is_wanted training && part training 450 "$python" benchmarks/gpu/engine.py $dry --json "$out/training.json"
+[ -z "$dry" ] && is_wanted largest &&
+    part largest 500 "$python" benchmarks/gpu/engine.py $dry --largest --seconds @LEFT --json "$out/largest.json"
 echo "== table"
-for each in kernels training; do
-    [ -f "$out/$each.log" ] && is_wanted "$each" && sed -n '/^TABLE/,$p' "$out/$each.log"
+for each in kernels training largest; do
+    log=$scratch/$each.log
+    [ -f "$log" ] || continue
+    # Without a table it was stopped: then what it had said by then.
+    if grep -q '^TABLE' "$log"; then sed -n '/^TABLE/,$p' "$log"; else tail -n 40 "$log"; fi
 done
 echo "== exit statuses: {$parts}"
+[ -n "$late" ] && echo "== no time was left for:$late; in another call: PARTS=\"${late# }\""
 exit "$status"

@@ -205,50 +205,74 @@ def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     script = ROOT / "benchmarks" / "gpu" / "run.sh"
-    environment = {**os.environ, "OUT": str(folder / "out"), **environment}
-    return subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=300)
+    environment = {**os.environ, "OUT": str(folder / "out"), "LIMIT": "3000", **environment}
+    return subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=3000)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device: run the script itself")
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
 def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
-    """Every part of it, on the CPU with small arrays."""
+    """Every part of it that needs none, on the CPU with small arrays."""
     done = run_script(tmp_path, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NO GPU: torch finds no CUDA device here" in done.stdout
     assert "every kernel ran" in done.stdout
-    exit_status = dict.fromkeys(("tests", "played", "sanitizer", "exercise", "kernels", "training"), 0)
+    names = ("tests", "exercise", "kernels", "engine", "training", "ranks", "sanitizer")
     assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
         "device": False,
-        "exit_status": exit_status,
+        "exit_status": dict.fromkeys(names, 0),
     }
     trained = json.loads((tmp_path / "out/training.json").read_text("utf-8"))
-    assert len(trained) == 2
-    assert all(each["tokens_per_s"] > 0 for each in trained)
+    assert [each["name"].partition(",")[0] for each in trained] == ["engine", "FSDP2 with CPU offload", "plain"]
+    assert all(each["tokens_per_s"] > 0 and len(each["turns_s"]) == 2 for each in trained)
+    assert trained[1]["first_over_this"]
     rows = json.loads((tmp_path / "out/kernels.json").read_text("utf-8"))["rows"]
     table = done.stdout.partition("\n== table\n")[2].partition("TABLE ")[2].splitlines()
     assert [line[:50].strip() for line in table[1 : 1 + len(rows)]] == [each["name"] for each in rows]
     for name in ("adam, bf16 in and out", "sum of squares, torch.bfloat16", "Pieces.gather 1,000 tensors"):
         assert name in {each["name"] for each in rows}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "kernels.json", "log.txt", "summary.json", "training.json",
+    ]  # fmt: skip
 
 
-@pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
-def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path) -> None:
-    """With an interpreter that only writes down how it was called, and fails the tests."""
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """An interpreter that only writes down how it was called, and fails the tests."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$@" >>"$CALLS"\ncase "$*" in *"-m pytest"*) exit 3 ;; esac\n', "utf-8")
     python.chmod(0o755)
-    done = run_script(tmp_path, PYTHON=str(python), CALLS=str(tmp_path / "calls"))
+    return python
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
+def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path, recorder: Path) -> None:
+    done = run_script(tmp_path, PYTHON=str(recorder), CALLS=str(tmp_path / "calls"))
     assert done.returncode == 1, "a part that fails is not forgotten"
     assert "tests: exit status 3" in done.stdout
     calls = (tmp_path / "calls").read_text("utf-8")
-    where = [calls.index(each) for each in ("tests/gpu", "gpu/kernels.py --json", "gpu/engine.py --json")]
+    parts = (
+        "gpu/test_cuda.py", "gpu/kernels.py --json", "gpu/test_engine.py", "gpu/engine.py --seconds 385 --json",
+        "gpu/test_ranks.py", "gpu/test_sanitizer.py", "gpu/engine.py --largest --seconds 485 --json",
+    )  # fmt: skip
+    where = [calls.index(each) for each in parts]
     assert where == sorted(where)
     summary = json.loads((tmp_path / "out/summary.json").read_text("utf-8"))
-    assert summary == {"device": True, "exit_status": {"tests": 3, "sanitizer": 3, "kernels": 0, "training": 0}}
+    failing = ("tests", "engine", "ranks", "sanitizer")
+    statuses = dict.fromkeys(("tests", "kernels", "engine", "training", "ranks", "sanitizer", "largest"), 0)
+    assert summary == {"device": True, "exit_status": {**statuses, **dict.fromkeys(failing, 3)}}
     (tmp_path / "calls").unlink()
-    run_script(tmp_path, PYTHON=str(python), CALLS=str(tmp_path / "calls"), PARTS="training")
+    run_script(tmp_path, PYTHON=str(recorder), CALLS=str(tmp_path / "calls"), PARTS="training")
     calls = (tmp_path / "calls").read_text("utf-8")
     assert "engine.py" in calls
     assert "-m pytest" not in calls
     assert json.dumps(str(tmp_path)).strip('"') in calls
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
+def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path, recorder: Path) -> None:
+    calls = str(tmp_path / "calls")
+    done = run_script(tmp_path, PYTHON=str(recorder), CALLS=calls, LIMIT="0", PARTS="kernels largest")
+    assert done.returncode == 0
+    assert 'no time was left for: kernels largest; in another call: PARTS="kernels largest"' in done.stdout
+    assert "kernels.py" not in Path(calls).read_text("utf-8")

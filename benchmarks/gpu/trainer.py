@@ -1,0 +1,160 @@
+"""One training in a process of its own, which takes steps when it is told to: ``engine.py`` starts and asks it.
+
+Told ``turn 3``, it takes three steps, waits for the device, and answers with a line of JSON behind ``@@``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+MARK = "@@ "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training."""
+
+    name: str
+    how: str
+    """``engine``, ``plain`` (all on the device) or ``fsdp2`` (PyTorch's own offloading to the CPU)."""
+    layers: int
+    hidden: int
+    device_bytes: int | None = None
+    """The engine's budget; None: what is free less a tenth."""
+    host_bytes: int | None = None
+    batch: int = 8
+    length: int = 1024
+    vocabulary: int = 50304
+    warm_ups: int = 3
+    on: str = "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What was made for a case."""
+
+    parameters: int
+    step: Callable[[torch.Tensor], float]
+    """Forward, backward, clipping, optimizer; returns the loss, for which it waits."""
+    facts: Callable[[], Row]
+
+
+def build(case: Case, on: str) -> Any:
+    from ps_models import build as make
+
+    torch.manual_seed(0)
+    shape = {"layers": case.layers, "hidden": case.hidden, "heads": max(1, case.hidden // 128)}
+    return make("gpt2", on, checkpoint_blocks=True, vocabulary=case.vocabulary, positions=case.length, **shape)
+
+
+def with_engine(case: Case, where: torch.device) -> Training:
+    from ps_core import AdamW, Budget
+    from ps_core.engine import chunked, statistics
+
+    model, optimizer = chunked(
+        build(case, "meta"), AdamW(lr=1e-4), device=case.on,
+        budget=Budget(device=case.device_bytes, host=case.host_bytes), max_grad_norm=1.0,
+    )  # fmt: skip
+    assert optimizer is not None
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    def facts() -> Row:
+        return {"statistics": statistics(model).as_dict()}
+
+    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=facts)
+
+
+def with_torch(model: Any, where: torch.device, *, autocast: bool) -> Training:
+    """PyTorch's fused AdamW, wherever the parameters are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(tokens: torch.Tensor) -> float:
+        with torch.autocast(where.type, torch.bfloat16, enabled=autocast):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=dict)
+
+
+def with_plain(case: Case, where: torch.device) -> Training:
+    """fp32 weights under autocast."""
+    return with_torch(build(case, "cpu").to(where), where, autocast=True)
+
+
+def with_fsdp2(case: Case, where: torch.device) -> Training:
+    """One process; parameters, gradients and AdamW's states on the CPU, pinned."""
+    from torch.distributed import device_mesh, init_process_group
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    port = os.environ.get("PS_PORT", "29541")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="1")
+    init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
+    model = build(case, "cpu")
+    options: dict[str, Any] = {
+        "mesh": device_mesh.init_device_mesh(where.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=where.type == "cuda"),
+    }
+    for block in model.transformer.h:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return with_torch(model, where, autocast=False)
+
+
+def turn(training: Training, case: Case, where: torch.device, steps: int, generator: torch.Generator) -> Row:
+    """Steps from a device that is idle to a device that is idle."""
+    batches = [torch.randint(case.vocabulary, (case.batch, case.length), generator=generator) for _ in range(steps)]
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    losses = [training.step(tokens.to(where)) for tokens in batches]
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+    return {"step_s": (time.perf_counter() - start) / steps, "losses": losses}
+
+
+def main() -> None:
+    case = Case(**json.loads(sys.argv[1]))
+    where = torch.device("cuda", 0) if case.on == "cuda" else torch.device("cpu")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    start = time.perf_counter()
+    training = {"engine": with_engine, "plain": with_plain, "fsdp2": with_fsdp2}[case.how](case, where)
+    answer({"parameters": training.parameters, "built_s": time.perf_counter() - start})
+    generator = torch.Generator().manual_seed(1)
+    for line in sys.stdin:
+        word, _, count = line.strip().partition(" ")
+        if word == "turn":
+            answer(turn(training, case, where, int(count), generator))
+        elif word == "facts":
+            peak = torch.cuda.max_memory_reserved() if where.type == "cuda" else None
+            answer({"reserved_peak_bytes": peak, **training.facts()})
+    sys.stdout.flush()
+    os._exit(0)  # what is asked for has been answered, and taking tens of gigabytes down in order takes a while
+
+
+def answer(row: Row) -> None:
+    print(MARK + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
