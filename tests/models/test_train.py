@@ -409,6 +409,15 @@ def test_a_llama_trains_too(tmp_path: Path, capsys: Capture) -> None:
     assert 5 < rows(tmp_path / "run")[0]["loss"] < 6
 
 
+def test_where_the_token_table_is_changes_no_number_nor_the_run(tmp_path: Path) -> None:
+    way = (*BUDGET, "--untied-head", "--schedule", "constant", "--warmup", 1, "--eval-every", 0)
+    assert train(tmp_path / "one", *way, "--steps", 3) == 0
+    assert train(tmp_path / "other", *way, "--steps", 2, "--cpu-embedding") == 0
+    assert train(tmp_path / "other", *way, "--steps", 3) == 0
+    found = [[row[:4] for row in numbers(tmp_path / name)] for name in ("one", "other")]
+    assert found[0] == found[1]
+
+
 def test_a_logger_is_told_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for wandb: the same three calls."""
     (tmp_path / "wandb.py").write_text(

@@ -19,6 +19,8 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 BUDGETS = {
     "gpt": (400_000, 235_000),
     "untied": (215_000, 110_000),
+    "table on the host": (215_000, 110_000),
+    "llama's too": (400_000, 260_000),
     "whole logits": (360_000, 180_000),
     "tiles": (350_000, 205_000),
     "bert": (500_000, 310_000),
@@ -31,6 +33,8 @@ BUDGETS = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"name": "gpt2", "loss_chunk_tokens": 10, "checkpoint_blocks": (0, 2), **DROPOUT},
     "untied": {"name": "gpt2", "tied_head": False, "loss_chunk_tokens": 10, "checkpoint_blocks": True},
+    "table on the host": {"name": "gpt2", "tied_head": False, "checkpoint_blocks": True, "cpu_embedding": True},
+    "llama's too": {"name": "llama-10m", "tied_head": False, "cpu_embedding": True, "checkpoint_blocks": True},
     "whole logits": {"name": "gpt2", "loss_chunk_tokens": None},
     "tiles": {"name": "gpt2", "tiles": 3},
     "bert": {"name": "bert-base", "loss_chunk_tokens": 10, **DROPOUT},

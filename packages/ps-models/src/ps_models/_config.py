@@ -25,6 +25,8 @@ class ModelConfig:
     """Tokens whose logits exist at a time where labels are given; None: all at once, and `logits` are returned too."""
     tiles: int = 1
     """Pieces of each block's matrices, every one a parameter of its own (`TiledLinear`)."""
+    cpu_embedding: bool = False
+    """Look tokens up in the computer's memory, where their table stays; not where the head is that table."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -49,6 +51,15 @@ class ModelConfig:
         """Whether a block is recomputed in backward."""
         chosen = self.checkpoint_blocks
         return chosen if isinstance(chosen, bool) else block in chosen
+
+    def check_head(self, model: str) -> None:
+        """`InvalidInput` where a head needs all of a table that is to stay in the computer's memory."""
+        if self.cpu_embedding and self.shape.tied_head:
+            untied = "" if self.shape.family is Family.BERT else ", or tied_head=False"
+            raise InvalidInput(
+                f"cpu_embedding=True, but the head of {self.shape.name} is its token table, which comes to the "
+                f"accelerator for that anyway: expected {model} with a head of its own; leave cpu_embedding out{untied}"
+            )
 
     def need_family(self, model: str, *families: Family) -> None:
         """`InvalidInput` unless the shape is of one of these."""

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ps_core._errors import InvalidInput
-from ps_core.engine import offloaded
+from ps_core.engine import HostEmbedding, offloaded
 from ps_models._config import ModelConfig
 
 
@@ -89,6 +89,16 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw fresh rows."""
         self.init(self.weight)
+
+
+class TableOnHost(Embedding, HostEmbedding):
+    """The same, which stays in the computer's memory."""
+
+
+def token_table(config: ModelConfig, init: Initialiser) -> Embedding:
+    """Of a model's tokens, wherever it is to be."""
+    kind = TableOnHost if config.cpu_embedding else Embedding
+    return kind(config.shape.vocabulary, config.shape.hidden, init=init)
 
 
 class TiledLinear(nn.Module):

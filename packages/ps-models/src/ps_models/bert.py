@@ -16,7 +16,7 @@ from ps_core._errors import InvalidInput
 from ps_core._workloads.shapes import Family, TransformerShape
 from ps_models._config import ModelConfig
 from ps_models._files import BERT_FILES
-from ps_models._layers import Embedding, Initialiser, Linear, linear, positions, run_blocks, visible
+from ps_models._layers import Embedding, Initialiser, Linear, linear, positions, run_blocks, token_table, visible
 from ps_models._loss import head_loss
 from ps_models._pretrained import Pretrained
 
@@ -83,7 +83,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.shape = shape = config.shape
         init = Initialiser(config.init_std, truncated=True)
-        self.word_embeddings = Embedding(shape.vocabulary, shape.hidden, init=init)
+        self.word_embeddings = token_table(config, init)
         self.position_embeddings = Embedding(shape.positions, shape.hidden, init=init)
         if shape.token_types:
             self.token_type_embeddings = Embedding(shape.token_types, shape.hidden, init=init)
@@ -263,6 +263,7 @@ class BERT(Pretrained):
     files, config_type = BERT_FILES, BERTConfig
 
     def __init__(self, config: BERTConfig) -> None:
+        config.check_head("a BERTClassifier, or another model")
         super().__init__()
         self.config = config
         self.bert = Bare(config, pooled=config.shape.next_sentence)

@@ -18,7 +18,17 @@ from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import GPT2_FILES
 from ps_models._generate import generate
-from ps_models._layers import Embedding, Initialiser, Linear, Projection, linear, positions, run_blocks, visible
+from ps_models._layers import (
+    Embedding,
+    Initialiser,
+    Linear,
+    Projection,
+    linear,
+    positions,
+    run_blocks,
+    token_table,
+    visible,
+)
 from ps_models._loss import add_balance, language_loss
 from ps_models._moe import feed_forward, with_balance
 from ps_models._pretrained import Pretrained
@@ -126,7 +136,7 @@ class Transformer(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, shape = config, config.shape
-        self.wte = Embedding(shape.vocabulary, shape.hidden, init=Initialiser(config.init_std))
+        self.wte = token_table(config, Initialiser(config.init_std))
         self.wpe = Embedding(shape.positions, shape.hidden, init=Initialiser(config.position_std))
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(shape.layers))
@@ -146,6 +156,7 @@ class GPT(Pretrained):
     files, config_type = GPT2_FILES, GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
+        config.check_head("a GPT")
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)

@@ -17,7 +17,7 @@ from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import LLAMA_FILES
 from ps_models._generate import generate
-from ps_models._layers import Embedding, Initialiser, Linear, linear, positions, run_blocks, visible
+from ps_models._layers import Initialiser, Linear, linear, positions, run_blocks, token_table, visible
 from ps_models._loss import language_loss
 from ps_models._moe import feed_forward, with_balance
 from ps_models._pretrained import Pretrained
@@ -137,7 +137,7 @@ class Bare(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config, shape = config, config.shape
-        self.embed_tokens = Embedding(shape.vocabulary, shape.hidden, init=Initialiser(config.init_std))
+        self.embed_tokens = token_table(config, Initialiser(config.init_std))
         self.layers = nn.ModuleList(Block(config) for _ in range(shape.layers))
         self.norm = config.norm()
         self.drop = nn.Dropout(config.dropout)
@@ -157,6 +157,7 @@ class Llama(Pretrained):
     files, config_type = LLAMA_FILES, LlamaConfig
 
     def __init__(self, config: LlamaConfig) -> None:
+        config.check_head("a Llama")
         super().__init__()
         self.config, shape = config, config.shape
         self.model = Bare(config)

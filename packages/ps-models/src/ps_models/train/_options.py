@@ -54,6 +54,12 @@ class TrainOptions:
     offload_checkpoints: bool = _option(
         False, rules.flag(), MODEL, "and keep that in the computer's memory between forward and backward"
     )
+    untied_head: bool = _option(
+        False, rules.flag(), MODEL, "a head of its own, where the model's is its token table", identity=True
+    )
+    cpu_embedding: bool = _option(
+        False, rules.flag(), MODEL, "look tokens up in the computer's memory, where their table stays"
+    )
 
     device: str = _option(
         "auto",

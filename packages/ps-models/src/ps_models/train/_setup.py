@@ -11,7 +11,7 @@ import torch
 import ps_kernels
 from ps_core import AdamW, Budget, Group, InvalidInput
 from ps_core._units import format_count
-from ps_core._workloads.shapes import TransformerShape, shape
+from ps_core._workloads.shapes import Family, TransformerShape, shape
 from ps_core.engine import chunked
 from ps_models._build import build
 from ps_models.train._data import Corpus
@@ -26,6 +26,17 @@ def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerSh
         found = shape(options.model)
     except InvalidInput as error:
         raise InvalidInput(f"--model: found {options.model!r}; {error}") from None
+    if options.untied_head and found.family is Family.BERT:
+        raise InvalidInput(
+            f"--untied-head: found with --model {options.model}, and a BERT's head is its token table; allowed with "
+            "other models"
+        )
+    tied = found.tied_head and not options.untied_head
+    if options.cpu_embedding and tied:
+        raise InvalidInput(
+            f"--cpu-embedding: found with --model {options.model}, whose head is its token table and needs all of it; "
+            "allowed with models that have a head of their own, as with --untied-head"
+        )
     if data is None:
         return found
     words = options.vocab or (found.vocabulary if data.tokenizer is None else data.tokenizer.vocabulary)
@@ -33,7 +44,7 @@ def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerSh
         raise InvalidInput(
             f"--vocab: found {words}, allowed is at least {data.tokenizer.vocabulary}, which the tokenizer has"
         )
-    return replace(found, vocabulary=words, positions=max(found.positions, options.seq))
+    return replace(found, vocabulary=words, positions=max(found.positions, options.seq), tied_head=tied)
 
 
 def device_of(options: TrainOptions) -> str:
@@ -53,12 +64,13 @@ def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Mana
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
     device = device_of(options)
     torch.manual_seed(options.seed)
-    overrides = {"vocabulary": found.vocabulary, "positions": found.positions}
+    overrides = {"vocabulary": found.vocabulary, "positions": found.positions, "tied_head": found.tied_head}
     model = build(
         options.model,
         "meta",
         checkpoint_blocks=options.checkpointing,
         offload_checkpoints=options.offload_checkpoints,
+        cpu_embedding=options.cpu_embedding,
         **overrides,
     )
     # Two groups in either case: then a checkpoint of one is one of the other, and --decay may change.
