@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import _models as models
 from _cases import CASES, finish, next_token, rows, square, tokens
-from _fake_cuda import FakeRuntime
+from _fake_cuda import FakeEvent, FakeRuntime, FakeStream
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
@@ -169,6 +169,32 @@ def test_host_memory_is_not_handed_out_before_its_copies_are_done() -> None:
     del second
     device.close()
     gc.collect()
+
+
+@pytest.mark.parametrize("queue", [Queue.H2D, Queue.D2H])
+def test_memory_that_comes_back_leaves_no_event_that_covers_too_little(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back on any thread: here while the training's launches a copy, right behind an event of the former's."""
+    runtime = FakeRuntime(0)
+    runtime._eagerness = 0.0
+    device = CudaDevice(runtime)
+    source, target = torch.arange(8.0), torch.zeros(8)
+    memory, record = device.host(64), FakeEvent.record
+    launched: list[Queue] = []
+
+    def interrupted(event: FakeEvent, stream: FakeStream) -> None:
+        record(event, stream)
+        if stream is device._streams[queue] and not launched:
+            launched.append(queue)
+            device.copy(queue, target, source)
+
+    monkeypatch.setattr(FakeEvent, "record", interrupted)
+    del memory
+    assert launched
+    device.wait(Queue.CPU, device.record(queue))
+    assert torch.equal(target, source), "the event stands behind the copy"
+    device.close()
 
 
 @pytest.mark.filterwarnings("default")
