@@ -10,6 +10,7 @@ import torch
 import _cuda_cases as cases
 from _crew import Crew, crew
 from _zero_cases import Way
+from ps_core.engine._processes import joining
 from ps_core.engine._processes.joining import crowded
 from ps_dist._connect import _take_card
 
@@ -48,6 +49,19 @@ def test_from_card_to_card_with_copies_of_the_model(two: Crew) -> None:
     two.run(cases.directly, Way(precision="bf16"), 12, replicate=2)
 
 
+def test_computers_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def known(boot: str | None, name: str) -> str:
+        monkeypatch.setattr(joining, "_BOOT", tmp_path / str(boot))
+        monkeypatch.setattr(joining, "node_name", lambda: name)
+        return joining.computer()
+
+    for boot in ("one", "other"):
+        (tmp_path / boot).write_text(f"{boot}\n")
+    assert known("one", "a") == known("one", "a")
+    assert len({known("one", "a"), known("other", "a"), known("one", "b"), known(None, "a")}) == 4
+    assert known(None, "a") == known(None, "a"), "as far as can be told"
+
+
 def test_cards_that_stay_idle_are_named() -> None:
     assert crowded([[7, 0, 2], [7, 1, 2], [8, 0, 1]]) is None
     assert crowded([[7, 0, 1], [7, 0, 1]]) is None, "one card for both: they share it"
@@ -68,9 +82,12 @@ def test_each_process_takes_a_card(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "_queued_calls", [])
     _take_card({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks})
-    assert chosen == taken
     _take_card({})
+    assert not chosen, "nothing of a card is taken before it is used"
+    for call, _ in torch.cuda._queued_calls:  # as torch does then
+        call()
     assert chosen == taken
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -42,8 +43,9 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "glo
     copies as nodes, parameters are gathered within a node and only sums of gradients cross the network.
 
     Where a computer has a CUDA device for each of its processes, and the program has used none yet, each gets its own
-    as its current device. ``transport`` is what memory of CUDA devices travels by: ``"gloo"``, by way of the host's, or
-    ``"nccl"``, from card to card, where each process has one of its own.
+    as its current device; nothing of a card is taken before something uses it. ``transport`` is what memory of CUDA
+    devices travels by: ``"gloo"``, by way of the host's, or ``"nccl"``, from card to card, where each process has one
+    of its own.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
@@ -113,11 +115,17 @@ def _check_cards(joined: TorchCollectives) -> None:
 
 
 def _take_card(environment: Mapping[str, str]) -> None:
+    """Have a card of its own be this process's current one, from the moment that anything uses CUDA.
+
+    Setting the device takes memory of the card, which a program that trains on the CPU has no use for; so it is done as
+    torch seeds generators of cards that are not in use yet.
+    """
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if used or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environment.keys():
         return
     if 1 < int(environment["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
-        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
+        take = partial(torch.cuda.set_device, int(environment["LOCAL_RANK"]))
+        torch.cuda._lazy_call(take)  # type: ignore[no-untyped-call]
 
 
 def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str) -> str:

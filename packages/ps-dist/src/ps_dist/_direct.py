@@ -76,7 +76,7 @@ class CardWire(Wire):
         self._control.gather("agreement", tag, everyone, whole, _byte())
 
     def greet(self, tag: int) -> None:
-        """Have the connections, and the memory that they take, before anybody asks how much is free."""
+        """Have connections, and the memory that they take at first, before anybody asks how much is free."""
         everyone = self._mesh.everyone
         if self.where.type == "cuda":
             torch.cuda.set_device(self.where)

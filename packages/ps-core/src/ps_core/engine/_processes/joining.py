@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from platform import node as node_name
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from ps_core.engine._processes.together import Together
 
 Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
 """Of `initial_values`."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SAMPLE_NUMEL = 16
 """Elements at either end of a parameter that tell whether two processes have the same."""
 
@@ -76,7 +78,7 @@ class Joining:
                 f"device={str(device.torch_device)!r}: collectives were connected for cuda:{card}; expected the same "
                 "(torch.cuda.set_device before connect)"
             )
-        node = blake2b(node_name().encode(), digest_size=6).digest()
+        node = blake2b(computer().encode(), digest_size=6).digest()
         mine = (int.from_bytes(node, "little"), device.torch_device.index, torch.cuda.device_count())
         found = crowded(self._together.all_values(mine, "which process has which device"))
         if found is not None:
@@ -115,6 +117,20 @@ class Joining:
             "the initial parameters (give every rank the same torch.manual_seed before the model is made)",
             digest.hexdigest(),
         )
+
+
+def computer() -> str:
+    """What two processes have in common that count their cards alike.
+
+    Names alone are not enough: copies of an image, and containers, have the same on many computers. A kernel's boot id
+    is of one computer; containers there, which may be given different cards, have names of their own as a rule.
+    Namespaces of processes or networks are not looked at: who is in different ones may have the same cards.
+    """
+    try:
+        boot = _BOOT.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        boot = ""  # no Linux
+    return f"{boot} {node_name()}"
 
 
 def crowded(rows: Sequence[Sequence[float]]) -> str | None:
