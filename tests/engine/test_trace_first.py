@@ -58,12 +58,42 @@ class Stack(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Product(torch.autograd.Function):
+    """A function of two parameters of different groups; autograd itself looks at both before and afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight.detach(), shift)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1), grad.sum((0, 1))
+
+
+class WithFunction(Stack):
+    """The head is a function of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(recomputed=False)
+        self.last = nn.Linear(32, 100)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = Product.apply(x, self.table.weight, self.last.bias)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "bert": bert,
     "llama": llama,
     "stack": lambda: Stack(recomputed=False),
     "recomputed": lambda: Stack(recomputed=True),
+    "function": WithFunction,
 }
 
 

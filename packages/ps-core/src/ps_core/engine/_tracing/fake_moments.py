@@ -178,7 +178,8 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         packet = getattr(func, "overloadpacket", func)
         if packet in _UNKNOWN_SIZES and torch.is_grad_enabled():
             raise RuntimeError(f"what {packet} keeps for backward has no size in a fake pass")
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # what torch's own C++ does to a parameter is no touch
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             beat = self._beats[-1] if self._beats else self._before
             beat.amounts = beat.amounts.plus(amounts_of(func, args, kwargs, result))
