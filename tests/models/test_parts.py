@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core._errors import InvalidInput
 from ps_core._workloads.shapes import gpt, shape
-from ps_core.engine import chunked, release
+from ps_core.engine import HostEmbedding, chunked, release
 from ps_models import (
     GPT,
     BERTClassifier,
@@ -322,3 +323,49 @@ def test_a_model_is_saved_from_under_a_budget(tiles: int, tmp_path: Path, monkey
     found = GPT.from_pretrained(tmp_path, tiles=tiles).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-10m"])
+def test_a_token_table_on_the_host_makes_no_other_model(name: str, tmp_path: Path) -> None:
+    models = [make(name, tied_head=False, cpu_embedding=away) for away in (False, True)]
+    tables = [[each for each in model.modules() if isinstance(each, HostEmbedding)] for model in models]
+    assert [len(found) for found in tables] == [0, 1]
+    ids = torch.randint(50, (2, 16))
+    assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+    if name == "llama-10m":
+        models[1].save_pretrained(tmp_path)
+        again = type(models[1]).from_pretrained(tmp_path, cpu_embedding=True)
+        assert isinstance(again.model.embed_tokens, HostEmbedding)
+        assert torch.equal(again(ids).logits, models[0](ids).logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_table_that_is_the_head_does_not_stay_on_the_host(name: str) -> None:
+    with pytest.raises(InvalidInput, match=r"cpu_embedding=True, but the head of .* is its token table"):
+        build(name, cpu_embedding=True)
+
+
+def test_a_classifier_s_table_may_be_larger_than_the_accelerator() -> None:
+    words = 2**12
+    found = replace(shape("bert-base"), layers=2, hidden=32, heads=4, head_dim=8, kv_heads=4, ffn=64, vocabulary=words)
+    budget = Budget(device=words * 32 * 2, host="64MiB")
+    ids, labels = torch.randint(words, (2, 16)), torch.tensor([0, 1])
+
+    def losses(*, away: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = BERTClassifier(BERTConfig(shape=found, checkpoint_blocks=True, cpu_embedding=away))
+        where: dict[str, Any] = {"device": "emulated", "budget": budget} if away else {}
+        _, optimizer = chunked(model, AdamW(lr=1e-2), **where)
+        assert optimizer is not None
+        numbers = []
+        for _ in range(3):
+            loss = model(ids, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            numbers.append(float(loss.detach()))
+        release(model)
+        return numbers
+
+    assert losses(away=True) == losses(away=False)
+    with pytest.raises(DoesNotFit):
+        chunked(BERTClassifier(BERTConfig(shape=found)), AdamW(), device="emulated", budget=replace(budget))[0](ids)
