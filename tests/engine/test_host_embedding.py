@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from _cases import finish
 from _fake_cuda import FakeRuntime
+from _hugging_face import batch, llama
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, chunked_model, managed, stand_in, tightest
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
@@ -417,7 +418,7 @@ def test_processes_that_share_a_model_cut_tables_too(caplog: pytest.LogCaptureFi
     assert [row.message for row in caplog.records if "HostEmbedding with collectives" in row.message]
 
 
-# Without management
+# Without management, and in other models
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -454,3 +455,26 @@ def test_a_class_of_its_own_is_not_exchanged_unasked() -> None:
 
     with pytest.raises(InvalidInput, match=r"found a Scaled.*among its bases"):
         HostEmbedding.from_embedding(Scaled(3, 4))
+
+
+def test_a_llama_of_hugging_face_s_with_its_table_exchanged() -> None:
+    pytest.importorskip("transformers")
+
+    def run(make: Make, *, exchanged: bool) -> list[Tensor]:
+        net: Any = llama()
+        if exchanged:
+            net.set_input_embeddings(HostEmbedding.from_embedding(net.get_input_embeddings()))
+        model, optimizer = make(net, SGD(lr=0.5, momentum=0.9))
+        losses = []
+        for index in range(3):
+            losses.append(model(**batch(index)).loss)
+            optimizer.scale(losses[-1]).backward()
+            finish(optimizer)
+        with torch.inference_mode():
+            losses.append(model(**batch(9)).loss)
+        return [loss.detach().clone() for loss in losses]
+
+    settings = Settings(precision="bf16", options=Options(poison=True, group_bytes=8192))
+    got = managed(partial(run, exchanged=True), settings, stand_in, Budget(device="256KiB", host=HOST))
+    assert not differences(plain(partial(run, exchanged=False), settings), got)
+    assert got.statistics[0].planned_passes >= 3
