@@ -77,7 +77,7 @@ class Single(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.table(ids)).float().square().mean()
+        return self.out(self.table(ids).to(self.out.weight.dtype)).float().square().mean()
 
 
 def ids(index: int) -> Tensor:
@@ -141,6 +141,22 @@ def test_the_same_bits_elsewhere(how: str, tmp_path: Any) -> None:
 
     got = managed(partial(steps, kind=HostEmbedding), settings, device, budget)
     assert not differences(plain(partial(steps, kind=nn.Embedding), settings), got)
+
+
+def test_a_table_that_is_kept_in_fp32() -> None:
+    def run(make: Make, *, kind: Kind) -> list[Tensor]:
+        model, optimizer = make(Single(kind), AdamW(lr=1e-2))
+        losses = []
+        for index in range(3):
+            losses.append(model(ids(index)))
+            losses[-1].backward()
+            finish(optimizer)
+        return [loss.detach() for loss in losses]
+
+    settings = Settings(precision="bf16", options=Options(keep_fp32=("table.*",)))
+    got = managed(partial(run, kind=HostEmbedding), settings, stand_in, Budget(device="32KiB", host=HOST))
+    assert not differences(plain(partial(run, kind=nn.Embedding), settings), got)
+    assert got.statistics[0].tiers["host"].peak_bytes >= 20 * TABLE
 
 
 def test_on_a_played_cuda() -> None:

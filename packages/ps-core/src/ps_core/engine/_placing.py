@@ -20,11 +20,14 @@ _Extent: TypeAlias = tuple[GroupRecord, Kind]
 
 
 def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
-    """The kinds of a group that have a home; shards in fp32 always have sums, for nothing else could hold gradients."""
+    """The kinds of a group that have a home.
+
+    Shards, and tables on the host, always have sums in fp32, for nothing else could hold their gradients.
+    """
     if not group.trainable:
         return (group.weight,)
     kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
-    sums = (accumulates and group.fixed != 0) or (group.gathered and group.weight is Kind.P32)
+    sums = (accumulates and group.fixed != 0) or (group.weight is Kind.P32 and (group.gathered or group.on_host))
     return (*kinds, Kind.ACC) if sums else kinds
 
 
