@@ -23,6 +23,8 @@ from ps_core.engine._bystanders import bring_along
 from ps_core.engine._cuda.device import CudaDevice, cuda_device
 from ps_core.engine._cuda.memory import AllocatorTide
 from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._tracing import foresight
+from ps_core.engine._tracing.child import ChildFailed
 
 CASE = {each.name: each for each in CASES}
 NAMES = ("tied", "lstm", "frozen", "mixed_dtypes", "two_forwards", "detached_weight", "evaluation_before_step")
@@ -95,6 +97,25 @@ def test_without_waiting_results_are_wrong() -> None:
             got = managed(language, settings, partial(CudaDevice, runtime), Budget(device="64KiB", host=HOST))
         wrong += bool(differences(plain(language, settings), got))
     assert wrong == 3
+
+
+def test_a_process_that_began_with_cuda_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first pass runs on demand; the rest is as planned."""
+    settings, copied = Settings(precision="bf16"), []
+
+    def copy(*work: object) -> str:
+        copied.append(work)
+        raise ChildFailed("as on a card, perhaps")
+
+    monkeypatch.setattr(foresight, "in_child", copy)
+    for began in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda began=began: began)
+        runtime = FakeRuntime(5)
+        with runtime:
+            got = managed(language, settings, partial(CudaDevice, runtime), Budget(device="96KiB", host=HOST))
+        assert bool(copied) is not began
+        assert not differences(plain(language, settings), got)
+        assert got.statistics[0].planned_passes >= 2
 
 
 def test_events_and_host_memory_are_used_again() -> None:

@@ -30,8 +30,11 @@ def foresee(
     """The moments of a training pass, from a fake-tensor pass; None where the model does not allow one.
 
     ``plain`` takes the engine's hooks off; it is called in a copy of the process only. A model that does not return its
-    loss cannot be foreseen: what its caller computes from the outputs is part of the pass.
+    loss cannot be foreseen: what its caller computes from the outputs is part of the pass. Nor can any once CUDA has
+    begun: in a copy of such a process whatever comes to CUDA fails, or ends it, and PyTorch's backward pass may.
     """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
     record_of = {record.name: record for record in records}
     wanted = Wanted(
         unit_of=lambda name: record_of[name].group.index if name in record_of else -1,
