@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from ps_core._simulate.machine import MACHINES, machine_from_toml
+from ps_core._trace import Amounts
 from ps_core.engine import _calibrate
-from ps_core.engine._calibration import bandwidths, blocks, bookkeeping, probes
-from ps_core.engine._calibration.blocks import Amount, OnADevice, fit
+from ps_core.engine._calibration import bandwidths, blocks, bookkeeping, caches, operators, probes
+from ps_core.engine._calibration.blocks import OnADevice, OnTheCpu, Timed, fit
 from ps_core.engine._calibration.bookkeeping import Bookkeeping, Told, divide
+from ps_core.engine._calibration.caches import Cache, last_cache, stack_size
+from ps_core.engine._calibration.operators import Attended, Operators, Slow, attention
 from ps_core.engine._calibration.probes import BUSY, SPREAD, Probe, collect, steadiness
 
 
@@ -33,41 +36,146 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 2**16)
     monkeypatch.setattr(bandwidths, "_DISK_BYTES", 2**20)
     monkeypatch.setattr(blocks, "_TOKENS", 64)
-    monkeypatch.setattr(blocks, "_BLOCKS", 1)
+    monkeypatch.setattr(caches, "_FEWEST", 1)
+    monkeypatch.setattr(caches, "_MOST", 1)
     monkeypatch.setattr(blocks, "_WIDTHS", (32, 64, 128))
+    monkeypatch.setattr(operators, "_TOKENS", 64)
+    monkeypatch.setattr(operators, "_LENGTHS", (16, 64))
+    monkeypatch.setattr(operators, "_BENT", (8, 64))
     monkeypatch.setattr(_calibrate, "_ROUNDS", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _calibrate.main() == 0
     text = capsys.readouterr().out
-    assert [line.split(":")[0] for line in text.splitlines()[:3]] == [
+    assert [line.split(":")[0] for line in text.splitlines()[:5]] == [
         "# norm of bf16 gradients",
         "# copies in memory of cpu, reads and writes together",
+        "# 1 blocks in torch.bfloat16",
+        "# 1 blocks in torch.float32",
         "# spread",
     ]
     found, base = machine_from_toml(text), MACHINES["cpu"]
     of_the_engine = {"moment_overhead_s", "tensor_overhead_s", "instruction_overhead_s", "move_overhead_s"}
-    noisy = {*of_the_engine, "element_s", "element_fp32_s"}
+    of_operators = {
+        f"{name}{kind}_s" for name in ("element", "query", "query_backward", "tanh") for kind in ("", "_fp32")
+    }
+    noisy = of_the_engine | of_operators
     same = {key for key in type(found).__slots__ if getattr(found, key) == getattr(base, key)}
     assert same - noisy == {"memory_bytes", "collective_bandwidth", "internode_bandwidth"}
     assert found.name.endswith(", calibrated")
     assert found.played_copy_bandwidth > 0, "the CPU plays the accelerator"
+    assert min(found.attention_flops, found.attention_flops_fp32) > 0
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
 def test_products_and_elements_are_told_apart() -> None:
-    """From made-up seconds: 5 for any amount, a tenth an operation, a hundredth an element, bytes at 4 a second."""
+    """From made-up seconds: 5 for any amount, a tenth an operation, a hundredth an element, bytes at 4 a second.
 
-    def amount(flops: float, elements: float, weight_bytes: float) -> Amount:
-        return Amount(flops, elements, weight_bytes, 5 + flops / 10 + elements / 100 + weight_bytes / 4)
+    What attention takes by itself, half a second an operation and one or two a query, is neither's; nor are tangents.
+    """
+    slow = Slow(attention_flops=2.0, query_s=1.0, query_backward_s=2.0, tanh_s=3.0)
 
-    told = [amount(1, 10, 4), amount(300, 2000, 16), amount(5000, 9000, 400)]
-    assert fit(told, 4.0) == pytest.approx((10, 0.01))
+    def timed(flops: float, elements: float, weight_bytes: float, scale: float) -> Timed:
+        amounts = Amounts(flops + 7 * scale, elements, 7 * scale, 2 * scale, scale, 5 * scale)
+        beside = (3.5 + 2 + 2 + 15) * scale
+        return Timed(amounts, weight_bytes, 5 + flops / 10 + elements / 100 + weight_bytes / 4 + beside)
+
+    told = [timed(1, 10, 4, 1), timed(300, 2000, 16, 40), timed(5000, 9000, 400, 3)]
+    assert fit(told, 4.0, slow) == pytest.approx((10, 0.01))
 
 
 def test_noise_leaves_all_to_products() -> None:
     """Elements that would take less than nothing take nothing."""
-    told = [Amount(0, 0, 0, 5.0), Amount(300, 2000, 0, 5.1), Amount(5000, 9000, 0, 505.0)]
-    assert fit(told, 4.0) == (10, 0)
+    amounts = (0, 0, 5.0), (300, 2000, 5.1), (5000, 9000, 505.0)
+    told = [Timed(Amounts(flops, elements), 0, seconds) for flops, elements, seconds in amounts]
+    assert fit(told, 4.0, Slow(1.0, 0, 0, 0)) == (10, 0)
+
+
+def test_attention_is_told_from_two_lengths() -> None:
+    """From made-up seconds: 50 operations a second, of 7 two there and five back; a query 3 s there and 20 back."""
+    short, long = (
+        Attended(queries=10, flops=flops, forward_s=30 + flops * 2 / 7 / 50, backward_s=200 + flops * 5 / 7 / 50)
+        for flops in (7000.0, 56000.0)
+    )
+    assert attention(short, long) == pytest.approx((50, 3, 20))
+
+
+def test_attention_in_noise_is_not_infinitely_fast() -> None:
+    """Longer sequences that took no longer: a quarter of their time is taken for the difference."""
+    short = Attended(queries=10, flops=70.0, forward_s=4.0, backward_s=12.0)
+    rate, query, query_backward = attention(short, short._replace(flops=140.0))
+    assert rate == 70 / 4
+    assert query == (4 - 20 / rate) / 10
+    assert query_backward == (12 - 50 / rate) / 10
+    assert attention(short._replace(forward_s=0.0), short._replace(flops=140.0))[1] == 0, "never less than nothing"
+
+
+def test_tangents_are_the_difference_between_two_forms() -> None:
+    timed = Operators(torch.bfloat16)
+    for probes_of_one, seconds in zip(timed.rows, ((1.0, 2.0), (3.0, 4.0), (1.0, 9.0)), strict=True):
+        for probe, taken in zip(probes_of_one, seconds, strict=True):
+            probe.times = [operators._TIMES * taken]
+    numel = operators._BENT[0] * operators._BENT[1]
+    assert timed.fit().tanh_s == 8 / (2 * numel), "there and back"
+    timed.rows[-1][1].times = [0.0]
+    assert timed.fit().tanh_s == 0
+
+
+def test_what_attention_is_timed_with_is_counted_as_blocks_are() -> None:
+    """A block in eight heads of 64, recomputed: twice there, once back, as long and as many as the probes'."""
+    length = operators._LENGTHS[0]
+    model = blocks.Blocks(1, 512)
+    counted, _ = blocks._counted(model, torch.zeros(operators._TOKENS // length, length, 512))
+    queries = operators._HEADS * operators._TOKENS
+    assert (counted.queries, counted.queries_backward) == (2 * queries, queries)
+    assert counted.attention_flops == (2 + 2 + 5) * 2.0 * queries * length * operators._HEAD
+    assert counted.tanhs == 0
+
+
+def cache_of(folder: Path, levels: dict[str, tuple[str, str, str]]) -> Path:
+    """As the system lists them: level, type, size."""
+    for name, entries in levels.items():
+        (folder / name).mkdir()
+        for file, text in zip(("level", "type", "size"), entries, strict=True):
+            (folder / name / file).write_text(text + "\n")
+    return folder
+
+
+def test_the_last_level_of_cache_is_found(tmp_path: Path) -> None:
+    told = {
+        "index0": ("1", "Data", "48K"),
+        "index1": ("4", "Instruction", "64K"),
+        "index2": ("3", "Unified", "32M"),
+        "index3": ("2", "Unified", "1024K"),
+        "index4": ("5", "Unified", "much"),
+    }
+    found = last_cache(cache_of(tmp_path, told))
+    assert (found, str(found)) == (Cache(2**25, known=True), "a cache of 32 MiB")
+
+
+def test_an_unknown_cache_is_assumed(tmp_path: Path) -> None:
+    (tmp_path / "index0").mkdir()  # without a word on its size
+    for folder in (tmp_path, tmp_path / "none"):
+        assert last_cache(folder) == Cache(caches.DEFAULT_BYTES, known=False)
+        assert str(last_cache(folder)) == "a cache of 32 MiB (assumed)"
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "cache_bytes", "blocks_wanted"),
+    [(12, 36, 6), (12, 37, 7), (12, 1, 4), (12, 10**6, 16), (24, 36, 4)],
+)
+def test_stacks_are_twice_the_cache(block_bytes: int, cache_bytes: int, blocks_wanted: int) -> None:
+    assert stack_size(block_bytes, cache_bytes) == blocks_wanted
+
+
+def test_all_widths_have_as_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as many where numbers are twice as long."""
+    monkeypatch.setattr(blocks, "_TOKENS", 8)
+    monkeypatch.setattr(blocks, "_WIDTHS", (8, 16, 64))
+    each = 2 * 4 * sum(parameter.numel() for parameter in blocks.Block(64, 1).parameters())
+    monkeypatch.setattr(blocks, "last_cache", lambda: Cache(3 * each, known=True))
+    full, half = OnTheCpu(torch.float32), OnTheCpu(torch.bfloat16)
+    assert (full.blocks, half.blocks) == (6, 12)
+    assert [probe.name for probe in full.probes] == [f"float32 blocks, {width} wide" for width in (8, 16, 64)]
 
 
 def test_work_and_overhead_on_a_device_are_told_apart() -> None:

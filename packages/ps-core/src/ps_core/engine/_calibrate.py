@@ -18,6 +18,7 @@ from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._calibration.bandwidths import CopyRate, Links, NormRate, StepRate, disk_rates
 from ps_core.engine._calibration.blocks import OnADevice, OnTheCpu
 from ps_core.engine._calibration.bookkeeping import Bookkeeping
+from ps_core.engine._calibration.operators import Operators
 from ps_core.engine._calibration.probes import Row, collect, steadiness
 
 _ROUNDS = 12
@@ -28,10 +29,11 @@ def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
     cpu = torch.device("cpu")
     host, norm, links, copies = StepRate(cpu), NormRate(), Links(device), CopyRate(device)
     rows: list[Row] = [[host.probe], [norm.probe], links.probes, [copies.probe]]
+    notes: list[str] = []
     if device.type == "cuda":
         found = _of_a_device(device, rows)
     else:
-        found = _of_a_cpu(rows, host, copies)
+        found = _of_a_cpu(rows, host, copies, notes)
     read, write = disk_rates()
     up, down, latency = links.rates()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "this computer"
@@ -49,6 +51,7 @@ def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
     return found, [
         f"norm of bf16 gradients: {norm.rate() / 1e9:.1f} GB/s",
         f"copies in memory of {device.type}, reads and writes together: {2 * copies.rate() / 1e9:.1f} GB/s",
+        *notes,
         *steadiness(rows),
     ]
 
@@ -70,14 +73,16 @@ def _of_a_device(device: torch.device, rows: list[Row]) -> Machine:
     )
 
 
-def _of_a_cpu(rows: list[Row], host: StepRate, copies: CopyRate) -> Machine:
-    """The same for a CPU that plays the device."""
+def _of_a_cpu(rows: list[Row], host: StepRate, copies: CopyRate, notes: list[str]) -> Machine:
+    """The same for a CPU that plays the device; what it was measured with goes to the notes."""
     bf16, fp32, own = OnTheCpu(torch.bfloat16), OnTheCpu(torch.float32), Bookkeeping()
-    rows += [bf16.probes, fp32.probes, *own.rows]
+    ops, ops_fp32 = Operators(torch.bfloat16), Operators(torch.float32)
+    rows += [bf16.probes, fp32.probes, *own.rows, *ops.rows, *ops_fp32.rows]
     collect(rows, _ROUNDS)
-    rate, element = bf16.fit(copies.rate())
-    rate_fp32, element_fp32 = fp32.fit(copies.rate())
-    work = own.fit()
+    slow, slow_fp32, work = ops.fit(), ops_fp32.fit(), own.fit()
+    rate, element = bf16.fit(copies.rate(), slow)
+    rate_fp32, element_fp32 = fp32.fit(copies.rate(), slow_fp32)
+    notes += [bf16.note, fp32.note]
     return replace(
         default_machine(0),
         matmul_flops=rate,
@@ -89,6 +94,14 @@ def _of_a_cpu(rows: list[Row], host: StepRate, copies: CopyRate) -> Machine:
         move_overhead_s=work.move,
         element_s=element,
         element_fp32_s=element_fp32,
+        attention_flops=slow.attention_flops,
+        attention_flops_fp32=slow_fp32.attention_flops,
+        query_s=slow.query_s,
+        query_fp32_s=slow_fp32.query_s,
+        query_backward_s=slow.query_backward_s,
+        query_backward_fp32_s=slow_fp32.query_backward_s,
+        tanh_s=slow.tanh_s,
+        tanh_fp32_s=slow_fp32.tanh_s,
         played_copy_bandwidth=copies.rate(),
     )
 

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ps_core._trace import Amounts
+from ps_core.engine._calibration.caches import last_cache, stack_size
+from ps_core.engine._calibration.operators import Slow
 from ps_core.engine._calibration.probes import Probe
 from ps_core.engine._tracing.fake import trace
 
 _LENGTH = 64
 _HEAD = 64
-_BLOCKS = 6
 _TOKENS = 512
 _WIDTHS = (32, 192, 512)
-"""A model that hardly computes, one where elements count, and one where products do; caches do not hold the last."""
+"""A model that hardly computes, one where elements count, and one where products do."""
 _DEVICE_WIDTH, _DEVICE_BLOCKS = 384, 4
 _DEVICE_TOKENS = (4096, 12288)
 
@@ -61,39 +63,53 @@ class Blocks(nn.Module):
         return made.float().square().mean()
 
 
-class Amount(NamedTuple):
-    """Of work: operations, elements that other operators touch, bytes of weights and gradients, and seconds."""
+class Timed(NamedTuple):
+    """Blocks: what they compute, bytes of weights and gradients that pass, and seconds."""
 
-    flops: float
-    elements: float
+    amounts: Amounts
     weight_bytes: float
     seconds: float
 
 
 class OnTheCpu:
-    """Three widths in one precision: the same operators, other amounts of work."""
+    """Three widths in one precision: the same operators, other amounts of work.
+
+    The widest are so many that caches do not hold their weights and gradients; narrower ones are as many.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._counts: list[tuple[float, float, float]] = []
+        self._counts: list[tuple[Amounts, float]] = []
         self.probes: list[Probe] = []
+        cache, widest = last_cache(), max(_WIDTHS)
+        each = 2 * sum(parameter.nbytes for parameter in Block(widest, 1).to(dtype).parameters())
+        self.blocks = stack_size(each, cache.bytes)
+        stack = self.blocks * each / 2**20
+        self.note = f"{self.blocks} blocks in {dtype}: {stack:.0f} MiB of weights and gradients beside {cache}"
         for hidden in _WIDTHS:
-            model = Blocks(_BLOCKS, hidden).to(dtype)
+            model = Blocks(self.blocks, hidden).to(dtype)
             x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype)
             self._counts.append(_counted(model, x))
             self.probes.append(_probe(f"{dtype} blocks, {hidden} wide", model, x))
 
-    def fit(self, copy_rate: float) -> tuple[float, float]:
+    def fit(self, copy_rate: float, slow: Slow) -> tuple[float, float]:
         """Operations a second, and seconds for an element."""
-        amounts = (Amount(*counts, probe.seconds) for counts, probe in zip(self._counts, self.probes, strict=True))
-        return fit(list(amounts), copy_rate)
+        timed = (Timed(*counts, probe.seconds) for counts, probe in zip(self._counts, self.probes, strict=True))
+        return fit(list(timed), copy_rate, slow)
 
 
-def fit(amounts: Sequence[Amount], copy_rate: float) -> tuple[float, float]:
+def fit(timed: Sequence[Timed], copy_rate: float, slow: Slow) -> tuple[float, float]:
     """Operations a second and seconds for an element, from three amounts; what all three take alike is neither.
 
-    Weights and gradients pass at the rate of a copy.
+    Weights and gradients pass at the rate of a copy; attention and what else is slow take what they take by themselves.
     """
-    rows = [(each.flops, each.elements, each.seconds - each.weight_bytes / copy_rate) for each in amounts]
+    rows = [
+        (
+            each.amounts.flops - each.amounts.attention_flops,
+            each.amounts.elements,
+            each.seconds - each.weight_bytes / copy_rate - slow.seconds(each.amounts),
+        )
+        for each in timed
+    ]
     (flops, elements, seconds), (many, touched, longer) = (
         tuple(value - base for value, base in zip(row, rows[0], strict=True)) for row in rows[1:]
     )
@@ -101,7 +117,7 @@ def fit(amounts: Sequence[Amount], copy_rate: float) -> tuple[float, float]:
     an_operation = (seconds * touched - longer * elements) / both
     an_element = (flops * longer - many * seconds) / both
     if an_operation <= 0 or an_element < 0:  # noise; most of the largest is products
-        return many / max(longer, 1e-9), 0.0
+        return many / max(longer, 0.25 * timed[2].seconds), 0.0
     return 1 / an_operation, an_element
 
 
@@ -133,8 +149,9 @@ def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
     return Probe(name.removeprefix("torch."), run, x.device)
 
 
-def _counted(model: nn.Module, x: torch.Tensor) -> tuple[float, float, float]:
+def _counted(model: nn.Module, x: torch.Tensor) -> tuple[Amounts, float]:
     """As plans count it: a pass reads each weight there and back, and makes and copies its gradient."""
-    moments = trace(model, (x,), loss=lambda loss: loss, unit_of=lambda _: 0).moments
-    weights = sum(each.nbytes for each in model.parameters())
-    return sum(moment.flops for moment in moments), sum(moment.elements for moment in moments), 4.0 * weights
+    found = Amounts()
+    for moment in trace(model, (x,), loss=lambda loss: loss, unit_of=lambda _: 0).moments:
+        found = found.plus(moment.amounts)
+    return found, 4.0 * sum(each.nbytes for each in model.parameters())

@@ -1,0 +1,45 @@
+"""How many blocks it takes that caches do not hold them."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
+DEFAULT_BYTES = 2**25
+"""Where the system does not say."""
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_TIMES = 2.0
+_FEWEST, _MOST = 4, 16
+
+
+class Cache(NamedTuple):
+    """The last level's."""
+
+    bytes: int
+    known: bool
+    """Whether the system said so."""
+
+    def __str__(self) -> str:
+        return f"a cache of {self.bytes / 2**20:.0f} MiB" + ("" if self.known else " (assumed)")
+
+
+def last_cache(system: Path = _SYSTEM) -> Cache:
+    """The largest level of cache of the first processor, for data."""
+    found = []
+    for index in system.glob("index*"):
+        try:
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        except OSError:
+            continue
+        told = re.fullmatch(r"(\d+)([KMG]?)", size)
+        if told and level.isdigit() and kind != "Instruction":
+            found.append((int(level), int(told[1]) * _UNITS[told[2]]))
+    return Cache(max(found)[1], known=True) if found and max(found)[1] else Cache(DEFAULT_BYTES, known=False)
+
+
+def stack_size(block_bytes: int, cache_bytes: int) -> int:
+    """So many blocks of so many bytes that they are twice the cache, within what a calibration has time for."""
+    return min(_MOST, max(_FEWEST, math.ceil(_TIMES * cache_bytes / block_bytes)))

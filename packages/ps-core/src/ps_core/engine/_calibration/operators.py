@@ -1,0 +1,109 @@
+"""Operators that take longer than what they read and write says: attention, and hyperbolic tangents."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ps_core._trace import Amounts
+from ps_core.engine._calibration.probes import Probe, Row
+
+_HEADS, _HEAD, _TOKENS = 8, 64, 512
+_LENGTHS = (128, 512)
+"""Of sequences: what grows from the one to the other goes with products of queries and keys."""
+_BENT = (512, 2048)
+"""What functions are computed of: as much as within a block that is 512 wide, and of values that are usual there."""
+_TIMES = 4
+"""In a row, for what operators read has just been made, within a model."""
+
+
+class Attended(NamedTuple):
+    """Attention over sequences of some length, and what it took."""
+
+    queries: float
+    flops: float
+    """Of both directions; two parts of seven are forward's."""
+    forward_s: float
+    backward_s: float
+
+
+class Slow(NamedTuple):
+    """Figures of such operators, in one precision."""
+
+    attention_flops: float
+    query_s: float
+    query_backward_s: float
+    tanh_s: float
+
+    def seconds(self, amounts: Amounts) -> float:
+        """What they take of some work, beside its elements."""
+        attention = amounts.attention_flops / self.attention_flops
+        queries = amounts.queries * self.query_s + amounts.queries_backward * self.query_backward_s
+        return attention + queries + amounts.tanhs * self.tanh_s
+
+
+class Operators:
+    """One precision's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        kind = str(dtype).removeprefix("torch.")
+        self._attention = [_attention(kind, length, dtype) for length in _LENGTHS]
+        self._bent = [_gelu(kind, form, dtype) for form in ("none", "tanh")]
+        self.rows: list[Row] = [*self._attention, self._bent]
+
+    def fit(self) -> Slow:
+        """Of what was timed."""
+        short, long = (
+            Attended(
+                _HEADS * _TOKENS,
+                14.0 * _HEADS * _TOKENS * length * _HEAD,
+                *(probe.seconds / _TIMES for probe in probes),
+            )
+            for length, probes in zip(_LENGTHS, self._attention, strict=True)
+        )
+        plain, tanh = (probe.seconds / _TIMES for probe in self._bent)
+        return Slow(*attention(short, long), max(0.0, tanh - plain) / (2 * _BENT[0] * _BENT[1]))
+
+
+def attention(short: Attended, long: Attended) -> tuple[float, float, float]:
+    """Operations a second, and seconds for each query there and back beside them, from as many in two lengths."""
+    before, after = (each.forward_s + each.backward_s for each in (short, long))
+    rate = (long.flops - short.flops) / max(after - before, 0.25 * after)
+    forward, backward = (part * short.flops / 7 / rate for part in (2, 5))
+    return (
+        rate,
+        max(0.0, short.forward_s - forward) / short.queries,
+        max(0.0, short.backward_s - backward) / short.queries,
+    )
+
+
+def _attention(kind: str, length: int, dtype: torch.dtype) -> list[Probe]:
+    """There, and back from the last time that it was there."""
+    shape = _TOKENS // length, length, _HEADS, _HEAD
+    q, k, v = (torch.rand(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    found: list[torch.Tensor] = []
+
+    def forward() -> None:
+        for _ in range(_TIMES):
+            found[:] = [nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)]
+
+    def backward() -> None:
+        for _ in range(_TIMES):
+            torch.autograd.grad(found, (q, k, v), [torch.ones_like(found[0])], retain_graph=True)
+
+    name = f"{kind} attention in sequences of {length}"
+    return [Probe(name, forward), Probe(f"{name}, backward", backward)]
+
+
+def _gelu(kind: str, form: str, dtype: torch.dtype) -> Probe:
+    """In one form, there and back."""
+    x = torch.linspace(-2, 2, _BENT[0] * _BENT[1]).to(dtype).view(_BENT)
+
+    def work() -> None:
+        for _ in range(_TIMES):
+            made = nn.functional.gelu(x, approximate=form)
+            torch.ops.aten.gelu_backward(made, x, approximate=form)
+
+    return Probe(f"{kind} gelu, {form}", work)
