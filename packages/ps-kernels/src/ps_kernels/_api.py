@@ -17,6 +17,8 @@ from ps_kernels._arrays import (
     check_span,
     check_together,
     check_written,
+    note_written,
+    tell_autograd,
     view,
 )
 from ps_kernels._backends import backends, choose, load
@@ -63,6 +65,7 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     _check_step(states, source, target)
     p, m, v = (state.array for state in states)
     choose(states[0], backend).adam((p, m, v), source.array, target and target.array, arguments.scalars())
+    note_written(states if target is None else (*states, target))
 
 
 def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
@@ -96,6 +99,8 @@ def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     _check_step(states, source, target)
     used = states[1].array if momentum_decay else None
     choose(states[0], backend).sgd((states[0].array, used), source.array, target and target.array, scalars)
+    changed = states if momentum_decay else states[:1]
+    note_written(changed if target is None else [*changed, target])
 
 
 def sumsq_finite(
@@ -116,11 +121,12 @@ def sumsq_finite(
     if spans is None:
         check_flat(target, 2)
         chosen.sumsq_finite(source.array, target.array)
-        return
-    check_rows(target, len(spans), 2)
-    for start, stop in spans:
-        check_span("spans", start, stop, source.numel)
-    chosen.sumsq_each(source.array, spans, target.array)
+    else:
+        check_rows(target, len(spans), 2)
+        for start, stop in spans:
+            check_span("spans", start, stop, source.numel)
+        chosen.sumsq_each(source.array, spans, target.array)
+    note_written([target])
 
 
 def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: str | None = None) -> None:
@@ -134,6 +140,7 @@ def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: 
         check_flat(item, target.numel)
     check_written([target], [source])
     choose(target, backend).accumulate(target.array, source.array, factor)
+    note_written([target])
 
 
 class Pieces:
@@ -151,16 +158,22 @@ class Pieces:
         arrays = (chunk, *tensors)
         self._kept = [each.untyped_storage() if hasattr(each, "untyped_storage") else each for each in arrays]
         """What the copies go to and come from, even if an array is given other memory."""
+        self._in_torch = batch.whole.library == "torch"
+        self._whole, self._parts = [batch.whole.array], batch.parts
         chosen = choose(batch.whole, backend)
         self._gather, self._scatter = chosen.copier(batch, scatter=False), chosen.copier(batch, scatter=True)
 
     def gather(self) -> None:
         """Copy each tensor to its place in the chunk."""
         self._gather()
+        if self._in_torch:
+            tell_autograd(self._whole)
 
     def scatter(self) -> None:
         """Copy each tensor's place in the chunk into the tensor."""
         self._scatter()
+        if self._in_torch:
+            tell_autograd(self._parts)
 
 
 def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None) -> None:
@@ -168,6 +181,7 @@ def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, ba
     batch = check_batch(tensors, chunk, offsets)
     batch.check_gather()
     choose(batch.whole, backend).copy_all(batch, scatter=False)
+    note_written([batch.whole])
 
 
 def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, backend: str | None = None) -> None:
@@ -175,6 +189,8 @@ def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, b
     batch = check_batch(tensors, chunk, offsets)
     batch.check_scatter()
     choose(batch.whole, backend).copy_all(batch, scatter=True)
+    if batch.whole.library == "torch":
+        tell_autograd(batch.parts)
 
 
 def set_threads(count: int, *, cores: Sequence[int] | None = None) -> None:

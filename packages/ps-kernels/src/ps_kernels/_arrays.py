@@ -164,6 +164,17 @@ def check_written(written: Iterable[View], read: Iterable[View]) -> None:
             raise InvalidArgument(f"{one.name} and {other.name} share memory; expected separate arrays")
 
 
+def note_written(items: Sequence[View]) -> None:
+    """Tell autograd, which cannot see what a kernel writes, so that a changed tensor is not used in backward."""
+    if items[0].library == "torch":
+        tell_autograd([item.array for item in items])
+
+
+def tell_autograd(tensors: Sequence[Array]) -> None:
+    """These PyTorch tensors were changed in place."""
+    sys.modules["torch"].autograd.graph.increment_version(tensors)
+
+
 def _sharing(items: Sequence[View]) -> Iterator[tuple[View, View]]:
     """Each array, by address, with the one before it that reaches furthest: if any two overlap, so do two of these."""
     if len(items) == 1:
@@ -181,6 +192,13 @@ def check_number(name: str, value: float, *, least: float = 0.0, below: float = 
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         raise InvalidArgument(f"{name}: expected a number in [{least:g}, {below:g}), found {value!r}")
     return float(value)
+
+
+def check_label(name: str, value: int) -> int:
+    """A whole number that an int64 can be."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise InvalidArgument(f"{name}: expected a whole number of 64 bits, found {value!r}")
+    return value
 
 
 def check_count(name: str, value: int) -> int:

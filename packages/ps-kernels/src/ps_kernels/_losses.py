@@ -10,9 +10,11 @@ from ps_kernels._arrays import (
     check_contiguous,
     check_dtype,
     check_flat,
+    check_label,
     check_number,
     check_together,
     check_written,
+    note_written,
     view,
 )
 from ps_kernels._backends import LossBackend, choose
@@ -47,7 +49,9 @@ def cross_entropy(
     check_contiguous(source)
     check_flat(right, source.shape[0])
     check_flat(target, source.shape[0])
-    check_written([target, source] if gradient else [target], [right] if gradient else [right, source])
+    written = [target, source] if gradient else [target]
+    check_written(written, [right] if gradient else [right, source])
+    check_label("ignored", ignored)
     scale = to_single(check_number("factor", factor))
     found: Any = choose(source, backend)  # every backend of the CPU is one
     chosen: LossBackend = found
@@ -59,3 +63,4 @@ def cross_entropy(
             f"labels[{wrong}]: expected 0 to {source.shape[1] - 1}, or {ignored} for a row that does not count; "
             f"found {int(right.array[wrong])}"
         )
+    note_written(written)
