@@ -53,7 +53,8 @@ part() {
     done
     echo "== $name (at most $limit s)"
     began=$(date +%s)
-    timeout -k 5 "$limit" "$@" >"$scratch/$name.log" 2>&1
+    # Interrupted, not ended: then pytest still says what has failed.
+    timeout -s INT -k 10 "$limit" "$@" >"$scratch/$name.log" 2>&1
     code=$?
     { echo "== $name"; cat "$scratch/$name.log"; } >>"$out/log.txt"
     tail -n 12 "$scratch/$name.log" | cut -c 1-400
@@ -95,7 +96,7 @@ is_wanted tests && part tests 150 $pytest $own
 [ -n "$dry" ] && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
 is_wanted kernels && part kernels 120 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
 played="env PS_FAKE_CUDA=${dry:+1}"
-is_wanted engine && part engine 180 $played $pytest tests/gpu/test_engine.py -k "$few"
+is_wanted engine && part engine 210 $played $pytest tests/gpu/test_engine.py -k "$few"
 is_wanted training &&
     part training 400 "$python" benchmarks/gpu/engine.py $dry --seconds @LEFT --json "$out/training.json"
 is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$few"
