@@ -47,13 +47,13 @@ GROUPS = (
         Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="FSDP2 with CPU offload, 1.3B", how="fsdp2", warm_ups=2, **B13),
     )),
-    Group(turns=3, steps=2, cases=(
-        Case(name="engine, 2.7B in 16 GiB", how="engine", device_bytes=16 * GIB, host_bytes=48 * GIB, **B27),
-        Case(name="FSDP2 with CPU offload, 2.7B", how="fsdp2", warm_ups=1, **B27),
-    )),
     Group(limit_s=100.0, cases=(
         Case(name="engine, 1.3B in 36 GiB", how="engine", device_bytes=36 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="plain, 1.3B", how="plain", warm_ups=2, **B13),
+    )),
+    Group(turns=2, steps=2, limit_s=220.0, cases=(
+        Case(name="engine, 2.7B in 16 GiB", how="engine", device_bytes=16 * GIB, host_bytes=48 * GIB, **B27),
+        Case(name="FSDP2 with CPU offload, 2.7B", how="fsdp2", warm_ups=1, **B27),
     )),
 )  # fmt: skip
 SMALL: dict[str, int] = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128}
@@ -221,7 +221,7 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=1), "utf-8")
     print("TABLE training, 8 operations a parameter and token; in turns, within one group")
     show(rows)
-    return int(any("failed" in each for each in rows) and options.dry_run)
+    return int(any("failed" in each for each in rows) and not options.largest)  # where the last one is to fail
 
 
 if __name__ == "__main__":
