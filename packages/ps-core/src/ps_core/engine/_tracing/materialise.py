@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import UnsupportedParameter
+from ps_core.engine._tracing.notes import Place
 from ps_core.engine._tracing.rehearsal import Rehearsal, tensors_of
-from ps_core.engine._tracing.tape import Place
 
 
 def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._tracing.tape import Place, Tape, place_of
+from ps_core.engine._tracing.notes import Place, place_of
+from ps_core.engine._tracing.tape import Tape
 
 INITIALISERS = ("reset_parameters", "_reset_parameters", "initialise")
 HUGGING_FACE = ("config", "initialize_weights", "_init_weights")

@@ -6,18 +6,18 @@ tensors without memory (device ``meta``, though it is told ``cpu``), and every o
 noted instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What
 is small, not random and not written to by a noted operation is computed at once.
 
-`Replay` then makes one tensor at a time from the notes that matter for it. Random numbers come out as if everything
-had been done in order: a draw whose result is overwritten later is made and thrown away; one that is needed out of
-order is thrown away too, but the generator's state before it is kept, and it is made again when it is asked for. So
-code may also look at values while it is on tape (``trunc_normal_`` draws again what falls outside): they are replayed.
+A `Replay` (in `playback`) then makes one tensor at a time from the notes that matter for it. Random numbers come out as
+if everything had been done in order: a draw whose result is overwritten later is made and thrown away; one that is
+needed out of order is thrown away too, but the generator's state before it is kept, and it is made again when it is
+asked for. So code may also look at values while it is on tape (``trunc_normal_`` draws again what falls outside): they
+are replayed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ps_core.engine._tracing.notes import Note, Place, place_of
+from ps_core.engine._tracing.playback import Replay
 
 SMALL_BYTES = 1 << 16
 aten = torch.ops.aten
@@ -42,68 +45,6 @@ EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-OVERWRITES = frozenset(
-    {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
-)
-"""Of a tensor, all that was there before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A tensor as a part of some memory."""
-
-    memory: int
-    memory_bytes: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of its memory. (A tensor without overlaps, as those are that initialisers write to.)"""
-        return self.size.numel() * self.dtype.itemsize == self.memory_bytes
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, on real memory."""
-        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
-
-
-def place_of(tensor: Tensor) -> Place:
-    """Where a tensor is."""
-    storage = tensor.untyped_storage()
-    return Place(
-        storage._cdata, storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-    )
-
-
-@dataclass(slots=True)
-class Note:
-    """One operation; tensors among its arguments are `Place`s."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: set[int]
-    writes: list[Place]
-    makes: list[Place]
-    """Of its results, those in memory of their own."""
-
-    @property
-    def random(self) -> bool:
-        """Whether it draws."""
-        return torch.Tag.nondeterministic_seeded in self.func.tags
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether what it writes to could have held anything."""
-        return self.func.overloadpacket.__name__ in OVERWRITES or self.func._overloadname.endswith("out")
-
-    def settles(self, memory: int) -> bool:
-        """Whether what was in this memory before does not matter."""
-        if any(place.memory == memory for place in self.makes):
-            return True
-        return self.overwrites and any(place.memory == memory and place.whole for place in self.writes)
 
 
 class _Told(TorchFunctionMode):
@@ -264,109 +205,6 @@ class Tape(TorchDispatchMode):
                 if part.memory == place.memory and note.overwrites:
                     filled.as_strided(part.size, part.stride, part.offset).fill_(True)
         return bool(filled.all())
-
-
-class Replay:
-    """Makes tensors from a tape."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.position = 0
-        """Draws of notes before this one have been made."""
-        self._tape = tape
-        self._users: dict[int, int] | None = None
-        """How often the draw of a note is still asked for; None: who knows."""
-        self._kept: dict[int, Tensor] = {}
-        """The generator's state before a draw that may be asked for later, or again."""
-
-    def expect(self, places: Iterable[Place]) -> None:
-        """From here on, each of these is asked for once, and nothing else."""
-        self._users = defaultdict(int)
-        for place in places:
-            for index in self._tape.matter(place.memory):
-                self._users[index] += 1
-        self._kept = {index: state for index, state in self._kept.items() if self._users[index]}
-
-    def value(self, place: Place) -> Tensor:
-        """A tensor with its own memory, initialised."""
-        memories: dict[int, torch.UntypedStorage] = {}
-        for index in self._tape.matter(place.memory):
-            note = self._tape.notes[index]
-            if note.random:
-                self._draw_in_turn(index, note, memories)
-            else:
-                self._run(note, memories)
-        return place.on(self._memory(place, memories))
-
-    def finish(self) -> None:
-        """Leave the generators as they would be had everything been done in order."""
-        self._pass_over(len(self._tape.notes))
-
-    def _draw_in_turn(self, index: int, note: Note, memories: dict[int, torch.UntypedStorage]) -> None:
-        generator = _generator(note)
-        if index >= self.position:
-            self._pass_over(index)
-            self._keep(index, note)
-            self._run(note, memories)
-            self.position = index + 1
-        else:
-            now = generator.get_state()
-            generator.set_state(self._kept[index])
-            self._run(note, memories)
-            generator.set_state(now)
-        if self._users is not None:
-            self._users[index] -= 1
-            if not self._users[index]:
-                del self._kept[index]
-
-    def _keep(self, index: int, note: Note) -> None:
-        if self._users is None or self._users[index]:
-            self._kept[index] = _generator(note).get_state()
-
-    def _pass_over(self, end: int) -> None:
-        for index in range(self.position, end):
-            note = self._tape.notes[index]
-            if note.random:
-                self._keep(index, note)
-                _throw_away(note)
-        self.position = max(self.position, end)
-
-    def _run(self, note: Note, memories: dict[int, torch.UntypedStorage]) -> None:
-        def real(place: Place) -> Tensor:
-            return place.on(self._memory(place, memories))
-
-        result = note.func(*tree_map_only(Place, real, note.args), **tree_map_only(Place, real, note.kwargs))
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if note.makes else []
-        for place, each in zip(note.makes, made, strict=True):
-            if (each.stride(), each.storage_offset()) != (place.stride, place.offset):
-                each = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu").copy_(each)
-            memories[place.memory] = each.untyped_storage()
-
-    def _memory(self, place: Place, memories: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        if place.memory not in memories:
-            captured = self._tape.captured.get(place.memory)
-            if captured is None:
-                captured = torch.empty(place.memory_bytes, dtype=torch.uint8, device="cpu")
-            else:
-                captured = captured.clone()
-            memories[place.memory] = captured.untyped_storage()
-        return memories[place.memory]
-
-
-def _throw_away(note: Note) -> None:
-    """Make a draw whose result nobody wants."""
-    written = {place.memory for place in note.writes}
-
-    def scratch(place: Place) -> Tensor:
-        like = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu")
-        # What it reads changes what comes out, not how much is drawn; a half will do for a mean or a probability.
-        return like if place.memory in written else like.fill_(0.5)
-
-    note.func(*tree_map_only(Place, scratch, note.args), **tree_map_only(Place, scratch, note.kwargs))
-
-
-def _generator(note: Note) -> torch.Generator:
-    given = note.kwargs.get("generator")
-    return torch.default_generator if given is None else given
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
