@@ -58,7 +58,7 @@ GROUPS = (
 )  # fmt: skip
 SMALL: dict[str, int] = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128}
 DRY = (
-    Group(turns=2, steps=1, limit_s=100.0, cases=(
+    Group(turns=2, steps=1, limit_s=800.0, cases=(
         Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", **SMALL),
         Case(name="FSDP2 with CPU offload, dry", how="fsdp2", warm_ups=1, on="cpu", **SMALL),
         Case(name="plain, dry", how="plain", warm_ups=1, on="cpu", **SMALL),
