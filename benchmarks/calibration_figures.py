@@ -1,12 +1,13 @@
 """Simulated against measured step time on the CPU, after calibration, for three budgets.
 
-    python benchmarks/calibration_figures.py [--processor] [--small] [MACHINE.toml]
+    python benchmarks/calibration_figures.py [--processor] [--SHAPE-PRECISION] [MACHINE.toml]
 
 The accelerator is emulated and its links are held to a rate, each direction on its own, so that copies and arithmetic
-run beside each other as on a card. Without a machine file one is measured first. The plan in force is then simulated
-with those rates, and the simulated step compared with the median of real ones. ``--processor``: on one thread, whose
-processor time counts, and with it what it would have slept for the links; for computers on which other work runs too.
-``--small``: another model, in fp32.
+run beside each other as on a card. Without a machine file one is measured meanwhile: steps and probes take turns. The
+plan in force is then simulated with those rates, and the simulated step compared with the median of real ones.
+``--processor``: on one thread, whose processor time counts, and with it what it would have slept for the links; for
+computers on which other work runs too. Shape and precision are one of ``--large-bf16`` (the default), ``--large-fp32``,
+``--small-bf16`` and ``--small-fp32``.
 """
 
 from __future__ import annotations
@@ -48,8 +49,13 @@ class Case(NamedTuple):
     budgets: tuple[str, ...]
 
 
-LARGE = Case(8, 512, 4, 128, "bf16", ("24MiB", "48MiB", "96MiB"))
-SMALL = Case(4, 384, 8, 64, "fp32", ("32MiB", "48MiB", "80MiB"))
+CASES = {
+    "--large-bf16": Case(8, 512, 4, 128, "bf16", ("24MiB", "48MiB", "96MiB")),
+    "--large-fp32": Case(8, 512, 4, 128, "fp32", ("48MiB", "96MiB", "192MiB")),
+    "--small-bf16": Case(4, 384, 8, 64, "bf16", ("16MiB", "24MiB", "48MiB")),
+    "--small-fp32": Case(4, 384, 8, 64, "fp32", ("32MiB", "48MiB", "80MiB")),
+}
+"""26 and 7.5 million parameters."""
 
 
 class OneThread:
@@ -67,39 +73,47 @@ class OneThread:
         self._slept_s += seconds
 
 
-def measured(case: Case, budget: str, rates: Machine, clock: OneThread | None) -> str:
-    """A step's median seconds, the shortest, what the plan in force takes by simulation, and what it moves."""
-    torch.manual_seed(0)
-    model = build("gpt2", "meta", layers=case.layers, hidden=case.hidden, heads=8, vocabulary=VOCABULARY,
-                  positions=case.length, checkpoint_blocks=True)  # fmt: skip
-    device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
-    now: Callable[[], float] = time.perf_counter
-    if clock is not None:
-        device._links, now = Links(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
-    managed, optimizer = chunked(
-        model, AdamW(lr=1e-4), device=device, budget=Budget(device=budget), precision=case.precision
-    )
-    assert optimizer is not None
-    times = []
-    for index in range(WARM_UPS + STEPS):
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(VOCABULARY, (case.batch, case.length), generator=generator)
-        start = now()
-        managed(tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(now() - start)
-    pilot = management_of(managed).pilot
-    assert isinstance(pilot, Pilot)
-    planned = pilot.planned
-    assert planned is not None
-    told = simulate(planned.program, planned.plan, rates)
-    moved = ", ".join(f"{link} {count / 2**20:.0f} MiB" for link, count in told.moved_bytes.items() if count)
-    median = statistics.median(times[WARM_UPS:])
-    return (
-        f"{budget:>8}: measured {median:.3f} s (least {min(times[WARM_UPS:]):.3f}), simulated {told.step_time_s:.3f} "
-        f"s, {100 * (told.step_time_s / median - 1):+.0f} %; a step moves {moved or 'nothing'}"
-    )
+class Training:
+    """A case in one of its budgets."""
+
+    def __init__(self, case: Case, budget: str, clock: OneThread | None) -> None:
+        torch.manual_seed(0)
+        model = build("gpt2", "meta", layers=case.layers, hidden=case.hidden, heads=8, vocabulary=VOCABULARY,
+                      positions=case.length, checkpoint_blocks=True)  # fmt: skip
+        device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
+        self._now: Callable[[], float] = time.perf_counter
+        if clock is not None:
+            device._links, self._now = Links(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
+        self._model, optimizer = chunked(
+            model, AdamW(lr=1e-4), device=device, budget=Budget(device=budget), precision=case.precision
+        )
+        assert optimizer is not None
+        self._optimizer, self._case, self._budget = optimizer, case, budget
+        self._times: list[float] = []
+
+    def step(self) -> None:
+        """One more."""
+        generator = torch.Generator().manual_seed(len(self._times))
+        tokens = torch.randint(VOCABULARY, (self._case.batch, self._case.length), generator=generator)
+        start = self._now()
+        self._model(tokens, labels=tokens).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._times.append(self._now() - start)
+
+    def compared(self, rates: Machine) -> str:
+        """A step's median seconds and quartiles, what the plan in force takes by simulation, and what it moves."""
+        pilot = management_of(self._model).pilot
+        assert isinstance(pilot, Pilot)
+        planned = pilot.planned
+        assert planned is not None
+        told = simulate(planned.program, planned.plan, rates)
+        moved = ", ".join(f"{link} {count / 2**20:.0f} MiB" for link, count in told.moved_bytes.items() if count)
+        low, median, high = statistics.quantiles(self._times[WARM_UPS:], n=4)
+        return (
+            f"{self._budget:>8}: measured {median:.3f} s ({low:.3f} to {high:.3f}), simulated {told.step_time_s:.3f} "
+            f"s, {100 * (told.step_time_s / median - 1):+.0f} %; a step moves {moved or 'nothing'}"
+        )
 
 
 def main(words: list[str]) -> None:
@@ -109,13 +123,27 @@ def main(words: list[str]) -> None:
         torch.set_num_threads(1)
         ps_kernels.set_threads(1)
     files = [word for word in words if not word.startswith("--")]
-    here, notes = (machine(files[0]), []) if files else calibrate(torch.device("cpu"))
+    case = next((case for word, case in CASES.items() if word in words), CASES["--large-bf16"])
+    trainings = [Training(case, budget, clock) for budget in case.budgets]
+
+    def steps() -> None:
+        for each in trainings:
+            each.step()
+
+    for _ in range(WARM_UPS):
+        steps()
+    notes: list[str] = []
+    if files:
+        here = machine(files[0])
+        for _ in range(STEPS):
+            steps()
+    else:
+        here, notes = calibrate(torch.device("cpu"), between=steps)
     rates = replace(here, h2d_bandwidth=LINK_BYTES_PER_S, d2h_bandwidth=LINK_BYTES_PER_S)
     print(*notes, sep="\n")
-    case = SMALL if "--small" in words else LARGE
     print(f"{case}; links held to {LINK_BYTES_PER_S / 1e6:.0f} MB/s; {torch.get_num_threads()} threads")
-    for budget in case.budgets:
-        print(measured(case, budget, rates, clock))
+    for each in trainings:
+        print(each.compared(rates))
 
 
 if __name__ == "__main__":

@@ -220,8 +220,8 @@ def test_probes_take_turns_and_long_ones_fewer(monkeypatch: pytest.MonkeyPatch) 
 
     first, second, third = probe("a"), probe("b"), probe("c")
     monkeypatch.setattr(third, "sample", lambda: (third.work(), third.times.append(4.0)))
-    collect([[first, second], [third]], 3)
-    assert "".join(order) == "abc" + "abc" * 2 + "ab", "once uncounted; the third has had its time after two"
+    collect([[first, second], [third]], 3, between=lambda: order.append("|"))
+    assert "".join(order) == "abc" + "|abc" * 2 + "|ab", "once uncounted; the third has had its time after two"
     assert len(first.times) == 3
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,16 +25,20 @@ from ps_core.engine._calibration.probes import Row, collect, steadiness
 _ROUNDS = 12
 
 
-def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
-    """The machine, and more in words."""
+def calibrate(device: torch.device, between: Callable[[], object] | None = None) -> tuple[Machine, list[str]]:
+    """The machine, and more in words. ``between`` is called before each round: what is compared takes its turn."""
     cpu = torch.device("cpu")
     host, norm, links, copies = StepRate(cpu), NormRate(), Links(device), CopyRate(device)
     rows: list[Row] = [[host.probe], [norm.probe], links.probes, [copies.probe]]
     notes: list[str] = []
+
+    def measure() -> None:
+        collect(rows, _ROUNDS, between)
+
     if device.type == "cuda":
-        found = _of_a_device(device, rows)
+        found = _of_a_device(device, rows, measure)
     else:
-        found = _of_a_cpu(rows, host, copies, notes)
+        found = _of_a_cpu(rows, measure, host, copies, notes)
     read, write = disk_rates()
     up, down, latency = links.rates()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "this computer"
@@ -56,11 +61,11 @@ def calibrate(device: torch.device) -> tuple[Machine, list[str]]:
     ]
 
 
-def _of_a_device(device: torch.device, rows: list[Row]) -> Machine:
+def _of_a_device(device: torch.device, rows: list[Row], measure: Callable[[], None]) -> Machine:
     """Times everything; what is known of the device itself, the rest as the built-in machine has it."""
     step, bf16, fp32 = StepRate(device), OnADevice(device, torch.bfloat16), OnADevice(device, torch.float32)
     rows += [[step.probe], bf16.probes, fp32.probes]
-    collect(rows, _ROUNDS)
+    measure()
     whole = torch.cuda.get_device_properties(device).total_memory
     rate, overhead = bf16.fit()
     return replace(
@@ -73,12 +78,14 @@ def _of_a_device(device: torch.device, rows: list[Row]) -> Machine:
     )
 
 
-def _of_a_cpu(rows: list[Row], host: StepRate, copies: CopyRate, notes: list[str]) -> Machine:
+def _of_a_cpu(
+    rows: list[Row], measure: Callable[[], None], host: StepRate, copies: CopyRate, notes: list[str]
+) -> Machine:
     """The same for a CPU that plays the device; what it was measured with goes to the notes."""
     bf16, fp32, own = OnTheCpu(torch.bfloat16), OnTheCpu(torch.float32), Bookkeeping()
     ops, ops_fp32 = Operators(torch.bfloat16), Operators(torch.float32)
     rows += [bf16.probes, fp32.probes, *own.rows, *ops.rows, *ops_fp32.rows]
-    collect(rows, _ROUNDS)
+    measure()
     slow, slow_fp32, work = ops.fit(), ops_fp32.fit(), own.fit()
     rate, element = bf16.fit(copies.rate(), slow)
     rate_fp32, element_fp32 = fp32.fit(copies.rate(), slow_fp32)

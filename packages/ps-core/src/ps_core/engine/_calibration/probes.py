@@ -68,12 +68,14 @@ Row = Sequence[Probe]
 """Probes that are taken one right after the other."""
 
 
-def collect(rows: Sequence[Row], rounds: int) -> None:
-    """Each once uncounted; then all in turn, but rows that take long less often."""
+def collect(rows: Sequence[Row], rounds: int, between: Callable[[], object] | None = None) -> None:
+    """Each once uncounted; then all in turn, but rows that take long less often. ``between``: before each round."""
     for row in rows:
         for probe in row:
             probe.work()
     for _ in range(rounds):
+        if between is not None:
+            between()
         for row in rows:
             if sum(sum(probe.times) for probe in row) < _LONGEST_S:
                 for probe in row:
