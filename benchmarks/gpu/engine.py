@@ -64,8 +64,8 @@ DRY = (
         Case(name="plain, dry", how="plain", warm_ups=1, on="cpu", **SMALL),
     )),
 )  # fmt: skip
-LARGEST_LAYERS, LARGEST_HIDDEN = (16, 24, 32, 48), 5120
-"""Tried one after the other until one does not fit: 5.3 to 15 thousand million parameters."""
+LARGEST_LAYERS, LARGEST_HIDDEN = (24, 32, 40, 48, 56), 5120
+"""Tried one after the other until one does not fit: 7.8 to 18 thousand million parameters."""
 
 
 class Worker:

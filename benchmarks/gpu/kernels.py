@@ -203,6 +203,7 @@ def links(scale: Scale) -> list[Row]:
     cuda = scale.device == "cuda"
     arena = ps_kernels.PinnedArena(big, pin=cuda)
     theirs = torch.empty(big, dtype=torch.uint8, pin_memory=cuda)
+    ours = "" if arena.pinned or not cuda else ", NOT PINNED"
     device, other = (torch.empty(big, dtype=torch.uint8, device=scale.device) for _ in range(2))
     for name, up in (("host to device", True), ("device to host", False)):
         found = []
@@ -212,8 +213,8 @@ def links(scale: Scale) -> list[Row]:
             found.append((size, alternated(scale, *works)))
         peak = max(size / taken for size, both in found for taken in both)
         for size, both in found:
-            for whose, taken in zip(("", ", torch's memory"), both, strict=True):
-                rows.append({**row(f"{name}, {size} bytes{whose}", taken, size, peak), "pinned": arena.pinned})
+            for whose, taken in zip((ours, ", torch's memory"), both, strict=True):
+                rows.append(row(f"{name}, {size} bytes{whose}", taken, size, peak))
     here, there = (arena.tensor(start, big // 2, torch.uint8) for start in (0, big // 2))
     elapsed = both_ways(scale, (device[: big // 2], here), (there, other[: big // 2]))
     return [*rows, row(f"both ways at once, {big // 2} bytes each", elapsed, big // 2 * 2)]
