@@ -9,35 +9,27 @@ largest batch seen.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ps_core._errors import DoesNotFit
-from ps_core._layout import Layout
 from ps_core._options import Options
-from ps_core._plan import Tier
 from ps_core._planner.policy import Policy
-from ps_core._planner.recall import find_plan_again
-from ps_core._planner.search import Planned, Setup, find_plan
+from ps_core._planner.search import Planned, Setup
 from ps_core._program import Precision, SegmentName
-from ps_core._simulate.machine import Machine
-from ps_core._simulate.machine import machine as find_machine
-from ps_core._trace import Trace
+from ps_core.engine._asking import Asking
 from ps_core.engine._batches import Batch, batch_of, within_a_module
-from ps_core.engine._computers import THIS_COMPUTER, emulated_on
-from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
+from ps_core.engine._estimates import as_foreseen, begins_as_foreseen
 from ps_core.engine._interrupts import alone
 from ps_core.engine._lowering import Homes
 from ps_core.engine._messages import say
-from ps_core.engine._moments import Beat, Recording
+from ps_core.engine._moments import Recording
 from ps_core.engine._passes import Driver
-from ps_core.engine._plans import EnginePlan, lay_groups
+from ps_core.engine._plans import EnginePlan
 from ps_core.engine._records import Gradient, Payload
-from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
 from ps_core.engine._replay import Replay
 from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._still import Still
@@ -69,8 +61,7 @@ class Pilot:
             precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
         )
         self._options, self._cast = options, cast
-        named, like = options.machine, engine.store.device.machine
-        self._machine = (like or THIS_COMPUTER) if named is None else find_machine(named)
+        self._asking = Asking(engine, model_name, self._setup, machine=options.machine, folder=options.plan_cache)
         self._plan: EnginePlan | None = None
         self._planned_for = Batch()
         self._batch: Batch | None = None
@@ -259,7 +250,7 @@ class Pilot:
     def _is_wrong(self, recording: Recording) -> bool:
         """Whether the pass did something else than was foreseen; one that was broken off did not get so far."""
         assert self._plan is not None, "there is an estimate"
-        return not (recording.regular or _begins_as_foreseen(recording, self._plan.beats))
+        return not (recording.regular or begins_as_foreseen(recording, self._plan.beats))
 
     # Steps.
 
@@ -298,7 +289,7 @@ class Pilot:
             return
         recording, batch = self._found
         self._found = None
-        if self._estimated and self._plan is not None and _as_foreseen(recording, self._plan.beats):
+        if self._estimated and self._plan is not None and as_foreseen(recording, self._plan.beats):
             self._estimated, self._recorded = False, True
             return
         if not self._adopt(recording, batch):
@@ -316,23 +307,14 @@ class Pilot:
 
     def _adopt(self, recording: Recording, batch: Batch) -> bool:
         """Plan from these moments and have everything where the plan wants it; False: not possible now."""
-        engine, started = self._engine, time.monotonic()
-        records = [record for record in engine.records if not record.group.pinned]
-        groups = [group for group in engine.groups if not group.pinned]
-        trace = recording.trace(self._model_name, records, engine.groups, engine.constant_bytes, batch.tokens)
-        if not engine.store.device.lazy:
-            trace = level(trace, self._spare_bytes)
-        layout, order = lay_groups(groups, records, trace)
-        try:
-            planned = self._find(trace, layout)
-        except DoesNotFit as error:
-            raise self._explained(error, trace) from None
-        if not self._put_in_force(EnginePlan(planned, order, recording.beats), recording, batch):
+        started = time.monotonic()
+        plan = self._asking.find(recording, batch, self._spare_bytes)
+        if not self._put_in_force(plan, recording, batch):
             return False
         say(
-            f"{self._model_name}: planned {len(recording.beats)} moments of {len(groups)} groups in "
-            f"{time.monotonic() - started:.1f} s; {planned.prediction.step_time_s:.3g} s a step are predicted for "
-            f"{self._machine.name}"
+            f"{self._model_name}: planned {len(plan.beats)} moments of {len(plan.order)} groups in "
+            f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
+            f"{self._asking.machine.name}"
         )
         return True
 
@@ -343,60 +325,3 @@ class Pilot:
         self._engine.store.foreseen_bytes = 0
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         return True
-
-    def _find(self, trace: Trace, layout: Layout) -> Planned:
-        tiers, setup, folder = self._tiers(), self._setup, self._options.plan_cache
-        machine = self._machine_for(trace, tiers)
-        if folder is None:
-            return find_plan(trace, tiers, machine, setup=setup, layout=layout)
-        return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))
-
-    def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
-        """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
-        if self._machine is not THIS_COMPUTER or tiers[0].name != "device":
-            return self._machine
-        homes = sum(home.bytes for group in self._engine.groups if not group.pinned for home in group.homes.values())
-        return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
-
-    def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
-        """The planner's refusal with what a user of the engine can do about it."""
-        store, groups = self._engine.store, self._engine.groups
-        if error.tier != store.tiers[0].name:
-            return everything_too_large(store, groups, error.needed_bytes)
-        tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes
-        return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
-
-    def _tiers(self) -> tuple[Tier, ...]:
-        """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""
-        store = self._engine.store
-        first, *others = store.tiers
-        room = self._engine.saved.room
-        if room is not None:
-            others[0] = Tier(others[0].name, others[0].capacity_bytes - room.bytes)
-        if store.fixed_bytes:
-            others[0] = Tier(others[0].name, others[0].capacity_bytes - store.fixed_bytes)
-        pinned = [home.slot for group in self._engine.groups if group.fixed == 0 for home in group.homes.values()]
-        end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
-        return (Tier(first.name, end & -128), *others)
-
-
-def _as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
-    """Whether a pass went as fake tensors said, and held no more besides."""
-    ran, foreseen = map(_outline, recording.beats), map(_outline, beats)
-    peak = max((beat.nonmodel_bytes for beat in recording.beats), default=0)
-    return list(ran) == list(foreseen) and peak <= max((beat.nonmodel_bytes for beat in beats), default=0)
-
-
-def _begins_as_foreseen(recording: Recording, beats: list[Beat]) -> bool:
-    """Whether a pass went so until it ended, before its time."""
-    count = len(recording.beats)
-    if not 0 < count < len(beats):
-        return False
-    ran, foreseen = recording.beats[-1], beats[count - 1]
-    last = ran.backward is foreseen.backward and ran.touched.keys() <= {*foreseen.touched, *foreseen.held}
-    return last and _as_foreseen(Recording(recording.beats[:-1]), beats[: count - 1])
-
-
-def _outline(beat: Beat) -> tuple[bool, set[int], set[int], set[int]]:
-    """What a moment does, however high the tide."""
-    return beat.backward, {*beat.touched, *beat.held}, set(beat.held), set(beat.grads)
