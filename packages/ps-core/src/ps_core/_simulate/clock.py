@@ -12,29 +12,16 @@ queue) to touch. A slot that is reserved and released within the segment joins a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._plan import (
-    Copy,
-    Gather,
-    Instr,
-    Plan,
-    Queue,
-    ReduceScatter,
-    Release,
-    Reserve,
-    Run,
-    Segment,
-    Shift,
-    slots_of,
-)
+from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment
 from ps_core._program import Program
 from ps_core._simulate.costs import Costs, Work
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.played import OneThread
+from ps_core._simulate.scan import Cells, Scan
 from ps_core._trace import Phase
 
 QUEUE_NAMES = {
@@ -94,9 +81,9 @@ def simulate(
         raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
     costs = Costs(program, plan.tiers, machine, per_node)
     names = program.iteration()
-    scans = {name: _Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
+    scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
     works = {name: costs.price(plan.segment(name).instrs, scan.slot_bytes) for name, scan in scans.items()}
-    cells = _Cells(plan, scans.values())
+    cells = Cells(plan, scans.values())
     stages = {name: _Stage(plan.segment(name), scan, works[name], cells) for name, scan in scans.items()}
     clock: _Clock | _Played = _Played() if machine.played_copy_bandwidth else _Clock(cells.counts)
     rounds = [[(stages[name], clock.run(stages[name])) for name in names] for _ in range(iterations)]
@@ -119,7 +106,7 @@ def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
 
 def peak_bytes(program: Program, plan: Plan) -> dict[str, int]:
     """The most bytes of each tier in use at once in a training step, non-model bytes included, without a clock."""
-    return _peaks(plan, [_Scan(plan, plan.segment(name)).peaks for name in dict.fromkeys(program.iteration())])
+    return _peaks(plan, [Scan(plan, plan.segment(name)).peaks for name in dict.fromkeys(program.iteration())])
 
 
 def _links(plan: Plan, counts: list[int], wire: int) -> dict[str, int]:
@@ -136,130 +123,13 @@ def _peaks(plan: Plan, rows: list[list[int]]) -> dict[str, int]:
     return {tier.name: max(row[index] for row in rows) for index, tier in enumerate(plan.tiers)}
 
 
-class Span(NamedTuple):
-    """A stretch of one tier's addresses."""
-
-    tier: int
-    start: int
-    end: int
-
-
-class _Scan:
-    """What a segment touches: spans to wait for at entry, spans to leave behind, and the most bytes in use."""
-
-    def __init__(self, plan: Plan, segment: Segment) -> None:
-        self.joins: dict[int, list[Span]] = {}
-        self.leaves: dict[Span, dict[Queue, int]] = {}
-        ops = [instr.op for instr in segment.instrs]
-        self._passing = {op.slot for op in ops if isinstance(op, Reserve)}
-        self._passing &= {op.slot for op in ops if isinstance(op, Release)}
-        self._where = {
-            slot: Span(held.tier, held.offset, held.offset + held.bytes) for slot, held in enumerate(plan.home)
-        }
-        self.slot_bytes: dict[int, int] = {}
-        self._used = [0] * len(plan.tiers)
-        for held in plan.home:
-            self._used[held.tier] += held.bytes
-        self.peaks = list(self._used)
-        self._capacity = plan.tiers[0].capacity_bytes
-        self._runs = [(place, instr.op) for place, instr in enumerate(segment.instrs) if isinstance(instr.op, Run)]
-        try:
-            self._walk(segment.instrs)
-        except (KeyError, IndexError) as error:
-            raise PlanMismatch(f"segment {segment.name.value!r} names a slot or tier that is not there") from error
-        self._leave_tide()
-
-    def _walk(self, instrs: tuple[Instr, ...]) -> None:
-        passing, where = self._passing, self._where
-        ahead = [run.nonmodel_bytes for _, run in self._runs]
-        highest, tide, ran = 0, 0, 0
-        for place, instr in enumerate(instrs):
-            op = instr.op
-            if isinstance(op, Reserve):
-                self._reserve(place, instr.queue, op, tide)
-            elif isinstance(op, Release):
-                self._release(place, instr.queue, op)
-            elif isinstance(op, Shift):
-                self._shift(place, instr.queue, op)
-            else:
-                for slot in slots_of(op):
-                    if slot not in passing:
-                        self._touch(where[slot], place, instr.queue)
-                if isinstance(op, Run):
-                    if op.nonmodel_bytes > highest:
-                        highest = op.nonmodel_bytes
-                        self.joins.setdefault(place, []).append(self._tide(highest))
-                    self.peaks[0] = max(self.peaks[0], self._used[0] + op.nonmodel_bytes)
-                    ran += 1
-                    tide = min(op.nonmodel_bytes, ahead[ran]) if ran < len(ahead) else 0
-
-    def _tide(self, count: int) -> Span:
-        return Span(0, self._capacity - count, self._capacity)
-
-    def _touch(self, span: Span, place: int, queue: Queue) -> None:
-        last = self.leaves.setdefault(span, {})
-        if queue not in last:
-            self.joins.setdefault(place, []).append(span)
-        last[queue] = place
-
-    def _reserve(self, place: int, queue: Queue, op: Reserve, tide: int) -> None:
-        span = self._where[op.slot] = Span(op.tier, op.offset, op.offset + op.bytes)
-        last = self.leaves.setdefault(span, {})
-        if not last:
-            self.joins[place] = [span]
-        last[queue] = place
-        used = self._used[op.tier] = self._used[op.tier] + op.bytes
-        self.peaks[op.tier] = max(self.peaks[op.tier], used + (0 if op.tier else tide))
-
-    def _release(self, place: int, queue: Queue, op: Release) -> None:
-        span = self._where[op.slot]
-        if op.slot not in self._passing:
-            self._touch(span, place, queue)
-        self.leaves[span][queue] = place
-        self._used[span.tier] -= span.end - span.start
-
-    def _shift(self, place: int, queue: Queue, op: Shift) -> None:
-        old = self._where[op.slot]
-        new = self._where[op.slot] = Span(old.tier, op.offset, op.offset + old.end - old.start)
-        self.slot_bytes[op.slot] = old.end - old.start
-        self._touch(old, place, queue)
-        self._touch(new, place, queue)
-
-    def _leave_tide(self) -> None:
-        covered = 0
-        for place, run in reversed(self._runs):
-            if run.nonmodel_bytes > covered:
-                covered = run.nonmodel_bytes
-                self.leaves.setdefault(self._tide(covered), {})[Queue.COMPUTE] = place
-
-
-class _Cells:
-    """Addresses of every tier cut where any span begins or ends."""
-
-    def __init__(self, plan: Plan, scans: Iterable[_Scan]) -> None:
-        cuts: list[set[int]] = [set() for _ in plan.tiers]
-        for scan in scans:
-            for span in scan.leaves:
-                cuts[span.tier].update((span.start, span.end))
-            for spans in scan.joins.values():
-                for span in spans:
-                    cuts[span.tier].update((span.start, span.end))
-        self._index = [{offset: number for number, offset in enumerate(sorted(row))} for row in cuts]
-        self.counts = [len(row) for row in cuts]
-
-    def of(self, span: Span) -> tuple[int, int, int]:
-        """The tier, and the first cell and the one after the last."""
-        index = self._index[span.tier]
-        return span.tier, index[span.start], index[span.end]
-
-
 Row = tuple[int, float, tuple[int, ...], "list[tuple[int, int, int]] | None"]
 
 
 class _Stage:
     """A segment ready for the clock."""
 
-    def __init__(self, segment: Segment, scan: _Scan, work: Work, cells: _Cells) -> None:
+    def __init__(self, segment: Segment, scan: Scan, work: Work, cells: Cells) -> None:
         self.work, self.segment = work, segment
         joins = {place: [cells.of(span) for span in spans] for place, spans in scan.joins.items()}
         instrs = segment.instrs
