@@ -23,6 +23,7 @@ if [ -e /sys/class/net/lo ]; then
     : "${GLOO_SOCKET_IFNAME:=lo}" "${NCCL_SOCKET_IFNAME:=lo}"
     export GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME
 fi
+PATH=$PATH:/usr/local/cuda/bin # where CUDA's tools are, if they are not on the path
 # Only the plugins that are asked for, and warnings of other releases are no errors here.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 pytest="$python -m pytest -q -p no:cacheprovider -W default -o faulthandler_timeout=100"
