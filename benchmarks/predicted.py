@@ -20,7 +20,7 @@ from ps_core._planner.search import with_policy
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, default_machine
 from ps_core._units import format_bytes, format_count
-from ps_core._workloads.shapes import shape
+from ps_core._workloads.named import shape
 
 GIB = 2**30
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.shapes import shape, tensors
+from ps_core._workloads.named import shape
+from ps_core._workloads.shapes import tensors
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ps_core._workloads.analytic import Workload, analytic_trace
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.shapes import gpt
+from ps_core._workloads.named import gpt
 from ps_models import GPT, GPTConfig
 
 

@@ -19,7 +19,7 @@ from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase, Trace
 from ps_core._verify import verify
-from ps_core._workloads.shapes import gpt, shape
+from ps_core._workloads.named import gpt, shape
 
 MIB, GIB = 2**20, 2**30
 MODEL = gpt(4, 256, vocabulary=1024, name="small")

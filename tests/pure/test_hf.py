@@ -11,7 +11,7 @@ import pytest
 from ps_core._errors import InvalidInput
 from ps_core._workloads.analytic import Workload, analytic_trace
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.shapes import shape
+from ps_core._workloads.named import shape
 
 CONFIGS = Path(__file__).parent / "configs"
 

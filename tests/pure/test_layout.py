@@ -15,7 +15,7 @@ from ps_core._simulate.machine import machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 from ps_core._verify import verify
 from ps_core._workloads.analytic import Workload, analytic_trace
-from ps_core._workloads.shapes import published_names, shape
+from ps_core._workloads.named import published_names, shape
 
 
 @given(traces(), st.integers(1, 2000), st.integers(1, 9))

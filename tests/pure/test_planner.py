@@ -21,7 +21,7 @@ from ps_core._simulate.machine import machine
 from ps_core._trace import Phase
 from ps_core._verify import verify
 from ps_core._workloads.analytic import Workload, analytic_trace
-from ps_core._workloads.shapes import shape
+from ps_core._workloads.named import shape
 
 GIB = 2**30
 MICRO = SegmentName.MICRO_LAST
@@ -259,8 +259,9 @@ def test_a_plan_names_its_segments_and_homes_and_has_a_fingerprint():
     with pytest.raises(ValueError, match="act of 3 has no home"):
         plan.home_tier(Extent(Kind.ACT, 3))
     assert len(plan.fingerprint) == 16
-    assert plan.fingerprint == make_plan(
-        make_frame(program, plan.tiers, filled(program, plan.tiers, resident=0))
-    ).fingerprint
+    assert (
+        plan.fingerprint
+        == make_plan(make_frame(program, plan.tiers, filled(program, plan.tiers, resident=0))).fingerprint
+    )
     assert again.policy == "lru"
     assert machine("v100").name == "v100"

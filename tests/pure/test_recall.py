@@ -15,7 +15,7 @@ from ps_core._planner.search import Setup
 from ps_core._simulate.machine import machine
 from ps_core._verify import verify
 from ps_core._workloads.analytic import Workload, analytic_trace
-from ps_core._workloads.shapes import shape
+from ps_core._workloads.named import shape
 
 TRACE = analytic_trace(shape("gpt-50m"), Workload(batch=4))
 LAYOUT = lay_out(TRACE, group_numel=8_000_000)

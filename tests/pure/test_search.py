@@ -19,7 +19,7 @@ from ps_core._simulate.machine import machine
 from ps_core._trace import Tensor, Trace
 from ps_core._verify import verify
 from ps_core._workloads.analytic import Workload, analytic_trace
-from ps_core._workloads.shapes import shape
+from ps_core._workloads.named import shape
 
 GIB = 2**30
 TINY = Trace(model="tiny", tensors=(Tensor(name="w", numel=64),), moments=())

@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.shapes import (
-    Family,
-    TransformerShape,
-    bert,
-    gpt,
-    names,
-    placed_tensors,
-    published_names,
-    shape,
-    size_table,
-    tensors,
-)
+from ps_core._workloads.named import bert, gpt, names, published_names, shape, size_table
+from ps_core._workloads.shapes import Family, TransformerShape, placed_tensors, tensors
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -32,7 +32,8 @@ from ps_core._verify import verify
 from ps_core._version import __version__
 from ps_core._workloads.analytic import Workload, analytic_trace
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.shapes import TransformerShape, shape
+from ps_core._workloads.named import shape
+from ps_core._workloads.shapes import TransformerShape
 
 __all__ = [
     "SGD",

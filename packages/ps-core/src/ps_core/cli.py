@@ -41,7 +41,7 @@ from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machi
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.shapes import shape
+from ps_core._workloads.named import shape
 from ps_core.report import tide, tide_svg, tide_text
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130

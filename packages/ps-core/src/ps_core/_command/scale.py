@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from ps_core._command.forecast import Forecast, Training, bounds, forecast
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._workloads.shapes import TransformerShape, gpt, names, shape
+from ps_core._workloads.named import gpt, names, shape
+from ps_core._workloads.shapes import TransformerShape
 
 HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)
 """Hidden sizes tried."""
@@ -36,9 +37,7 @@ class Largest:
     """What stopped a larger one."""
 
 
-def largest(
-    training: Training, *, min_tflops: float | None = None, vocabulary: int | None = None
-) -> Largest | None:
+def largest(training: Training, *, min_tflops: float | None = None, vocabulary: int | None = None) -> Largest | None:
     """The most parameters for which a verified plan keeps each GPU at ``min_tflops`` (None: half its matmul rate).
 
     None if not even the smallest model does.
@@ -62,7 +61,7 @@ class _Hunt:
 
     def run(self) -> Largest | None:
         tops = [(hidden, self._most_layers(hidden)) for hidden in HIDDEN]
-        for hidden, top in sorted(tops, key=lambda pair: -pair[0] ** 2 * pair[1]):
+        for hidden, top in sorted(tops, key=lambda pair: -(pair[0] ** 2) * pair[1]):
             self._search(hidden, top)
         for name in names():
             named = shape(name, vocabulary=self._vocabulary)

@@ -11,7 +11,8 @@ import torch
 import ps_kernels
 from ps_core import AdamW, Budget, Group, InvalidInput
 from ps_core._units import format_count
-from ps_core._workloads.shapes import Family, TransformerShape, shape
+from ps_core._workloads.named import shape
+from ps_core._workloads.shapes import Family, TransformerShape
 from ps_core.engine import chunked
 from ps_models._build import build
 from ps_models.train._data import Corpus
