@@ -1,19 +1,25 @@
-"""Several processes on one model, beside PyTorch's own ways, in the same run: tokens a second and peak memory.
+"""Several processes on one model, beside other ways, in the same run: tokens a second, processor time, peak memory.
 
-    torchrun --nproc-per-node=2 benchmarks/dist_figures.py [--rounds 5] [--only "ours bf16"]
+    torchrun --nproc-per-node=2 benchmarks/dist_figures.py [--rounds 5] [--only "ours bf16"] [--among "ours bf16,..."]
 
 Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
-both. Each process has one thread. With ``--only`` the peak resident set sizes of the processes are added up too: they
-are of one contender only then.
+both. Each process has one thread for computing; its processor time is of all its threads. With ``--only`` the peak
+resident set sizes of the processes are added up too: they are of one contender only then. DeepSpeed takes part where it
+is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import resource
 import statistics as numbers
 import sys
+import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -65,6 +71,33 @@ def fsdp(precision: str) -> Contender:
     return made
 
 
+def deepspeed(precision: str) -> Contender:
+    """ZeRO stage 3, all in memory; in buckets that suit the model, for the usual ones are 500 million elements."""
+
+    def made(shape: Shape, together: ps_dist.TorchCollectives) -> Step:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        library = import_module("deepspeed")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        model, data, ranks = make(shape), batches(shape), dist.get_world_size()
+        settings = {
+            "train_micro_batch_size_per_gpu": shape.batch // ranks,
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": 5_000_000},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": precision == "bf16"},
+            "steps_per_print": 10**9,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = library.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+        def step() -> None:
+            engine.backward(engine(next(data)[together.rank :: ranks]))
+            engine.step()
+
+        return step
+
+    return made
+
+
 def ours(precision: str) -> Contender:
     def made(shape: Shape, together: ps_dist.TorchCollectives) -> Step:
         model, optimizer = chunked(make(shape), AdamW(), precision=precision, collectives=together)
@@ -81,25 +114,49 @@ CONTENDERS: dict[str, Contender] = {
     "DDP fp32": ddp,
     "FSDP2 fp32": fsdp("fp32"),
     "FSDP2 bf16": fsdp("bf16"),
+    "DeepSpeed fp32": deepspeed("fp32"),
+    "DeepSpeed bf16": deepspeed("bf16"),
     "ours fp32": ours("fp32"),
     "ours bf16": ours("bf16"),
 }
-RATIOS = (("ours fp32", "FSDP2 fp32"), ("ours fp32", "DDP fp32"), ("ours bf16", "FSDP2 bf16"))
+RATIOS = (
+    ("ours fp32", "FSDP2 fp32"),
+    ("ours fp32", "DDP fp32"),
+    ("ours fp32", "DeepSpeed fp32"),
+    ("ours bf16", "FSDP2 bf16"),
+    ("ours bf16", "DeepSpeed bf16"),
+)
+Figures = dict[str, list[float]]
 
 
-def figures(shape: Shape, together: ps_dist.TorchCollectives, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender's steps."""
-    steps = {name: CONTENDERS[name](shape, together) for name in names}
-    return take_turns(steps, rounds, warm_up=3)  # ours asks in the first pass, and keeps groups from the second on
+def figures(shape: Shape, together: ps_dist.TorchCollectives, names: list[str], rounds: int) -> tuple[Figures, Figures]:
+    """Seconds of each contender's steps, and of this process's processor time."""
+    spent: Figures = {name: [] for name in names}
+
+    def timed(name: str) -> Step:
+        step = CONTENDERS[name](shape, together)
+
+        def run() -> None:
+            before = time.process_time()
+            step()
+            spent[name].append(time.process_time() - before)
+
+        return run
+
+    steps = {name: timed(name) for name in names}
+    taken = take_turns(steps, rounds, warm_up=3)  # ours asks in the first pass, and keeps groups from the second on
+    return taken, {name: seconds[-rounds:] for name, seconds in spent.items()}
 
 
-def show(shape: Shape, taken: dict[str, list[float]], peaks: list[float]) -> None:
+def show(shape: Shape, taken: Figures, spent: Figures, peaks: list[float]) -> None:
     for name, seconds in taken.items():
-        print(f"  {name:12} {shape.batch * shape.length / numbers.median(seconds):8.0f} tokens/s")
+        rate, processor_s = shape.batch * shape.length / numbers.median(seconds), numbers.median(spent[name])
+        print(f"  {name:14} {rate:8.0f} tokens/s, {processor_s:6.3f} s of a processor a step and process")
     for one, other in RATIOS:
         if one in taken and other in taken:
-            ratios = [theirs / mine for mine, theirs in zip(taken[one], taken[other], strict=True)]
-            print(f"  {one} / {other}: {spread(ratios)} of {len(ratios)} rounds")
+            for what, rows in (("speed", taken), ("processor time", spent)):
+                ratios = [theirs / mine for mine, theirs in zip(rows[one], rows[other], strict=True)]
+                print(f"  {one} / {other}, by {what}: {spread(ratios)} of {len(ratios)} rounds")
     if len(taken) == 1:
         print(f"  peak resident set, all ranks: {sum(peaks) / KIB:.0f} MiB")
 
@@ -108,16 +165,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=CONTENDERS)
+    parser.add_argument("--among", default="", help="some contenders, with commas between")
     parser.add_argument("--small", action="store_true", help="to see that it runs")
     told = parser.parse_args()
     torch.set_num_threads(1)
     together = ps_dist.connect(timeout_s=300)
     shape = Shape(layers=2, hidden=64, heads=2, vocabulary=96, batch=4, length=16) if told.small else Shape()
-    taken = figures(shape, together, [told.only] if told.only else list(CONTENDERS), told.rounds)
+    names = [told.only] if told.only else told.among.split(",") if told.among else list(CONTENDERS)
+    missing = [name for name in names if name.startswith("DeepSpeed") and find_spec("deepspeed") is None]
+    if missing and together.rank == 0:
+        print(f"  skipped: {', '.join(missing)}, for deepspeed is not installed (pip install deepspeed)")
+    taken, spent = figures(shape, together, [name for name in names if name not in missing], told.rounds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peaks = [row[0] for row in together.all_values([peak], "peak")]
     if together.rank == 0:
-        show(shape, taken, peaks)
+        show(shape, taken, spent, peaks)
     together.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -19,5 +20,10 @@ def test_contenders_take_turns() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "ours fp32 / FSDP2 fp32: " in done.stdout
+    assert "ours fp32 / FSDP2 fp32, by speed: " in done.stdout
+    assert "ours fp32 / FSDP2 fp32, by processor time: " in done.stdout
+    if find_spec("deepspeed") is None:
+        assert "skipped: DeepSpeed fp32, DeepSpeed bf16, for deepspeed is not installed" in done.stdout
+    else:
+        assert "ours bf16 / DeepSpeed bf16, by speed: " in done.stdout
     assert "ours bf16: 7." in done.stdout
