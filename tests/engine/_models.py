@@ -209,7 +209,7 @@ class Empty(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
         self.prompt = nn.Parameter(torch.empty(0, WIDTH))
         self.none = nn.Parameter(torch.empty(WIDTH, 0))
         self.unused = nn.Parameter(torch.empty(WIDTH, 0))

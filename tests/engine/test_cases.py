@@ -190,7 +190,7 @@ def test_what_is_compared_moves() -> None:
     """Five steps of the plain loop change every parameter that gets a gradient, and every loss."""
     for each in CASES:
         run = plain(each.run, Settings(precision=each.precisions[0], options=each.options))
-        moments = [value for name, value in run.values.items() if name.endswith("/variance")]
+        moments = [value for name, value in run.values.items() if name.endswith("/variance") and value.numel()]
         assert len(moments) >= 8, each.name
         assert all(value.any() for value in moments), each.name
         assert len({float(log) for log in run.logs}) == len(run.logs), each.name
