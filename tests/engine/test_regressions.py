@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,33 @@ def test_evaluation_in_inference_mode_comes_first(device: str) -> None:
             model(*rows(0))
         square(model, *rows(0)).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("amid", ["before backward", "before the step", "after a failure"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_evaluation_in_inference_mode_comes_amid_a_step(device: str, amid: str) -> None:
+    def train(evaluate: Callable[[], Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with managed(device) as (model, optimizer):
+            for index in range(3):
+                loss = square(model, *rows(index))
+                if amid == "before backward":
+                    with evaluate():
+                        model(*rows(7))
+                loss.backward()
+                if amid == "after a failure":
+                    with pytest.raises(RuntimeError):
+                        model(*(each[..., :1] for each in rows(index)))
+                if amid != "before backward":
+                    with evaluate():
+                        model(*rows(7))
+                optimizer.step()
+                optimizer.zero_grad()
+            return state(model)
+
+    expected = train(torch.no_grad)
+    for name, value in train(torch.inference_mode).items():
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

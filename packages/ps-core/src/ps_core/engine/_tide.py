@@ -83,6 +83,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self.current_bytes = 0
         self._peak_bytes = 0
         self._on = False
+        self._began_in_inference = False
         self._pause = _Pause()
         self._lives: dict[int, _Life] = {}
         self._died_callback: Callable[[Any], None] = self._died
@@ -95,16 +96,19 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
             return
         self._on = True
         if not self._is_on_stack():
+            self._began_in_inference = torch.is_inference_mode_enabled()
             _put_at_bottom(self)
 
     def stop(self) -> None:
         """Count no more; call it as often as you like, from wherever.
 
-        On another thread than `start`, or inside a backward pass (whose end restores the stack of its beginning), the
+        On another thread than `start`, inside a backward pass (whose end restores the stack of its beginning), or in an
+        `inference_mode` that was entered since (whose end has operators look for a mode if there was one before), the
         mode stays on the stack without counting until `start` or `stop` is next called.
         """
         self._on = False
-        if self._is_on_stack():
+        entered_since = torch.is_inference_mode_enabled() and not self._began_in_inference
+        if self._is_on_stack() and not entered_since:
             _take_out(self)
 
     def _sees_fakes(self) -> bool:
