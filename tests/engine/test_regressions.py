@@ -130,6 +130,22 @@ def test_evaluation_in_inference_mode_comes_amid_a_step(device: str, amid: str) 
         assert torch.equal(value, expected[name]), name
 
 
+def test_a_second_gradient_comes_after_an_evaluation_in_inference_mode() -> None:
+    def train(evaluate: Callable[[], Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with managed("cpu") as (model, optimizer):
+            for index in range(2):
+                square(model, *rows(index)).backward()
+                with evaluate():
+                    model(*rows(7))
+            optimizer.step()
+            return state(model)
+
+    expected = train(torch.no_grad)
+    for name, value in train(torch.inference_mode).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_model_nobody_wants_is_freed(device: str) -> None:
     torch.manual_seed(0)

@@ -243,7 +243,9 @@ class GradientKeeper:
         for record in over:
             flat, record.gradient = self._over(record), Gradient.NONE
             if self._resident(record):
-                record.aside, record.gradient = flat.float().as_strided(record.shape, record.stride), Gradient.ASIDE
+                with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
+                    record.aside = flat.float().as_strided(record.shape, record.stride)
+                record.gradient = Gradient.ASIDE
             else:
                 self._add_home(record, flat, self.accumulator(group))
         self._residency.rebuild(group, over + lost)
