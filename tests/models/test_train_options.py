@@ -58,6 +58,7 @@ WRONG = {
     "--device emulated": "--device: found 'emulated' without --device-memory, which says how large the accelerator is",
     "--device cpu --device-memory 1GB": "--device-memory: found '1GB' with --device cpu, which has --host-memory only;",
     "--cpu-embedding": "--cpu-embedding: found with --model gpt-10m, whose head is its token table and needs",
+    "--head-tiles 2": "--head-tiles: found 2 with --model gpt-10m, whose head is its token table; allowed with",
     "--untied-head --model bert-2x32": "--untied-head: found with --model bert-2x32, and a BERT's head is its token",
     "--disk-dir here": "--disk-dir: found 'here' without --disk, which says how much of it",
 }

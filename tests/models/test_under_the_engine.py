@@ -16,11 +16,13 @@ from ps_models import build
 STEPS, VOCABULARY, LENGTH = 6, 61, 12
 SMALL: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "vocabulary": VOCABULARY, "positions": 16}
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+AWAY = {"cpu_embedding": True, "checkpoint_blocks": True}
 BUDGETS = {
     "gpt": (400_000, 235_000),
     "untied": (215_000, 110_000),
     "table on the host": (0, 110_000),
     "llama's too": (0, 260_000),
+    "head in tiles": (205_000, 106_000),
     "whole logits": (360_000, 180_000),
     "tiles": (350_000, 205_000),
     "bert": (500_000, 310_000),
@@ -35,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"name": "gpt2", "tied_head": False, "loss_chunk_tokens": 10, "checkpoint_blocks": True},
     "table on the host": {"name": "gpt2", "tied_head": False, "checkpoint_blocks": True, "cpu_embedding": True},
     "llama's too": {"name": "llama-10m", "tied_head": False, "cpu_embedding": True, "checkpoint_blocks": True},
+    "head in tiles": {"name": "gpt2", "tied_head": False, "head_tiles": 3, "tiles": 2, **AWAY, "loss_chunk_tokens": 10},
     "whole logits": {"name": "gpt2", "loss_chunk_tokens": None},
     "tiles": {"name": "gpt2", "tiles": 3},
     "bert": {"name": "bert-base", "loss_chunk_tokens": 10, **DROPOUT},

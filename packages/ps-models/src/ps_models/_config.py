@@ -74,6 +74,8 @@ class ModelConfig:
 class DecoderConfig(ModelConfig):
     """The same for models that predict the next token."""
 
+    head_tiles: int = 1
+    """Pieces of a head that is not the token table, each a part of the words and a parameter of its own."""
     experts: int = 0
     """MLPs a block chooses among for each token; 0: one MLP for all."""
     experts_chosen: int = 2
@@ -83,6 +85,13 @@ class DecoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.head_tiles < 1:
+            raise InvalidInput(f"head_tiles must be at least 1, found {self.head_tiles!r}")
+        if self.head_tiles > 1 and self.shape.tied_head:
+            raise InvalidInput(
+                f"head_tiles={self.head_tiles}, but the head of {self.shape.name} is its token table, which is looked "
+                "up whole: expected a head of its own; leave head_tiles out, or tied_head=False"
+            )
         if self.experts and not 1 <= self.experts_chosen <= self.experts:
             raise InvalidInput(f"experts_chosen must be from 1 to {self.experts}, found {self.experts_chosen!r}")
 

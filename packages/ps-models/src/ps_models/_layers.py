@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core._errors import InvalidInput
 from ps_core.engine import HostEmbedding, offloaded
-from ps_models._config import ModelConfig
+from ps_models._config import DecoderConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,20 @@ def linear(
     if tiles == 1:
         return kind(inputs, outputs, bias=bias, init=init)
     return TiledLinear(outputs, tiles, lambda width: kind(inputs, width, bias=bias, init=init))
+
+
+def own_head(config: DecoderConfig) -> nn.Module | None:
+    """A language model's head, whole or in tiles; None where it is the token table."""
+    shape, init = config.shape, Initialiser(config.init_std)
+    if shape.tied_head:
+        return None
+    return linear(Linear, shape.hidden, shape.vocabulary, bias=False, init=init, tiles=config.head_tiles)
+
+
+def words(head: nn.Module | None, table: Embedding) -> list[Tensor]:
+    """The head's matrix, or its tiles: words by hidden numbers."""
+    parts: Any = head.tiles if isinstance(head, TiledLinear) else [table if head is None else head]
+    return [part.weight for part in parts]
 
 
 def run_blocks(

@@ -16,6 +16,7 @@ several chunks and the head is of 16 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.nn import functional
 import ps_kernels
 from ps_core import InvalidInput
 from ps_models._config import DecoderConfig
+from ps_models._tiled_loss import add_product, tiled_loss
 
 IGNORED = -100
 """The label of a token that has no part in the loss."""
@@ -38,21 +40,33 @@ def next_labels(labels_bl: Tensor) -> Tensor:
 
 
 def head_loss(
-    x_nh: Tensor, table_vh: Tensor, labels_n: Tensor, *, bias_v: Tensor | None = None, rows: int | None
+    x_nh: Tensor, tables: Tensor | Sequence[Tensor], labels_n: Tensor, *, bias_v: Tensor | None = None, rows: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None)."""
+    """Mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None).
+
+    ``tables``: the head's matrix, or its tiles, which have no bias.
+    """
     if len(labels_n) != len(x_nh):
         raise InvalidInput(f"labels: expected one for each of {len(x_nh)} tokens, found {len(labels_n)}")
+    table_vh, *more = [tables] if isinstance(tables, Tensor) else tables
+    if more and rows is not None:
+        return tiled_loss(x_nh, [table_vh, *more], labels_n, ignored=IGNORED, rows=rows), None
     if rows is None:
-        logits_nv = functional.linear(x_nh, table_vh, bias_v)
+        logits_nv = all_logits(x_nh, [table_vh, *more]) if more else functional.linear(x_nh, table_vh, bias_v)
         return functional.cross_entropy(logits_nv.float(), labels_n, ignore_index=IGNORED), logits_nv
     apply: Any = _ChunkedLoss.apply  # torch does not type it
     return apply(x_nh, table_vh, bias_v, labels_n, rows, torch.is_grad_enabled()), None
 
 
+def all_logits(x_blh: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    """Of every token, shape blv."""
+    parts = [functional.linear(x_blh, table_vh) for table_vh in tables]
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+
 def language_loss(
     x_blh: Tensor,
-    table_vh: Tensor,
+    tables: Sequence[Tensor],
     labels_bl: Tensor,
     config: DecoderConfig,
     *,
@@ -61,7 +75,7 @@ def language_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of the next token, with the experts' balance, and the logits if they were made whole."""
     rows = None if return_logits else config.loss_chunk_tokens
-    loss, logits_nv = head_loss(x_blh.flatten(0, 1), table_vh, next_labels(labels_bl).flatten(), rows=rows)
+    loss, logits_nv = head_loss(x_blh.flatten(0, 1), tables, next_labels(labels_bl).flatten(), rows=rows)
     logits_blv = None if logits_nv is None else logits_nv.view(*labels_bl.shape, -1)
     return add_balance(loss, balance, config), logits_blv
 
@@ -162,7 +176,8 @@ class _Sums:
         if self.x_grad_nh is not None:
             torch.mm(errors_rv, self.table_vh, out=self.x_grad_nh[start : start + len(labels_r)])
         if self.of_table:
-            self._add_to_table(errors_rv, x_rh)
+            alone = len(x_rh) == len(self.x_nh)
+            self.table_grad_vh = add_product(self.table_grad_vh, errors_rv, x_rh, alone=alone)
 
     @property
     def _wanted(self) -> bool:
@@ -190,16 +205,6 @@ class _Sums:
         ps_kernels.cross_entropy(logits_rv, labels_r, losses_r, ignored=IGNORED, gradient=self._wanted)
         self.loss += losses_r.sum()
         return logits_rv if self._wanted else None
-
-    def _add_to_table(self, errors_rv: Tensor, x_rh: Tensor) -> None:
-        if self.table_grad_vh is None:
-            self.table_grad_vh = errors_rv.t() @ x_rh
-            if len(x_rh) < len(self.x_nh):
-                self.table_grad_vh = self.table_grad_vh.float()
-        elif errors_rv.dtype is torch.float32:
-            self.table_grad_vh.addmm_(errors_rv.t(), x_rh)
-        else:
-            self.table_grad_vh += errors_rv.t() @ x_rh
 
     def gradients(self, x_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """Of hidden states, table and bias; None where it is not wanted."""

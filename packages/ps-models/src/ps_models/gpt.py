@@ -24,12 +24,14 @@ from ps_models._layers import (
     Linear,
     Projection,
     linear,
+    own_head,
     positions,
     run_blocks,
     token_table,
     visible,
+    words,
 )
-from ps_models._loss import add_balance, language_loss
+from ps_models._loss import add_balance, all_logits, language_loss
 from ps_models._moe import feed_forward, with_balance
 from ps_models._pretrained import Pretrained
 
@@ -160,12 +162,7 @@ class GPT(Pretrained):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
-        shape = config.shape
-        self.lm_head = (
-            None
-            if shape.tied_head
-            else Linear(shape.hidden, shape.vocabulary, bias=False, init=Initialiser(config.init_std))
-        )
+        self.lm_head = own_head(config)
 
     def forward(
         self,
@@ -182,11 +179,11 @@ class GPT(Pretrained):
         returned, unless ``return_logits`` or the config's ``loss_chunk_tokens`` say otherwise.
         """
         x_blh, balance = self.transformer(input_ids, attention_mask)
-        table_vh = self.transformer.wte.weight if self.lm_head is None else self.lm_head.weight
+        tables = words(self.lm_head, self.transformer.wte)
         if labels is None:
-            return GPTOutput(logits=functional.linear(x_blh, table_vh))
+            return GPTOutput(logits=all_logits(x_blh, tables))
         return GPTOutput(
-            *language_loss(x_blh, table_vh, labels, self.config, balance=balance, return_logits=return_logits)
+            *language_loss(x_blh, tables, labels, self.config, balance=balance, return_logits=return_logits)
         )
 
     generate = generate

@@ -17,8 +17,8 @@ from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import LLAMA_FILES
 from ps_models._generate import generate
-from ps_models._layers import Initialiser, Linear, linear, positions, run_blocks, token_table, visible
-from ps_models._loss import language_loss
+from ps_models._layers import Initialiser, Linear, linear, own_head, positions, run_blocks, token_table, visible, words
+from ps_models._loss import all_logits, language_loss
 from ps_models._moe import feed_forward, with_balance
 from ps_models._pretrained import Pretrained
 from ps_models.gpt import GPTOutput
@@ -159,11 +159,9 @@ class Llama(Pretrained):
     def __init__(self, config: LlamaConfig) -> None:
         config.check_head("a Llama")
         super().__init__()
-        self.config, shape = config, config.shape
+        self.config = config
         self.model = Bare(config)
-        self.lm_head = None
-        if not shape.tied_head:
-            self.lm_head = Linear(shape.hidden, shape.vocabulary, bias=False, init=Initialiser(config.init_std))
+        self.lm_head = own_head(config)
 
     def forward(
         self,
@@ -175,11 +173,11 @@ class Llama(Pretrained):
     ) -> GPTOutput:
         """As `GPT.forward`."""
         x_blh, balance = self.model(input_ids, attention_mask)
-        table_vh = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        tables = words(self.lm_head, self.model.embed_tokens)
         if labels is None:
-            return GPTOutput(logits=functional.linear(x_blh, table_vh))
+            return GPTOutput(logits=all_logits(x_blh, tables))
         return GPTOutput(
-            *language_loss(x_blh, table_vh, labels, self.config, balance=balance, return_logits=return_logits)
+            *language_loss(x_blh, tables, labels, self.config, balance=balance, return_logits=return_logits)
         )
 
     generate = generate

@@ -60,6 +60,9 @@ class TrainOptions:
     cpu_embedding: bool = _option(
         False, rules.flag(), MODEL, "look tokens up in the computer's memory, where their table stays"
     )
+    head_tiles: int = _option(
+        1, rules.whole(1, 2**16), MODEL, "pieces of a head of its own, each moved by itself", identity=True
+    )
 
     device: str = _option(
         "auto",

@@ -38,6 +38,11 @@ def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerSh
             f"--cpu-embedding: found with --model {options.model}, whose head is its token table and needs all of it; "
             "allowed with models that have a head of their own, as with --untied-head"
         )
+    if options.head_tiles > 1 and tied:
+        raise InvalidInput(
+            f"--head-tiles: found {options.head_tiles} with --model {options.model}, whose head is its token table; "
+            "allowed with models that have a head of their own, as with --untied-head"
+        )
     if data is None:
         return found
     words = options.vocab or (found.vocabulary if data.tokenizer is None else data.tokenizer.vocabulary)
@@ -66,6 +71,8 @@ def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Mana
     device = device_of(options)
     torch.manual_seed(options.seed)
     overrides = {"vocabulary": found.vocabulary, "positions": found.positions, "tied_head": found.tied_head}
+    if options.head_tiles > 1:
+        overrides["head_tiles"] = options.head_tiles  # which a BERT does not have
     model = build(
         options.model,
         "meta",

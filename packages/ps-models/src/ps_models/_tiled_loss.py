@@ -1,0 +1,126 @@
+"""Cross entropy of a head whose matrix is cut into tiles of the vocabulary, each of which comes and goes by itself.
+
+[Note: the loss in tiles]
+A tile gives, for each token, the logarithm of the sum of its words' powers, and the right word's logit where that is
+one of its words. These few numbers make the loss, by operators that autograd knows. Backward goes from tile to tile:
+its logits are made once more, ``rows`` tokens at a time, then the gradients of tile and hidden states. So neither the
+matrix, nor its gradient, nor all logits ever exist at once; the price is one product of four more than a whole head's.
+
+Gradients of single tokens are made relative to the largest, whose magnitude 16-bit types hold, and what a tile's chunks
+add up to is in fp32, as in [Note: the chunked loss]. Autograd adds the hidden states' gradients of the tiles, each
+rounded: that, and the order of sums, is all that differs from a whole head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from ps_core import InvalidInput
+
+_ELSEWHERE = -1
+"""The label of a token whose word is another tile's, or that does not count."""
+
+
+def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, ignored: int, rows: int) -> Tensor:
+    """Mean cross entropy in fp32 of logits over the words of all ``tables``, one behind the other."""
+    labels_n = labels_n.long()
+    counts_n = labels_n != ignored
+    _check(labels_n, counts_n, sum(len(table_vh) for table_vh in tables))
+    sums, rights, first = [], [], 0
+    apply: Any = _Tile.apply  # torch does not type it
+    for table_vh in tables:
+        mine_n = counts_n & (labels_n >= first) & (labels_n < first + len(table_vh))
+        sums_n, right_n = apply(x_nh, table_vh, (labels_n - first).where(mine_n, _ELSEWHERE), rows)
+        sums.append(sums_n)
+        rights.append(right_n)
+        first += len(table_vh)
+    losses_n = torch.stack(sums).logsumexp(0) - torch.stack(rights).sum(0)
+    return losses_n.where(counts_n, 0.0).sum() / counts_n.sum()
+
+
+def _check(labels_n: Tensor, counts_n: Tensor, vocabulary: int) -> None:
+    """No tile would miss a label that is no word."""
+    wrong_n = counts_n & ((labels_n < 0) | (labels_n >= vocabulary))
+    if type(labels_n) is not Tensor:
+        return  # a fake pass has no values
+    if labels_n.device.type != "cpu":
+        torch._assert_async(~wrong_n.any(), f"a label is out of bounds: expected 0 to {vocabulary - 1}")
+    elif wrong_n.any():
+        raise IndexError(
+            f"Target {int(labels_n[wrong_n][0])} is out of bounds: expected 0 to {vocabulary - 1}, or the label of a "
+            "token that does not count"
+        )
+
+
+class _Tile(Function):
+    """See [Note: the loss in tiles]. (Any: what torch hands to and takes from a `Function`.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x_nh: Tensor, table_vh: Tensor, labels_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        sums_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
+        right_n = torch.zeros_like(sums_n)
+        for piece in _pieces(len(x_nh), rows):
+            logits_rv = _logits(x_nh[piece], table_vh)
+            sums_n[piece] = logits_rv.logsumexp(1)
+            labels_r = labels_n[piece]
+            found_r = logits_rv.gather(1, labels_r.clamp(min=0)[:, None])[:, 0]
+            right_n[piece] = found_r.where(labels_r != _ELSEWHERE, 0.0)
+        ctx.rows = rows
+        ctx.save_for_backward(x_nh, table_vh, labels_n, sums_n)
+        return sums_n, right_n
+
+    @staticmethod
+    def backward(ctx: Any, of_sums_n: Tensor, of_right_n: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InvalidInput(
+                "create_graph=True through a loss in tiles, which makes its gradients by itself: expected a loss over "
+                "whole logits; set loss_chunk_tokens=None"
+            )
+        x_nh, table_vh, labels_n, sums_n = ctx.saved_tensors
+        largest = of_right_n.abs().amax() if len(x_nh) else of_right_n.new_ones(())
+        largest = largest.where(largest > 0, 1.0)
+        of_x, of_table = ctx.needs_input_grad[:2]
+        x_grad_nh = torch.empty_like(x_nh) if of_x else None
+        table_grad_vh: Tensor | None = None
+        for piece in _pieces(len(x_nh), ctx.rows):
+            errors_rv = _logits(x_nh[piece], table_vh).sub_(sums_n[piece, None]).exp_()
+            errors_rv *= (of_sums_n[piece] / largest)[:, None]
+            labels_r = labels_n[piece]
+            mine_r = (of_right_n[piece] / largest).where(labels_r != _ELSEWHERE, 0.0)
+            errors_rv.scatter_add_(1, labels_r.clamp(min=0)[:, None], mine_r[:, None])
+            errors_rv = errors_rv.to(table_vh.dtype)
+            if x_grad_nh is not None:
+                x_grad_nh[piece] = (errors_rv @ table_vh) * largest
+            if of_table:
+                x_rh = x_nh[piece].to(table_vh.dtype)
+                table_grad_vh = add_product(table_grad_vh, errors_rv, x_rh, alone=len(x_rh) == len(x_nh))
+        if of_table and table_grad_vh is None:
+            table_grad_vh = torch.zeros_like(table_vh)
+        if table_grad_vh is not None:
+            table_grad_vh = table_grad_vh.mul_(largest).to(table_vh.dtype)
+        return x_grad_nh, table_grad_vh, None, None
+
+
+def add_product(total_vh: Tensor | None, errors_rv: Tensor, x_rh: Tensor, *, alone: bool) -> Tensor:
+    """What these tokens add to the gradient of a matrix; in fp32, unless there are no others."""
+    if total_vh is None:
+        product_vh = errors_rv.t() @ x_rh
+        return product_vh if alone else product_vh.float()
+    if errors_rv.dtype is torch.float32:
+        return total_vh.addmm_(errors_rv.t(), x_rh)
+    return total_vh.add_(errors_rv.t() @ x_rh)
+
+
+def _pieces(tokens: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def _logits(x_rh: Tensor, table_vh: Tensor) -> Tensor:
+    with torch.autocast(x_rh.device.type, enabled=False):
+        return functional.linear(x_rh.to(table_vh.dtype), table_vh).float()
