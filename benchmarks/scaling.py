@@ -120,8 +120,8 @@ TAIL = """
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan` knows one copy only.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
-- **No GPU has run the engine yet**, and several processes follow no plan there ([what is there](distributed.md#not-yet)):
-  not even the plan's order has been put to the test at this size.
+- **No GPU has run the engine yet**, and several processes follow no plan there
+  ([what is there](distributed.md#not-yet)): not even the plan's order has been put to the test at this size.
 """
 
 
