@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from ps_core.engine._eager import Eager
 from ps_core.engine._embedding import host_tables
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import Management
-from ps_core.engine._optimizer import ChunkedOptimizer
+from ps_core.engine._optimizer import FIXED, ChunkedOptimizer
 from ps_core.engine._packing import DTYPES, Packing, pack
 from ps_core.engine._parameter import ManagedParameter
 from ps_core.engine._pilot import Pilot
@@ -37,7 +38,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
-    device: str | Device = "cpu",
+    device: str | torch.device | Device = "cpu",
     budget: Budget | None = None,
     precision: str | Precision = Precision.BF16,
     max_grad_norm: float | None = None,
@@ -52,6 +53,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
     With ``collectives`` (``ps_dist.connect()``) several processes share the model, each on its part of the batch.
     """
+    _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
     wishes = _Wishes(model, optimizer, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
@@ -162,6 +164,21 @@ def _precision(precision: str | Precision) -> Precision:
     except ValueError:
         known = ", ".join(mode.value for mode in Precision)
         raise InvalidInput(f"precision must be one of {known}; found {precision!r}") from None
+
+
+# Any: whatever was given in their place.
+def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) -> None:
+    expected = [
+        ("optimizer", optimizer, type(optimizer) in FIXED, "AdamW(...), Adam(...) or SGD(...) of ps_core"),
+        ("budget", budget, isinstance(budget, Budget), "a ps_core.Budget, as in Budget(device='8GiB')"),
+        ("options", options, isinstance(options, Options), "a ps_core.Options, as in Options(prefetch=2)"),
+        ("collectives", collectives, hasattr(collectives, "local_ranks"), "what ps_dist.connect() gives"),
+    ]
+    for name, given, right, what in expected:
+        if given is not None and not right:
+            kind = given if isinstance(given, type) else type(given)
+            found = repr(given) if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
+            raise InvalidInput(f"{name} must be {what}, or None; found {found}")
 
 
 def _check(model: nn.Module, accumulation_steps: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ps_core._simulate.machine import Machine
 
 THIS_COMPUTER = Machine(
-    name="this computer, not calibrated",
+    name="a small computer",
     memory_bytes=0,
     host_memory_bytes=16 * 2**30,
     matmul_flops=1e12,

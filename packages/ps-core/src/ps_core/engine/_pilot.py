@@ -145,7 +145,8 @@ class Pilot:
             module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
         )
         if recording is None or not recording.complete:
-            say(f"{self._model_name}: fake tensors cannot follow it, so the first pass runs on demand and is recorded")
+            why = "it returns no loss, or fake tensors cannot follow it"
+            say(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
             return
         try:
             assert self._batch is not None, "the pass is the root module's"

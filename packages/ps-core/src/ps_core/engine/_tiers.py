@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from ps_core._errors import InvalidInput
 from ps_core._options import Budget
 from ps_core._plan import Tier
@@ -22,10 +24,14 @@ _KEPT_FREE = 10
 """One part in so many of a tier is left alone where no budget is given."""
 
 
-def device_of(device: str | Device, *, pin: bool) -> Device:
-    """The device of this name."""
-    if not isinstance(device, str):
+def device_of(device: str | torch.device | Device, *, pin: bool) -> Device:
+    """The device of this name, as PyTorch writes it too."""
+    if isinstance(device, torch.device):
+        device = str(device)
+    if not isinstance(device, str) and hasattr(device, "torch_device"):
         return device
+    if not isinstance(device, str):
+        raise InvalidInput(f"device must be a text like 'emulated' or 'cuda:1', found {device!r}")
     if device in ("cpu", "emulated"):
         return StandIn(name=device)
     if device.partition(":")[0] == "cuda":

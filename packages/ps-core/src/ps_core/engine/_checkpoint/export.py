@@ -178,7 +178,7 @@ def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
         if path.exists() and not overwrite:
-            raise InvalidInput(f"{path} exists already: choose another name, or give overwrite=True")
+            raise InvalidInput(f"{path} exists already: choose another name, or give overwrite=True (--overwrite)")
         os.makedirs(path.parent, exist_ok=True)
         with suppress(FileNotFoundError):
             os.unlink(partial)  # a killed one's
