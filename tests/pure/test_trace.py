@@ -55,6 +55,7 @@ X = Activation(name="x", bytes=1)
         (lambda: trace(moment(flops=-1.0)), "flops of 'x'"),
         (lambda: trace(moment(flops=float("nan"))), "flops of 'x'"),
         (lambda: trace(moment(flops="1")), "flops of 'x'"),
+        (lambda: trace(moment(flops=1.0, attention_flops=2.0)), "attention_flops of 'x' must be a part of its 1 flops"),
         (lambda: trace(moment(elements=-1.0)), "elements of 'x'"),
         (lambda: trace(moment(grads=(0,))), "has gradients"),
         (lambda: trace(moment(phase=B), moment()), "comes after a backward one"),

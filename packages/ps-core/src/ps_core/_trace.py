@@ -197,6 +197,11 @@ def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
         count = getattr(moment, what)
         if not isinstance(count, int | float) or not 0 <= count < float("inf"):
             raise InvalidInput(f"trace: {what} of {name!r} must be a number of at least 0, found {count!r}")
+    if moment.attention_flops > moment.flops:
+        raise InvalidInput(
+            f"trace: attention_flops of {name!r} must be a part of its {moment.flops:g} flops, found "
+            f"{moment.attention_flops:g}"
+        )
     _indices(moment.reads, len(trace.tensors), f"reads of {name!r}")
     _indices(moment.grads, len(trace.tensors), f"grads of {name!r}")
     _indices(moment.makes, len(trace.activations), f"makes of {name!r}")
