@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from _programs import traces
 from ps_core._errors import InvalidInput
-from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
+from ps_core._trace import Activation, Amounts, Moment, Phase, Tensor, Trace
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 A = Tensor(name="a", numel=3)
@@ -34,6 +34,15 @@ def test_sums():
     made = trace(moment(nonmodel_bytes=7), moment(nonmodel_bytes=9))
     assert (made.parameters, made.peak_nonmodel_bytes) == (5, 9)
     assert trace().peak_nonmodel_bytes == 0
+
+
+def test_what_moments_compute_adds_up():
+    one = moment(flops=8.0, attention_flops=3.0, elements=5.0, tanhs=1.0)
+    other = moment(flops=4.0, elements=2.0, queries=6.0, queries_backward=7.0)
+    assert one.amounts == Amounts(flops=8.0, attention_flops=3.0, elements=5.0, tanhs=1.0)
+    assert one.amounts.plus(other.amounts) == Amounts(
+        flops=12.0, elements=7.0, attention_flops=3.0, queries=6.0, queries_backward=7.0, tanhs=1.0
+    )
 
 
 X = Activation(name="x", bytes=1)
