@@ -100,6 +100,17 @@ def loop(make: Make, *, kind: Kind = HostEmbedding, micro_batches: int = 1, step
     return logs
 
 
+def three_steps(make: Make, *, net: type[Net | Single], kind: Kind) -> list[Tensor]:
+    """Nothing but steps, without a loss scale."""
+    model, optimizer = make(net(kind), AdamW(lr=1e-2))
+    losses = []
+    for index in range(3):
+        losses.append(model(ids(index)))
+        losses[-1].backward()
+        finish(optimizer)
+    return [loss.detach() for loss in losses]
+
+
 CASES = [("fp32", 1), ("bf16", 1), ("fp16", 1), ("bf16", 2), ("fp32", 2)]
 
 
@@ -130,30 +141,15 @@ def test_the_same_bits_elsewhere(how: str, tmp_path: Any) -> None:
         "eager": ("emulated", Budget(device="64KiB", host=HOST)),
     }[how]
 
-    def steps(make: Make, kind: Kind) -> list[Tensor]:
-        model, optimizer = make(Net(kind), AdamW(lr=1e-2))
-        losses = []
-        for index in range(3):
-            losses.append(model(ids(index)))
-            losses[-1].backward()
-            finish(optimizer)
-        return [loss.detach() for loss in losses]
-
-    got = managed(partial(steps, kind=HostEmbedding), settings, device, budget)
-    assert not differences(plain(partial(steps, kind=nn.Embedding), settings), got)
+    got = managed(partial(three_steps, net=Net, kind=HostEmbedding), settings, device, budget)
+    assert not differences(plain(partial(three_steps, net=Net, kind=nn.Embedding), settings), got)
 
 
 def test_a_table_that_is_kept_in_fp32() -> None:
-    def run(make: Make, *, kind: Kind) -> list[Tensor]:
-        model, optimizer = make(Single(kind), AdamW(lr=1e-2))
-        losses = []
-        for index in range(3):
-            losses.append(model(ids(index)))
-            losses[-1].backward()
-            finish(optimizer)
-        return [loss.detach() for loss in losses]
-
-    settings = Settings(precision="bf16", options=Options(keep_fp32=("table.*",)))
+    run, settings = (
+        partial(three_steps, net=Single),
+        Settings(precision="bf16", options=Options(keep_fp32=("table.*",))),
+    )
     got = managed(partial(run, kind=HostEmbedding), settings, stand_in, Budget(device="32KiB", host=HOST))
     assert not differences(plain(partial(run, kind=nn.Embedding), settings), got)
     assert got.statistics[0].tiers["host"].peak_bytes >= 20 * TABLE

@@ -28,7 +28,7 @@ from torch.nn import functional
 import ps_kernels
 from ps_core import InvalidInput
 from ps_models._config import DecoderConfig
-from ps_models._tiled_loss import add_product, tiled_loss
+from ps_models._tiled_loss import add_product, check_labels, tiled_loss
 
 IGNORED = -100
 """The label of a token that has no part in the loss."""
@@ -104,16 +104,6 @@ def _by_kernel(x_nh: Tensor, table_vh: Tensor, labels_n: Tensor) -> bool:
     )
 
 
-def _check_labels(labels_n: Tensor, vocabulary: int) -> None:
-    """Torch's error, for the same reason."""
-    wrong = (labels_n != IGNORED) & ((labels_n < 0) | (labels_n >= vocabulary))
-    if wrong.any():
-        raise IndexError(
-            f"Target {int(labels_n[wrong][0])} is out of bounds: expected 0 to {vocabulary - 1}, or {IGNORED} for a "
-            "token that does not count"
-        )
-
-
 class _ChunkedLoss(Function):
     """See [Note: the chunked loss]. (Any: what torch hands to and takes from a `Function`.)"""
 
@@ -125,7 +115,7 @@ class _ChunkedLoss(Function):
         by_kernel = _by_kernel(x_nh, table_vh, labels_n)
         if by_kernel:
             labels_n = labels_n.long().contiguous()
-            _check_labels(labels_n, len(table_vh))
+            check_labels(labels_n, len(table_vh), IGNORED)
         with torch.autocast(x_nh.device.type, enabled=False):
             sums = _Sums(x_nh.to(table_vh.dtype), table_vh.detach(), bias_v, wanted)
             for start in range(0, len(labels_n), rows):

@@ -4,7 +4,7 @@
 A tile gives, for each token, the logarithm of the sum of its words' powers, and the right word's logit where that is
 one of its words. These few numbers make the loss, by operators that autograd knows. Backward goes from tile to tile:
 its logits are made once more, ``rows`` tokens at a time, then the gradients of tile and hidden states. So neither the
-matrix, nor its gradient, nor all logits ever exist at once; the price is one product of four more than a whole head's.
+matrix, nor its gradient, nor all logits ever exist at once; the price is four products where a whole head takes three.
 
 Gradients of single tokens are made relative to the largest, whose magnitude 16-bit types hold, and what a tile's chunks
 add up to is in fp32, as in [Note: the chunked loss]. Autograd adds the hidden states' gradients of the tiles, each
@@ -30,8 +30,8 @@ _ELSEWHERE = -1
 def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, ignored: int, rows: int) -> Tensor:
     """Mean cross entropy in fp32 of logits over the words of all ``tables``, one behind the other."""
     labels_n = labels_n.long()
+    check_labels(labels_n, sum(len(table_vh) for table_vh in tables), ignored)
     counts_n = labels_n != ignored
-    _check(labels_n, counts_n, sum(len(table_vh) for table_vh in tables))
     sums, rights, first = [], [], 0
     apply: Any = _Tile.apply  # torch does not type it
     for table_vh in tables:
@@ -44,16 +44,16 @@ def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, igno
     return losses_n.where(counts_n, 0.0).sum() / counts_n.sum()
 
 
-def _check(labels_n: Tensor, counts_n: Tensor, vocabulary: int) -> None:
-    """No tile would miss a label that is no word."""
-    wrong_n = counts_n & ((labels_n < 0) | (labels_n >= vocabulary))
+def check_labels(labels_n: Tensor, vocabulary: int, ignored: int) -> None:
+    """Torch's error for a label that is no word, which neither a kernel nor any tile would miss."""
     if type(labels_n) is not Tensor:
         return  # a fake pass has no values
-    if labels_n.device.type != "cpu":
+    wrong_n = (labels_n != ignored) & ((labels_n < 0) | (labels_n >= vocabulary))
+    if labels_n.device.type != "cpu":  # where nobody waits for the answer
         torch._assert_async(~wrong_n.any(), f"a label is out of bounds: expected 0 to {vocabulary - 1}")
     elif wrong_n.any():
         raise IndexError(
-            f"Target {int(labels_n[wrong_n][0])} is out of bounds: expected 0 to {vocabulary - 1}, or the label of a "
+            f"Target {int(labels_n[wrong_n][0])} is out of bounds: expected 0 to {vocabulary - 1}, or {ignored} for a "
             "token that does not count"
         )
 
