@@ -418,6 +418,17 @@ def test_where_the_token_table_is_changes_no_number_nor_the_run(tmp_path: Path) 
     assert found[0] == found[1]
 
 
+def test_a_head_in_tiles(tmp_path: Path, capsys: Capture) -> None:
+    way = (*BUDGET, "--untied-head", "--cpu-embedding", "--eval-every", 0)
+    assert train(tmp_path / "run", *way, "--head-tiles", 3, "--steps", 2) == 0
+    kept = (tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json").read_text("utf-8")
+    assert [f"lm_head.tiles.{index}.weight" in kept for index in range(4)] == [True, True, True, False]
+    assert train(tmp_path / "run", *way, "--head-tiles", 2, "--steps", 3) == 2
+    assert "holds another run: --head-tiles 3 there, 2 now" in capsys.readouterr().err
+    assert train(tmp_path / "other", *way, "--head-tiles", 1000, "--steps", 1) == 2
+    assert "--head-tiles: found 1000, allowed is at most 264, the model's tokens" in capsys.readouterr().err
+
+
 def test_a_logger_is_told_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for wandb: the same three calls."""
     (tmp_path / "wandb.py").write_text(

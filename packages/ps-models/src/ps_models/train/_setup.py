@@ -50,6 +50,8 @@ def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerSh
         raise InvalidInput(
             f"--vocab: found {words}, allowed is at least {data.tokenizer.vocabulary}, which the tokenizer has"
         )
+    if options.head_tiles > words:
+        raise InvalidInput(f"--head-tiles: found {options.head_tiles}, allowed is at most {words}, the model's tokens")
     return replace(found, vocabulary=words, positions=max(found.positions, options.seq), tied_head=tied)
 
 
