@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import AdamW, Budget, InvalidInput
+from ps_core import AdamW, Budget, Group, InvalidInput, Options
 from ps_core.engine import chunked, release
 
 MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -37,3 +37,45 @@ def test_something_else_is_named(arguments: dict[str, Any], words: str) -> None:
 def test_a_device_of_pytorch() -> None:
     model, _ = chunked(nn.Linear(4, 4), AdamW(), device=torch.device("cpu"), budget=Budget(host="1MiB"))
     release(model)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+
+NO_PARAMETER = "Net: keep_fp32 has {!r}, which is the whole name of no parameter"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("nrom.*", "norm.weight"),
+        ("*layer.1.wieght", "layers.1.weight"),
+        ("norm", "*norm*"),
+        ("layers[.]0.*", ""),
+        ("*router*", None),
+    ],
+)
+def test_a_pattern_of_no_parameter_is_said(pattern: str, meant: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    options = Options(keep_fp32=("norm.*", pattern))
+    with caplog.at_level("INFO", "ps_core"):
+        model, _ = chunked(Net(), None, budget=Budget(host="1MiB"), options=options)
+    release(model)
+    expected = NO_PARAMETER.format(pattern) + (f"; did you mean {meant!r}?" if meant else "")
+    assert caplog.messages == ([] if meant == "" else [expected])
+
+
+def test_a_group_of_no_parameter_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is empty for others come first is, too."""
+    texts = ("nrom", "norm", "norm.weight", "bias")
+    groups = tuple(Group(match=lambda name, _, text=text: text in name, lr=0.1) for text in texts)
+    with caplog.at_level("INFO", "ps_core"):
+        model, _ = chunked(Net(), AdamW(groups=groups), budget=Budget(host="1MiB"))
+    release(model)
+    assert caplog.messages == [
+        "Net: groups[0] has no parameter: its match is true for none",
+        "Net: groups[2] has no parameter: its match is true for none that no group before it has",
+    ]

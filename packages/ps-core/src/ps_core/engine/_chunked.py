@@ -32,6 +32,7 @@ from ps_core.engine._store import Store
 from ps_core.engine._surgery import undo
 from ps_core.engine._tiers import device_of, disk_file, passing_bytes, tiers_of
 from ps_core.engine._tracing.materialise import initial_values
+from ps_core.engine._unmatched import say_unmatched
 
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
@@ -80,6 +81,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
             undo(engine)
             raise
         sharing.join(engine)
+    say_unmatched(type(model).__name__, packing.records, options, front)
     return model, front
 
 
