@@ -7,7 +7,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from platform import node as node_name
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -23,19 +23,6 @@ Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SAMPLE_NUMEL = 16
 """Elements at either end of a parameter that tell whether two processes have the same."""
-
-
-class Unplanned:
-    """Stands where a pilot would: passes of a shared model follow no plan."""
-
-    moments = 0
-    planned_step_s = 0.0
-
-    def __init__(self, *, training: bool) -> None:
-        self.training = training
-
-    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Nothing is learned from what the model is called with."""
 
 
 class Alone:
