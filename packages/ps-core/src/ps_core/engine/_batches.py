@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,25 @@ class Batch:
             len(mine) == len(yours) and all(b <= a for a, b in zip(mine, yours, strict=True))
             for mine, yours in zip(self.shapes, other.shapes, strict=True)
         )
+
+
+class Largest:
+    """How large batches have been at most."""
+
+    def __init__(self) -> None:
+        self._numel = 0
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Of each dimension, by how many of them the tensors of a batch have."""
+
+    def grows(self, batch: Batch) -> bool:
+        """Note a batch; whether anything of it is larger than in any before."""
+        kind = tuple(len(shape) for shape in batch.shapes)
+        sizes = tuple(size for shape in batch.shapes for size in shape)
+        known = self._sizes.get(kind)
+        self._sizes[kind] = sizes if known is None else tuple(map(max, known, sizes))
+        numel, before = sum(map(math.prod, batch.shapes)), self._numel
+        self._numel = max(before, numel)
+        return self._sizes[kind] != known or numel > before
 
 
 def batch_of(args: Any, kwargs: Any) -> Batch:

@@ -24,8 +24,10 @@ from ps_core.engine._packing import DTYPES, Packing, pack
 from ps_core.engine._parameter import ManagedParameter
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._placing import fill, place
-from ps_core.engine._processes.joining import Alone, Joining, Unplanned
+from ps_core.engine._processes.joining import Alone, Joining
+from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.together import Together
+from ps_core.engine._processes.unplanned import Unplanned
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._sharing import Sharing, data_bytes
 from ps_core.engine._store import Store
@@ -147,8 +149,8 @@ class _Wishes:
 
     def pilot(self, engine: Engine) -> Pilot | Unplanned:
         """Who drives its passes."""
-        if self.collectives is not None:
-            return Unplanned(training=self.training)
+        if isinstance(engine.residency, ShardResidency):
+            return Unplanned(engine.residency, training=self.training)
         return Pilot(
             engine,
             model_name=type(self.model).__name__,

@@ -21,7 +21,7 @@ from ps_core.engine._interrupts import alone, take_out, undisturbed
 from ps_core.engine._packing import FLOATS
 from ps_core.engine._parameter import ManagedParameter, make_plain, point_at, take_grad
 from ps_core.engine._pilot import Pilot
-from ps_core.engine._processes.joining import Unplanned
+from ps_core.engine._processes.unplanned import Unplanned
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._refusals import graph_of_gradient
 

@@ -40,7 +40,7 @@ def decide(
 ) -> Decision:
     """The global norm, and what follows from it."""
     total, finite = 0.0, True
-    for record, (squares, flag) in zip(records, _numbers(list(parts)), strict=True):
+    for record, (squares, flag) in zip(records, numbers(list(parts)), strict=True):
         total += squares * record.factor**2
         finite = finite and not flag
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
@@ -49,7 +49,7 @@ def decide(
     return Decision(norm, False, clip_factor(norm, max_norm) / scale)
 
 
-def _numbers(parts: list[torch.Tensor]) -> list[list[float]]:
+def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
     """Of every part, fetched from each device at once."""
     found: dict[int, list[float]] = {}
     for device in {part.device for part in parts}:

@@ -73,7 +73,7 @@ class Home:
 
     def source(self) -> Slot:
         """Any slot that holds the newest bytes, fastest tier first."""
-        for slot in (*(self.copies[tier] for tier in sorted(self.copies)), self.slot):
+        for slot in sorted((*self.copies.values(), self.slot), key=lambda slot: slot.tier):
             if slot.stamp == self.stamp:
                 return slot
         raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is the newest")
@@ -342,6 +342,15 @@ class Store:
     def fits(self, size: int, line: int) -> bool:
         """Whether the arena has a hole of that size below a line."""
         return self._find(size, line) is not None
+
+    def highest_hole(self, size: int) -> int | None:
+        """Where in the arena the last hole of that size ends, less the size."""
+        end = self.tiers[0].capacity_bytes
+        for slot in reversed(self._taken):
+            if end - slot.offset - slot.bytes >= size:
+                break
+            end = min(end, slot.offset)
+        return end - size if end >= size else None
 
     def overlapping(self, offset: int, size: int) -> list[Slot]:
         """Slots of the arena that own some of these bytes."""

@@ -40,6 +40,8 @@ from ps_core.engine._store import Store
 
 _MARGIN = 2
 """Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""
+_AHEAD = 2
+"""Groups gathered ahead of need, as long as there are shards that had better have the room."""
 _TRAINING, _LATE = 1, 2
 """Kinds of passes: bits. A late one begins with backward, for a graph that an earlier pass left."""
 
@@ -221,11 +223,13 @@ class ShardDriver(Demand):
 
     def _has_room_ahead(self, group: GroupRecord) -> bool:
         """Whether a group may be gathered before it is used."""
-        if self._prefetch is not None and len(self._steps.ahead) >= self._prefetch:
+        if self._shards.unknown or (self._prefetch is not None and len(self._steps.ahead) >= self._prefetch):
             return False
         size = 0 if self._store.spare.has(group.home.bytes) else group.home.bytes
         if self._keeps:
             return self._steps.roomy(size)
+        if self._prefetch is None and self._shards.risers.waiting and len(self._steps.ahead) >= _AHEAD:
+            return False
         besides = max(0, self._store.highest_tide_bytes - self._store.tide_bytes)
         if self._kind is None or self._kind & _TRAINING:  # what a moment of backward takes besides
             besides += self._largest_bytes + self._steps.sum_bytes(group)
@@ -286,15 +290,28 @@ class ShardDriver(Demand):
         return step
 
     def _clear_way(self, size: int) -> None:
-        """Try to have so much room on the compute tier: by waiting for sums, or by having one taken early."""
-        while not self._steps.finds_hole(size):
-            under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
-            if under_way is not None:
-                self._talks.wait(under_way)
-            elif self._steps.staged and not self._bound:
-                self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
-            else:
+        """Try to have so much room on the compute tier: by waiting for sums, or else by having one taken early.
+
+        What the tide will need at its highest is left, as far as waiting can; and shards that have risen are rather
+        taken back than that sums are taken in two goes.
+        """
+        store = self._store
+        while not self._steps.has_room(size, max(0, store.highest_tide_bytes - store.tide_bytes)):
+            if not self._wait_for_sum():
+                break
+        while not self._steps.finds_unused(size):
+            if self._wait_for_sum() or self._shards.risers.give_in(size):
+                continue
+            if not self._steps.staged or self._bound:
                 return
+            self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
+
+    def _wait_for_sum(self) -> bool:
+        """Wait for one that is under way, if there is any."""
+        under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
+        if under_way is not None:
+            self._talks.wait(under_way)
+        return under_way is not None
 
     # The end.
 
@@ -307,7 +324,7 @@ class ShardDriver(Demand):
                 self._open(backward=False)
                 self._end()
         finally:
-            self._on = self._backward = False
+            self._on = self._backward = self._shards.unknown = False
             for group in list(self._in):
                 self._let_go(group)
             for group in list(self._steps.ahead):
@@ -319,6 +336,8 @@ class ShardDriver(Demand):
             self._sums.settled()
         if backward and len(self._store.tiers) == 1:
             self.tracked = False  # one pass has shown that it fits
+        if not self._trainable:
+            self._shards.risers.rise()  # no step ever comes
 
     def _end(self) -> None:
         """Do what others want, until all are at the end of the pass."""

@@ -33,6 +33,8 @@ class ShardResidency(Residency):
         self._held: list[tuple[Slot, list[Bound]]] = []
         """Copies that count as gone, but for their memory."""
         self.risers = Risers(self, groups)
+        self.unknown = False
+        """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self.settle: Callable[[], None] = _nothing
         """Has everything that is under way done, and lets go of what nobody uses yet."""
         self._whole: tuple[Home, int, torch.Tensor] | None = None

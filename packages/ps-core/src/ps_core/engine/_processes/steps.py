@@ -42,6 +42,7 @@ class Steps:
         """Gathers that were begun (and may be over), and whose group nobody has used yet."""
         self.on_way: deque[Step] = deque()
         """In the order in which they are done."""
+        residency.risers.works_on = self._works_on
         self._records = {record.index: record for group in residency.groups for record in group.tensors}
 
     # Gathers.
@@ -82,8 +83,8 @@ class Steps:
         """Give a sum the memory it needs."""
         group, staged = step.group, step.staged
         name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
-        direct = self._sums.direct(group) if alone else None
         scratch = self.reserve(self._scratch_bytes(group), name)
+        direct = self._sums.direct(group) if alone else None  # behind whatever may move homes
         target = direct or self.reserve(numel * kind.itemsize, name)
         if staged is not None:
             step.whole = staged.slot.flat(group.dtype, group.chunk_numel)
@@ -129,6 +130,9 @@ class Steps:
             if gap.stop > gap.start:
                 self._store.device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
                 whole[gap].zero_()
+
+    def _works_on(self, group: GroupRecord) -> bool:
+        return any(step.group is group for step in self.on_way)
 
     def sum_on_way(self, group: GroupRecord) -> Step | None:
         """The sum of a group that is not over."""
@@ -183,15 +187,23 @@ class Steps:
             raise compute_tier_too_small(store, groups, name, total, store.tide_bytes, proven=True)
 
     def finds_hole(self, size: int) -> bool:
-        """Whether there is so much room, if need be once nothing is kept that nobody uses."""
-        for makes_room in (self.take_in, self._shards.sweep, self._store.free_spare, self.drop_unused):
-            if self._store.spare.has(size) or self.roomy(size):
-                return True
-            makes_room()
-        while not self.roomy(size):
-            if not self._shards.risers.sink(size):
+        """Whether there is so much room, if need be once shards that have risen are below again."""
+        while not self.finds_unused(size):
+            if not self._shards.risers.give_in(size):
                 return False
         return True
+
+    def finds_unused(self, size: int) -> bool:
+        """Whether there is so much room, if need be once nothing is kept that nobody uses."""
+        for makes_room in (self.take_in, self._shards.sweep, self._store.free_spare, self.drop_unused):
+            if self.has_room(size):
+                return True
+            makes_room()
+        return self.has_room(size)
+
+    def has_room(self, size: int, besides: int = 0) -> bool:
+        """Whether there is so much room, and more, perhaps in memory that is kept for it."""
+        return self.roomy(0, besides) if self._store.spare.has(size) else self.roomy(size, besides)
 
     def roomy(self, size: int, besides: int = 0) -> bool:
         """Whether the compute tier has so much room, and more."""

@@ -18,10 +18,11 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._processes.risers import low_tier
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
-from ps_core.engine._stepping import SettingsOf
+from ps_core.engine._stepping import SettingsOf, numbers
 from ps_core.engine._store import Home, Slot
 from ps_core.engine._update import Updater
 
@@ -149,6 +150,15 @@ class ShardGradients(GradientKeeper):
         for record in gone:
             record.payload = Payload.VALID
 
+    def accumulator(self, group: GroupRecord) -> Home:
+        """The home of a group's fp32 sums; what no plan of memory knows of lies as low as states do that never rose."""
+        home = group.homes.get(Kind.ACC)
+        if home is None:
+            slot = self._store.reserve(low_tier(group.homes[Kind.P32]), group.shard_numel * 4)
+            home = group.homes[Kind.ACC] = Home(group.extent(Kind.ACC), slot.bytes, slot)
+            home.changed(slot)
+        return home
+
     # Norms.
 
     def measure(self, record: TensorRecord, flat: torch.Tensor | None = None) -> torch.Tensor:
@@ -163,20 +173,19 @@ class ShardGradients(GradientKeeper):
         """The same for these; sums over shards in the order of the shards, in double precision."""
         missing = [record for record in records if record.part is None]
         if missing:
-            mine = [value for record in missing for value in self._measure_piece(record)]
+            mine = [value for part in numbers([self._measure_piece(each) for each in missing]) for value in part]
             rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
             for place, record in enumerate(missing):
                 squares = sum(row[2 * place] for row in rows)
                 record.part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
         return [record.part for record in records if record.part is not None]
 
-    def _measure_piece(self, record: TensorRecord) -> list[float]:
+    def _measure_piece(self, record: TensorRecord) -> torch.Tensor:
         part = self._measured.pop(record, None)
         if part is None:
             home = record.group.homes[Kind.P16 if record.gradient is Gradient.OVER else Kind.ACC]
             part = _measured(self._shards.load(home, record.piece))
-        found: list[float] = part.tolist()
-        return found
+        return part
 
     def _measure_all(self, records: list[TensorRecord], slot: Slot) -> None:
         """While it is on the compute tier."""
@@ -212,8 +221,26 @@ class ShardUpdater(Updater):
 
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard; what was gathered is old now."""
+        missing = sum(home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier)
+        if not self._store.work_tier(group.homes[Kind.P32].slot.tier):
+            self._shards.risers.sink(missing - self._store.free_bytes(0))
         super().step_one(group, settings_of, factor)
         group.home.stamp += 1
+
+    def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
+        home = group.homes[kind]
+        below = home.copies.get(tier)
+        if below is None or home.slot.tier == tier:
+            return super()._on(group, kind, tier)
+        if kind is group.weight and all(record.gradient is Gradient.SUMMED for record in group.tensors):
+            return below  # all of it is written
+        return self._residency.copy_to(home, below)
+
+    def _put_back(self, home: Home, slot: Slot) -> None:
+        if slot.tier <= home.slot.tier:
+            super()._put_back(home, slot)
+        else:  # the place that it keeps below
+            self._residency.write_home(home)
 
     def free_sums(self) -> None:
         """After a step."""

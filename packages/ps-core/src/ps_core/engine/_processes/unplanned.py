@@ -1,0 +1,35 @@
+"""Where one process has a pilot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ps_core.engine._batches import Largest, batch_of
+from ps_core.engine._interrupts import alone
+from ps_core.engine._processes.shards import ShardResidency
+
+
+class Unplanned:
+    """Passes of a shared model follow no plan; but shards that rose, and what is gathered early, make way for a larger batch."""
+
+    moments = 0
+    planned_step_s = 0.0
+
+    def __init__(self, residency: ShardResidency, *, training: bool) -> None:
+        self._residency = residency
+        self._largest = Largest()
+        self.training = training
+
+    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The root module is called with these."""
+        missing_bytes = self._residency.store.device.short_bytes()
+        if self._largest.grows(batch_of(args, kwargs)) or missing_bytes:
+            self._make_way(missing_bytes)
+            self._residency.unknown = True
+
+    @alone
+    def _make_way(self, missing_bytes: int) -> None:
+        self._residency.settle()
+        self._residency.risers.sink_all(missing_bytes)
