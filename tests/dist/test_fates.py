@@ -20,6 +20,7 @@ WAYS = (
     ("killed_computing:3:0", KILLED, GONE),
     ("killed_sending:2:1", KILLED, GONE),
     ("killed_waiting:3:1", KILLED, GONE),
+    ("killed_connecting:3:1", KILLED, GONE),
     ("raised:2:0", FAILED, RAISED),
     ("raised:3:1", FAILED, RAISED),
     ("raised_in_block:2:1", FAILED, RAISED),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ import ps_core
 import ps_dist
 from ps_core.engine import chunked
 from ps_core.engine._management import management_of
-from ps_dist import _facts
+from ps_dist import _choice, _facts
 
 TIMEOUT_S = 30.0
 
@@ -85,6 +85,29 @@ def killed_waiting(fate: Fate) -> None:
     else:
         fate.until_it_is_gone()
     fate.wait()
+
+
+class Connects:
+    """NCCL, which waits for ever for one that is gone."""
+
+    def __init__(self, fate: Fate) -> None:
+        self._fate = fate
+
+    def connect_cards(self) -> None:
+        if self._fate.is_lost:
+            killed()
+        Event().wait()
+
+    def drop_cards(self) -> None:
+        """There is nothing to let go of."""
+
+
+def killed_connecting(fate: Fate) -> None:
+    """While cards are connected, the others wait for it in a call that nothing ends."""
+    own: list[float] = [1.0, float(fate.rank)]
+    _choice.own_card = lambda where: own
+    choice = _choice.Choice(None, Connects(fate), fate.together._watch._store, deadline_s=1.0)
+    choice(fate.together, torch.device("cpu"))
 
 
 def raised(fate: Fate) -> None:
@@ -176,7 +199,7 @@ def unlike(fact: str, differs: bool) -> None:
     ps_dist.connect(
         timeout_s=TIMEOUT_S,
         replicate=2 if fact == "replicate" and differs else 1,
-        transport="nccl" if fact == "transport" and differs else "gloo",
+        transport="nccl" if fact == "transport" and differs else None,
     )
 
 
@@ -186,6 +209,7 @@ CASES: dict[str, Callable[[Fate], None]] = {
         killed_computing,
         killed_sending,
         killed_waiting,
+        killed_connecting,
         raised,
         raised_in_block,
         raised_and_closed,

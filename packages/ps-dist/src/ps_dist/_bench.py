@@ -71,10 +71,19 @@ class Bench:
             return Direct(self._cards, self._mesh, carrier, self._enter)
         return Staged(self._wire, self._sum, self._mesh, carrier, self._enter)
 
-    def _enter(self, operation: str, what: str, numel: int, kind: torch.dtype) -> int:
-        entry = self._journal.add(named(operation, what, numel, kind))
+    @property
+    def hopeless(self) -> str:
+        """Why nothing will come of this job any more, if so."""
+        return "" if self._lane.error is None else str(self._lane.error)
+
+    def enter(self, what: str) -> int:
+        """Say what is done from now on; the tag of its messages."""
+        entry = self._journal.add(what)
         self._lane.enter(entry)
         return entry.tag
+
+    def _enter(self, operation: str, what: str, numel: int, kind: torch.dtype) -> int:
+        return self.enter(named(operation, what, numel, kind))
 
 
 def named(operation: str, what: str, numel: int, dtype: torch.dtype) -> str:

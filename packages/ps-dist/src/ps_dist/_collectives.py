@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from ps_dist._staging import staging_bytes
 from ps_dist._watch import Patience, Watch
 from ps_dist._wire import Sum, Wire
 
+Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
+"""See `TorchCollectives.reach`."""
 _SHOWN_BYTES = 120
 """Of a value that differs between ranks."""
 
@@ -40,7 +42,10 @@ class Statistics:
     wire_bytes: dict[str, int]
     """Received, by operation; what is sent is as much."""
     transport: str
-    """What memory of CUDA devices travels by: ``gloo``, by way of the host's memory, or ``nccl``."""
+    """What memory travels by: ``gloo``, that of CUDA devices by way of the host's; ``nccl``, theirs from card to card.
+
+    As long as no CUDA device was used it is ``gloo``. ``none``: one process uses one, and nothing travels.
+    """
 
 
 class TorchCollectives:
@@ -52,9 +57,11 @@ class TorchCollectives:
     leaves the group at the end of the block.
     """
 
-    def __init__(self, *, group: Any, store: Any, mesh: Mesh, patience: Patience, leave: Callable[[], None]) -> None:
+    def __init__(
+        self, *, group: Any, store: Any, mesh: Mesh, patience: Patience, choose: Choose, leave: Callable[[], None]
+    ) -> None:
         """``group`` and ``store``: torch's (any: their types are not public). ``leave``: undoes what joined them."""
-        self._mesh, self._leave = mesh, leave
+        self._mesh, self._choose, self._leave = mesh, choose, leave
         self._open, self._process = True, os.getpid()
         self._journal = Journal()
         self._wire = Wire(group, mesh.rank)
@@ -139,12 +146,23 @@ class TorchCollectives:
         """The only CUDA device whose memory this process can have collectives of; None: any."""
         return None if self._cards is None else self._cards.where.index
 
-    def connect_cards(self, group: Any, where: torch.device) -> None:
-        """Let memory of this device travel by a group of its own; the connections take some of that memory."""
-        cards = self._cards = CardWire(group, self._wire, self._mesh, where)
+    def reach(self, where: torch.device) -> str | None:
+        """Decide what memory of this CUDA device travels by, all processes at once; what was decided stays.
+
+        Why it goes by way of the host's memory, where nobody asked for that; told once. `InvalidInput` on all ranks if
+        what was asked for cannot be.
+        """
+        self._check_open("CUDA")
+        return self._choose(self, where)
+
+    def card_wire(self, group: Any, where: torch.device) -> CardWire:
+        """Messages of this device's memory by a group of its own; None: there is nobody to send to."""
+        return CardWire(group, self._wire, self._mesh, where)
+
+    def go_by(self, cards: CardWire) -> None:
+        """Let memory of its device travel so from now on."""
+        self._cards = cards
         self._bench = Bench(self._lane, self._journal, self._wire, self._sum, self._mesh, cards)
-        entry = self._journal.add("connecting the cards")
-        self._lane.submit(entry, lambda: cards.greet(entry.tag)).wait()
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> None:
         """Put every process's equal ``shard`` into ``into``, in rank order."""
@@ -224,7 +242,7 @@ class TorchCollectives:
             collectives=last.number,
             fingerprint=last.print,
             wire_bytes=dict(sorted(self._wire.received_bytes.items())),
-            transport="gloo" if self._cards is None else "nccl",
+            transport="gloo" if self._cards is None else self._cards.name,
         )
 
     def recent(self) -> list[str]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -16,9 +14,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ps_core._errors import InvalidInput, PatrickStarError, RanksDiverged
+from ps_dist._choice import Choice
 from ps_dist._collectives import TorchCollectives
-from ps_dist._direct import handled_here
 from ps_dist._facts import own_facts
+from ps_dist._groups import NO_DUMP, Groups, in_environment
 from ps_dist._mesh import Mesh
 from ps_dist._roll import meet
 from ps_dist._watch import Patience
@@ -26,8 +25,8 @@ from ps_dist._watch import Patience
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-_OPEN: dict[Any, bool] = {}
-"""This process's groups that were not left, and which has to take down what `connect` initialised."""
+_MOST_TRIAL_S = 120.0
+"""In which NCCL connects the cards, if it works; or half of the patience with other processes."""
 
 
 def transports() -> tuple[str, ...]:
@@ -35,7 +34,7 @@ def transports() -> tuple[str, ...]:
     return ("gloo", "nccl") if dist.is_nccl_available() else ("gloo",)
 
 
-def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "gloo") -> TorchCollectives:
+def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None = None) -> TorchCollectives:
     """Join the processes that ``torchrun`` started; initialises the process group if the program has not.
 
     A process that waits longer than ``timeout_s`` for the others ends with `RanksDiverged`, one whose others ended
@@ -44,13 +43,14 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "glo
 
     Where a computer has a CUDA device for each of its processes, and the program has used none yet, each gets its own
     as its current device; nothing of a card is taken before something uses it. ``transport`` is what memory of CUDA
-    devices travels by: ``"gloo"``, by way of the host's, or ``"nccl"``, from card to card, where each process has one
-    of its own.
+    devices travels by: ``"nccl"``, from card to card, where each process has one of its own, or ``"gloo"``, by way of
+    the host's. None: NCCL where it works on all ranks, which is tried when the first model is put on such devices; else
+    gloo, and a line says why.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
-    if transport not in ("gloo", "nccl"):
-        raise InvalidInput(f"transport: expected 'gloo' or 'nccl', found {transport!r}")
+    if transport not in (None, "gloo", "nccl"):
+        raise InvalidInput(f"transport: expected 'gloo', 'nccl' or None, found {transport!r}")
     _take_card(os.environ)
     owned = not dist.is_initialized()
     if owned:
@@ -60,58 +60,40 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str = "glo
         call = _meet(dist.distributed_c10d._get_default_store(), *here, replicate, transport, timeout_s)
     patience = Patience(timeout_s=timeout_s)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), replicate)
-    store = PrefixStore(f"ps_dist/joined/{call}", dist.distributed_c10d._get_default_store())
-    # Longer than the watch takes to find out who is to blame.
-    longer = timedelta(seconds=2 * patience.hopeless_s)
-    groups = [dist.new_group(backend="gloo", timeout=longer)]
+    # A copy has a connection of its own: who waits for a key, as NCCL does, keeps all others of one connection waiting.
+    own: Any = dist.distributed_c10d._get_default_store()  # any: torch's stubs do not have all of its methods
+    store = PrefixStore(f"ps_dist/joined/{call}", own.clone())
+    groups = Groups(2 * patience.hopeless_s, owned=owned)  # longer than the watch takes to find out who is to blame
+    choice = Choice(transport, groups, store, min(timeout_s / 2, _MOST_TRIAL_S))
+    joined = TorchCollectives(
+        group=groups.control, store=store, mesh=mesh, patience=patience, choose=choice, leave=groups.leave
+    )
     if transport == "nccl":
-        with handled_here():
-            groups.append(dist.new_group(backend="nccl", timeout=longer))
-
-    _OPEN[groups[0]] = owned
-
-    def leave() -> None:
-        for each in reversed(groups):
-            with suppress(ValueError):  # the program took everything down itself
-                dist.destroy_process_group(each)
-        if not _OPEN.pop(groups[0]):
-            return
-        if _OPEN:
-            _OPEN[next(iter(_OPEN))] = True  # who goes last takes down what the first began
-        elif dist.is_initialized():
-            dist.destroy_process_group()
-
-    joined = TorchCollectives(group=groups[0], store=store, mesh=mesh, patience=patience, leave=leave)
-    if transport == "nccl":
-        try:
-            _check_cards(joined)
-            joined.connect_cards(groups[1], torch.device("cuda", torch.cuda.current_device()))
-        except BaseException:
-            joined.close()
-            raise
+        _reach_own(joined)
     return joined
 
 
-def _lacking(transport: str) -> str | None:
+def _reach_own(joined: TorchCollectives) -> None:
+    refused = None
+    try:
+        joined.reach(torch.device("cuda", torch.cuda.current_device()))
+    except InvalidInput as error:
+        refused = error
+    except BaseException:
+        joined.close()
+        raise
+    if refused is not None:
+        joined.close()  # not on the way out of an exception: it is everybody's, and nobody waits to hear of it
+        raise refused
+
+
+def _lacking(transport: str | None) -> str | None:
     """Why memory cannot travel so on this computer."""
     if transport == "nccl" and not torch.cuda.is_available():
         return "torch finds no CUDA device here"
     if transport == "nccl" and not dist.is_nccl_available():
         return "this torch was built without NCCL"
     return None
-
-
-def _check_cards(joined: TorchCollectives) -> None:
-    """`InvalidInput` if processes share a card, which NCCL does not do."""
-    name = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    mine = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
-    found = [row[0] for row in joined.all_values([mine], "which process has which card")]
-    sharing = [rank for rank, each in enumerate(found) if found.count(each) > 1]
-    if sharing:
-        raise InvalidInput(
-            f"transport='nccl': ranks {', '.join(map(str, sharing))} share a card; expected one for each process (call "
-            "torch.cuda.set_device before connect), or leave transport out"
-        )
 
 
 def _take_card(environment: Mapping[str, str]) -> None:
@@ -128,7 +110,7 @@ def _take_card(environment: Mapping[str, str]) -> None:
         torch.cuda._lazy_call(take)  # type: ignore[no-untyped-call]
 
 
-def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str) -> str:
+def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str | None) -> str:
     """Make the default group; the call that the processes met by."""
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
@@ -142,7 +124,8 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
         # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
         store = PrefixStore(f"ps_dist/{call}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+        with in_environment(NO_DUMP):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     except PatrickStarError:
         raise  # it says what is wrong already
     except (RuntimeError, ValueError) as error:
@@ -154,15 +137,15 @@ def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int
 
 
 # Any: torch's stubs have no base of stores with all methods.
-def _meet(store: Any, rank: int, ranks: int, replicate: int, transport: str, timeout_s: float) -> str:
+def _meet(store: Any, rank: int, ranks: int, replicate: int, transport: str | None, timeout_s: float) -> str:
     """See `_roll`; what only this process lacks is told to all, for nobody may wait for one that is gone."""
     lacks = _lacking(transport)
-    found = transport if lacks is None else f"{transport} ({lacks})"
+    found = f"{transport}" if lacks is None else f"{transport} ({lacks})"
     facts = own_facts(ranks=ranks, replicate=replicate, transport=found)
     call = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=timeout_s)
     Mesh(rank, ranks, replicate)
     if lacks is not None:
         raise InvalidInput(
-            f"transport={transport!r}: {lacks}; leave it out: collectives then go by way of the host's memory"
+            f"transport={transport!r}: {lacks}; leave it out: memory of CUDA devices then goes by way of the host's"
         )
     return call

@@ -9,35 +9,43 @@ card has done one before it says so: nobody else ever waits for a call that is n
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ps_dist._attempt import Attempt
 from ps_dist._mesh import Mesh
 from ps_dist._staging import Carrier
 from ps_dist._wire import Sum, Wire
 
 _PIECE_NUMEL = 1 << 20
 """Elements summed at a time: 4 MiB of the card's memory beside every budget."""
+_MOST_GREETED = 250
+"""Bytes that tell ranks apart; beyond so many they come again."""
 _gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # of old, by another name
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ABORT_S = 10.0
+"""In which NCCL lets go of a card; it may wait for the other processes there, too."""
 
 
 class CardWire(Wire):
     """Messages between cards, in the order of PyTorch's current stream."""
 
     def __init__(self, group: Any, control: Wire, mesh: Mesh, where: torch.device) -> None:
-        """``group``: torch's, of all processes (any: its type has no public name); ``control``: of host memory."""
+        """``group``: torch's, of all processes (any: its type has no public name); ``control``: of host memory.
+
+        None where there is but one process: nothing is sent. What it takes of the card is taken now.
+        """
         super().__init__(group, mesh.rank)
         self._work = torch.empty(_PIECE_NUMEL, dtype=torch.float32, device=where)
         self._control, self._mesh = control, mesh
         self.received_bytes = control.received_bytes
         self.where = where
+        self.name = "none" if group is None else "nccl"
+        """For `Statistics`."""
         self.sum = Sum(self, mesh.shard_peers, mesh.replica_peers, mesh.rank)
 
     def swap(
@@ -63,7 +71,8 @@ class CardWire(Wire):
         takers: Collection[int] | None = None,
     ) -> None:
         """As `Wire.gather`; where all processes take from all, it is a collective that knows how they are connected."""
-        if into is None or len(peers) < self._mesh.size or not (takers is None or set(takers) >= set(peers)):
+        all_take = takers is None or set(takers) >= set(peers)
+        if self._group is None or into is None or len(peers) < self._mesh.size or not all_take:
             super().gather(operation, tag, peers, into, shard, takers)
             return
         _gather_all(into.view(torch.uint8), shard.view(torch.uint8), group=self._group)
@@ -76,19 +85,21 @@ class CardWire(Wire):
         self._control.gather("agreement", tag, everyone, whole, _byte())
 
     def greet(self, tag: int) -> None:
-        """Have connections, and the memory that they take at first, before anybody asks how much is free."""
+        """Have connections, and the memory that they take at first; `RuntimeError` if they deliver anything else."""
         everyone = self._mesh.everyone
-        if self.where.type == "cuda":
-            torch.cuda.set_device(self.where)
-        whole, mine = (torch.ones(count, dtype=torch.uint8, device=self.where) for count in (len(everyone), 1))
-        self.gather("agreement", tag, everyone, whole, mine)
-        super().gather("agreement", tag, everyone, whole, mine)
-        assert int(whole.sum()) == len(everyone), "everybody sends a one"  # it waits, too
+        wanted = [rank % _MOST_GREETED + 1 for rank in everyone]
+        mine = torch.full((1,), wanted[self._me], dtype=torch.uint8, device=self.where)
+        gathered, sent = (torch.zeros(len(everyone), dtype=torch.uint8, device=self.where) for _ in range(2))
+        self.gather("agreement", tag, everyone, gathered, mine)
+        super().gather("agreement", tag, everyone, sent, mine)
+        found = (gathered.tolist(), sent.tolist())  # it waits, too
+        if found != (wanted, wanted):
+            raise RuntimeError(f"a gather delivered {found[0]} and messages {found[1]}, expected {wanted} twice")
 
     def abort(self) -> None:
         """Let go of the card: nothing works from then on."""
-        with suppress(RuntimeError, AttributeError):  # it may be gone already, or be of a PyTorch that has none
-            self._group.abort()
+        if self._group is not None:
+            Attempt(self._group.abort).within(_ABORT_S)  # it may be gone already
 
 
 class Direct:
@@ -134,17 +145,3 @@ def _call(operation: Any, buffer: Tensor, peer: int, group: Any, tag: int) -> di
 
 def _byte() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8, device="cpu")
-
-
-@contextmanager
-def handled_here() -> Iterator[None]:
-    """PyTorch's NCCL groups that are made meanwhile do not end the process by themselves: `_watch` says who failed."""
-    before = os.environ.get(_HANDLING)
-    os.environ[_HANDLING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_HANDLING]
-        else:
-            os.environ[_HANDLING] = before

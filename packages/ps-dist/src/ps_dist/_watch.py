@@ -15,6 +15,7 @@ Who waits for nothing is not disturbed.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
@@ -201,10 +202,10 @@ class Watch:
         gone = [rank for rank, seen in others.items() if seen.left]
         what = f"{self._doing()} cannot end"
         if gone:
-            return f"{what}: {_ranks(gone)} left the group"
+            return f"{what}: {ranks_named(gone)} left the group"
         if silent:
             why = "" if failure is None else f" ({failure})"
-            return f"{what}: {_ranks(silent)} ended or cannot be reached{why}"
+            return f"{what}: {ranks_named(silent)} ended or cannot be reached{why}"
         if failure is None:
             return None
         if self._failed_at_s is None:
@@ -249,5 +250,6 @@ class Watch:
         )
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """In words."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

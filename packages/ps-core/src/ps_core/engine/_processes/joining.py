@@ -15,6 +15,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._options import Optimizer, Options
 from ps_core.engine._device import Device
+from ps_core.engine._messages import say
 from ps_core.engine._packing import Packing
 from ps_core.engine._processes.together import Together
 
@@ -52,10 +53,14 @@ class Joining:
     def check(self, device: Device, options: Options) -> None:
         """Refuse what several processes cannot have."""
         self._together.agree("the kind of device", device.name)
-        if device.torch_device.type == "cuda":
-            self._check_cards(device)
         if options.eager_step:
             raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
+        if device.torch_device.type == "cuda":
+            self._check_cards(device)
+            # Before anybody asks how much memory is free: connections take some.
+            words = self._together.reach(device.torch_device)
+            if words is not None and self._together.process == 0:
+                say(words)
 
     def _check_cards(self, device: Device) -> None:
         """Refuse that processes share a card while others are idle."""
@@ -63,7 +68,7 @@ class Joining:
         if card not in (None, device.torch_device.index):
             raise InvalidInput(
                 f"device={str(device.torch_device)!r}: collectives were connected for cuda:{card}; expected the same "
-                "(torch.cuda.set_device before connect)"
+                "device, other collectives (ps_dist.connect() again), or connect(transport='gloo')"
             )
         node = blake2b(computer().encode(), digest_size=6).digest()
         mine = (int.from_bytes(node, "little"), device.torch_device.index, torch.cuda.device_count())

@@ -98,6 +98,12 @@ class Together(Collectives[torch.Tensor], Protocol):
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The host memory with which collectives of a device's memory go in one piece; 0: they go without."""
 
+    def reach(self, where: torch.device) -> str | None:
+        """Decide what memory of this CUDA device travels by, all processes at once; words for the user, if any.
+
+        What was decided stays, for any model.
+        """
+
     @property
     def card(self) -> int | None:
         """The only CUDA device whose memory this process can have collectives of; None: any."""

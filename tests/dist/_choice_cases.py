@@ -1,0 +1,169 @@
+"""What every rank of a crew does to decide what memory of CUDA devices travels by; gloo plays NCCL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from threading import Event
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ps_dist
+from _cuda_cases import Quiet, on, trained
+from _fake_cuda import FakeRuntime
+from _zero_cases import Way
+from ps_core import InvalidInput
+from ps_core.engine._cuda.device import CudaDevice
+from ps_dist import _choice, _groups
+from ps_dist._choice import Choice
+from ps_dist._direct import CardWire
+
+CPU = torch.device("cpu")
+ERROR = (
+    "NCCL error in: a.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO)\nmore\nLast error:\nno shared memory\n"
+)
+gather = CardWire.gather
+
+
+class Played:
+    """NCCL: whoever connects waits for the others, if need be for ever."""
+
+    def __init__(self, each: ps_dist.TorchCollectives, fault: str, at_rank: int) -> None:
+        self._group, self._fault, self._is_it = each._wire._group, fault, each.mesh.rank == at_rank
+        self.dropped = 0
+        self.over = Event()
+        """Nobody waits any more."""
+
+    def connect_cards(self) -> Any:
+        if self._fault == "raises" and self._is_it:
+            raise RuntimeError(ERROR)
+        if self._fault in ("raises", "hangs"):
+            assert self.over.wait(60)
+            raise RuntimeError("let go")
+        return self._group
+
+    def drop_cards(self) -> None:
+        self.dropped += 1
+
+
+def spoilt(self: CardWire, operation: str, tag: int, peers: Any, into: Tensor, shard: Tensor) -> None:
+    """A gather that delivers something else."""
+    gather(self, operation, tag, peers, into, shard)
+    into[-1] = 77
+
+
+@contextmanager
+def as_if_each_had_a_card(each: ps_dist.TorchCollectives) -> Iterator[None]:
+    before = each._cards, each._bench
+    with mock.patch.object(_choice, "own_card", return_value=[1.0, float(each.mesh.rank)]):
+        yield
+    each._cards, each._bench = before
+
+
+def choose(
+    each: ps_dist.TorchCollectives, transport: str | None, fault: str = "", at_rank: int = 0, deadline_s: float = 60
+) -> tuple[str | None, str, int]:
+    """What is said, what memory travels by from then on, and how often NCCL was dropped."""
+    played = Played(each, fault, at_rank)
+    choice = Choice(transport, played, each._watch._store, deadline_s)
+    with ExitStack() as stack:
+        stack.enter_context(as_if_each_had_a_card(each))
+        stack.callback(played.over.set)
+        if fault == "spoilt" and each.mesh.rank == at_rank:
+            stack.enter_context(mock.patch.object(CardWire, "gather", spoilt))
+        try:
+            words = choice(each, CPU)
+        except InvalidInput as error:
+            words = f"InvalidInput: {error}"
+        assert choice(each, CPU) is None, "decided once, and said once"
+        check_gather(each)
+        return words, each.statistics().transport, played.dropped
+
+
+def check_gather(each: ps_dist.TorchCollectives) -> None:
+    """Whatever was decided, it works."""
+    rank, ranks = each.rank, each.ranks
+    whole = torch.zeros(ranks)
+    carrier: Any = Quiet()
+    carrier.staging, carrier.copy = torch.zeros(1024, dtype=torch.uint8), Tensor.copy_
+
+    def job(bench: Any) -> None:
+        bench.by_way_of(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice", range(ranks))
+
+    each.start(job).wait()
+    assert whole.tolist() == [1.0 + other for other in range(ranks)]
+
+
+def alone(each: ps_dist.TorchCollectives) -> None:
+    """One process's memory stays on its card, to the bit as on the emulated accelerator."""
+    way = Way(precision="bf16", max_norm=0.05)
+    wanted = trained(each, replace(way, device="emulated"))
+    played, runtime = Played(each, "raises", 0), FakeRuntime(4)
+    with as_if_each_had_a_card(each), runtime:
+        assert Choice(None, played, None, 0.0)(each, CPU) is None
+        assert each.statistics().transport == "none"
+        assert each.staging_bytes(64, torch.bfloat16) == 0, "nothing of the host's memory is taken for it"
+        got = trained(each, on(way, CudaDevice(runtime)))
+    assert (got.losses, got.norms) == (wanted.losses, wanted.norms)
+    for name, value in wanted.states.items():
+        assert torch.equal(got.states[name], value), name
+
+
+def new_group(fails: Callable[[], bool], seen: list[Any]) -> Any:
+    """Torch's, with gloo in NCCL's place."""
+    made = dist.new_group
+
+    def make(backend: str, timeout: Any) -> Any:
+        if backend == "nccl":
+            seen.append({name: os.environ.get(name) for name in _groups._HANDLED_HERE})
+            if fails():
+                raise RuntimeError(ERROR)
+        seen.append(made(backend="gloo", timeout=timeout))
+        return seen[-1]
+
+    return mock.patch.object(_groups.dist, "new_group", make)
+
+
+def connects(each: ps_dist.TorchCollectives) -> None:
+    """By itself, as a program would, twice; what was made for it is taken down."""
+    for fails in (False, True, False):
+        seen: list[Any] = []
+        before = dict(os.environ)
+        with new_group(lambda fails=fails: fails, seen):
+            joined = ps_dist.connect(timeout_s=30)
+            assert len(seen) == 1, "no group of NCCL's before something needs it"
+            assert joined.statistics().transport == "gloo"
+            with as_if_each_had_a_card(joined):
+                words = joined.reach(CPU)
+                assert joined.statistics().transport == ("gloo" if fails else "nccl")
+                assert (words is None) != fails
+                assert joined.reach(CPU) is None
+                check_gather(joined)
+                joined.close()
+        assert set(seen[1].values()) == {"0"}, "torch ends no process"
+        assert dict(os.environ) == before
+        made = [seen[0], *seen[2:]]
+        assert len(made) == (1 if fails else 2)
+        assert not any(group in dist.distributed_c10d._world.pg_map for group in made)
+    each.barrier()
+
+
+def asked_for(each: ps_dist.TorchCollectives) -> str:
+    """NCCL, as early as `connect`; there is no such device, so it fails everywhere."""
+    with ExitStack() as stack:
+        for name in ("torch.cuda.is_available", "torch.distributed.is_nccl_available"):
+            stack.enter_context(mock.patch(name, return_value=True))
+        stack.enter_context(mock.patch("torch.cuda.current_device", return_value=0))
+        stack.enter_context(as_if_each_had_a_card(each))
+        try:
+            ps_dist.connect(timeout_s=30, transport="nccl")
+        except InvalidInput as error:
+            each.barrier()
+            return str(error)
+    raise AssertionError("there is no card")

@@ -1,0 +1,225 @@
+"""What memory of CUDA devices travels by: NCCL where it works, tried first; gloo, played by itself, plays it here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import _choice_cases as cases
+from _crew import Crew, crew
+from ps_core import Budget, InvalidInput
+from ps_core.engine import _chunked, chunked
+from ps_core.engine._processes import joining
+from ps_dist import _choice
+from ps_dist._attempt import Attempt
+from ps_dist._choice import Choice, blamed, hindrance
+from ps_dist._mesh import Mesh
+
+HOST = "what processes send from CUDA devices goes by way of the host's memory: "
+
+
+# The decision.
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[1, 7]], None),
+        ([[1, 7], [1, 8], [1, 9]], None),
+        ([[0, 7]], "torch was built without NCCL on rank 0"),
+        ([[1, 7], [0, 8], [0, 9]], "torch was built without NCCL on ranks 1, 2"),
+        ([[1, 7], [1, 8], [1, 7]], "ranks 0, 2 share a card; expected one for each process (call"),
+        ([[0, 7], [1, 7]], "torch was built without NCCL on rank 0"),
+    ],
+)
+def test_when_it_need_not_be_tried(rows: list[list[float]], words: str | None) -> None:
+    found = hindrance(rows)
+    assert found == words or (words is not None and found is not None and found.startswith(words))
+
+
+def test_cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a name that a part of a card (MIG) has for itself, on whatever computer."""
+
+    def found(name: str) -> list[float]:
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda where: SimpleNamespace(uuid=name))
+        return _choice.own_card(torch.device("cuda", 0))
+
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    assert found("a") == found("a")
+    assert found("a") != found("b")
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert hindrance([found("a")]) == "torch was built without NCCL on rank 0"
+
+
+def test_who_is_blamed() -> None:
+    assert blamed(["", "OSError: gone", ""]) == "rank 1: OSError: gone"
+    assert blamed([_choice._ELSEWHERE, "", "no"]) == "rank 2: no", "not who only gave up"
+    assert blamed(["late", _choice._ELSEWHERE, "late"]) == "ranks 0, 2: late"
+    assert blamed([_choice._ELSEWHERE, ""]) == f"rank 0: {_choice._ELSEWHERE}"
+
+
+# Something that may never come back.
+
+
+def test_what_an_attempt_says() -> None:
+    def raises(words: str) -> None:
+        raise OSError(words)
+
+    assert Attempt(lambda: 7).within(60) == ""
+    assert Attempt(lambda: raises("no\nmore")).within(60) == "OSError: no"
+    assert Attempt(lambda: raises("")).within(60) == "OSError"
+    nccl = "OSError: NCCL error in: a.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO): no shared memory"
+    assert Attempt(lambda: raises(cases.ERROR)).within(60) == nccl
+    over = Event()
+    stuck = Attempt(over.wait)
+    assert stuck.within(0) == "did not end within 0 s"
+    assert stuck.within(60, lambda: "in vain") == "in vain"
+    over.set()
+    assert stuck.within(60, lambda: "") == ""
+
+
+def test_an_interpreter_that_ends_begins_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    done: list[int] = []
+    monkeypatch.setattr("ps_dist._attempt.Thread.start", start)
+    assert Attempt(lambda: done.append(1)).within(0) == ""
+    assert done == [1]
+
+
+# The trial.
+
+
+def test_it_is_taken_where_it_works(each_crew: Crew) -> None:
+    for transport in (None, "nccl"):
+        assert each_crew.run(cases.choose, transport) == [(None, "nccl", 0)] * each_crew.ranks
+
+
+def test_it_is_not_tried_where_gloo_was_asked_for(two: Crew) -> None:
+    assert two.run(cases.choose, "gloo", "raises") == [(None, "gloo", 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "deadline_s", "words"),
+    [
+        ("raises", 60, "rank {}: RuntimeError: NCCL error in: a.cpp:77, unhandled system error (run with "
+                       "NCCL_DEBUG=INFO): no shared memory"),
+        ("spoilt", 60, "rank {}: RuntimeError: a gather delivered [1, 77] and messages [1, 2], expected [1, 2] twice"),
+        ("hangs", 0, "ranks 0, 1: did not end within 0 s"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at_rank", [0, 1])
+def test_where_it_fails_on_one_all_go_by_way_of_the_host(
+    two: Crew, fault: str, deadline_s: float, words: str, at_rank: int
+) -> None:
+    why = f"NCCL failed on {words.format(at_rank)} (NCCL_DEBUG=INFO tells more)"
+    assert two.run(cases.choose, None, fault, at_rank, deadline_s) == [(HOST + why, "gloo", 1)] * 2
+    refused = f"InvalidInput: transport='nccl': {why}; or leave transport out"
+    assert two.run(cases.choose, "nccl", fault, at_rank, deadline_s) == [(refused, "gloo", 1)] * 2
+
+
+def test_one_process_keeps_its_memory_on_its_card() -> None:
+    with crew(1) as one:
+        one.run(cases.alone)
+
+
+def test_connections_are_made_and_taken_down(two: Crew) -> None:
+    two.run(cases.connects)
+
+
+def test_asked_for_it_is_tried_at_once(two: Crew) -> None:
+    for message in two.run(cases.asked_for):
+        assert message.startswith("transport='nccl': NCCL failed on ranks 0, 1: ")
+        assert message.endswith("(NCCL_DEBUG=INFO tells more); or leave transport out")
+
+
+def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined:
+        mesh = Mesh(1, 3, 1)
+
+        def all_values(self, values: list[float], what: str) -> list[list[float]]:
+            return [[1.0, 1.0], values, values]
+
+    monkeypatch.setattr(_choice, "own_card", lambda where: [1.0, 5.0])
+    joined, cards, where = Joined(), SimpleNamespace(), torch.device("cuda", 0)
+    shared: Any = Choice("nccl", cards, None, 60)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="transport='nccl': ranks 1, 2 share a card; expected one for each process"):
+        shared(joined, where)
+    by_itself: Any = Choice(None, cards, None, 60)  # type: ignore[arg-type]
+    assert by_itself(joined, where).startswith(f"{HOST}ranks 1, 2 share a card; ")
+    assert by_itself(joined, where) is None
+
+
+# When it is decided.
+
+
+class Decides:
+    """Collectives that write down what they are asked."""
+
+    rank, ranks, copy, local_ranks, card = 0, 1, 0, 1, None
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        self.asked: list[str] = []
+
+    def agree(self, name: str, value: str) -> None:
+        self.asked.append(name)
+
+    def all_values(self, values: Sequence[float], what: str = "") -> list[list[float]]:
+        self.asked.append(what)
+        return [list(values)]
+
+    def reach(self, where: torch.device) -> str:
+        self.asked.append(f"reach {where}")
+        return "a slow way"
+
+    def all_gather(self, *buffers: Any) -> None: ...
+    def reduce_scatter(self, *buffers: Any) -> None: ...
+    def all_reduce_sum(self, value: float) -> float: ...  # type: ignore[empty-body]
+    def all_reduce_max(self, value: float) -> float: ...  # type: ignore[empty-body]
+    def barrier(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Asked(Exception):
+    """How much memory is free."""
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("kind", ["cpu", "emulated", "cuda"])
+def test_it_is_decided_for_cuda_alone_and_before_memory_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, process: int
+) -> None:
+    def free(*anything: Any) -> Any:
+        raise Asked
+
+    caplog.set_level("INFO", "ps_core")
+    monkeypatch.setattr(_chunked, "tiers_of", free)
+    if kind == "cuda":
+        device = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 3), beside=True)
+        monkeypatch.setattr(_chunked, "device_of", lambda *given, **how: device)
+        monkeypatch.setattr(joining.torch.cuda, "device_count", lambda: 8)
+    together: Any = Decides(process)
+    budget = Budget(device="1MiB", host="1MiB") if kind == "emulated" else Budget()
+    with pytest.raises(Asked):
+        chunked(nn.Linear(2, 2), None, device=kind, budget=budget, collectives=together)
+    said = ["which process has which device", "reach cuda:3"] if kind == "cuda" else []
+    assert together.asked == ["the kind of device", *said]
+    assert caplog.messages == (["a slow way"] if kind == "cuda" and process == 0 else [])
+
+
+def test_another_card_than_the_one_that_is_connected() -> None:
+    together: Any = Decides(0)
+    together.card = 1
+    device: Any = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 0))
+    with pytest.raises(
+        InvalidInput, match=r"device='cuda:0': collectives were connected for cuda:1; expected the same"
+    ):
+        joining.Joining(together).check(device, joining.Options())
