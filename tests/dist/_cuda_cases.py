@@ -32,7 +32,7 @@ def from_card_to_card(each: ps_dist.TorchCollectives, wanted: bool = True) -> It
     """As with NCCL, whose messages gloo carries here: between devices that the CPU plays it can."""
     bench = each._bench
     if wanted:
-        each.connect_cards(each._wire._group, torch.device("cpu"))
+        each.go_by(each.card_wire(each._wire._group, torch.device("cpu")))
         assert each.statistics().transport == "nccl"
     try:
         yield
