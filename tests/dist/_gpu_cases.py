@@ -41,6 +41,11 @@ def warm(each: ps_dist.TorchCollectives) -> None:
         on.warm_up()
 
 
+def transport(each: ps_dist.TorchCollectives) -> str:
+    """What memory travels by."""
+    return each.statistics().transport
+
+
 def as_a_plain_loop(each: ps_dist.TorchCollectives, precision: str, size: str, late: bool) -> dict[str, int]:
     """Bit for bit; what the ranks' parts come to in one process that adds them in rank order. What was moved."""
     rank, ranks = each.mesh.rank, each.mesh.size

@@ -27,14 +27,28 @@ CARDS = 0 if on.FAKE or on.MISSING else torch.cuda.device_count()
 
 
 NCCL = pytest.param("nccl", marks=pytest.mark.skipif(on.FAKE or not is_nccl_available(), reason="no NCCL"))
+GLOO = pytest.param("gloo", marks=pytest.mark.skipif(on.FAKE, reason="on devices that the CPU plays it is the default"))
+WAYS = pytest.mark.parametrize("transport", [None, GLOO, NCCL])
 
 
 @contextmanager
-def ranks(count: int, transport: str = "gloo") -> Iterator[Callable[..., list[Any]]]:
-    """What runs a training on so many."""
+def ranks(count: int, transport: str | None = None) -> Iterator[Callable[..., list[Any]]]:
+    """What runs a training on so many; what their cards' memory travels by is as it should be."""
+    wanted = transport or by_itself(count)
+    how_joined = {"timeout_s": 120, "transport": transport}
     with crew(count) as made:
         made.run(cases.warm)
-        yield lambda *how: made.run(cases.as_a_plain_loop, *how, timeout_s=120, transport=transport)
+        yield lambda *how: made.run(cases.as_a_plain_loop, *how, **how_joined)
+        assert made.run(cases.transport, **how_joined) == [wanted] * count
+
+
+def by_itself(count: int) -> str:
+    """What is decided for so many: nothing of it on devices that the CPU plays, which are no cards."""
+    if on.FAKE:
+        return "gloo"
+    if count == 1:
+        return "none"
+    return "nccl" if is_nccl_available() and count <= CARDS else "gloo"
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +57,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_crew, "_WAIT_S", 150.0)
 
 
-@pytest.mark.parametrize("transport", ["gloo", NCCL])
+@WAYS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"], ids=["one-fp32", "one-bf16"])
-def test_a_group_of_one(precision: str, transport: str) -> None:
+def test_a_group_of_one(precision: str, transport: str | None) -> None:
     with ranks(1, transport) as train:
         train(precision, "16MiB", False)
 
@@ -61,8 +75,8 @@ def test_two_that_share_a_card() -> None:
 
 
 @pytest.mark.skipif(CARDS < 2, reason="one CUDA device, or none: see the test before")
-@pytest.mark.parametrize("transport", ["gloo", NCCL])
-def test_one_for_every_card(transport: str) -> None:
+@WAYS
+def test_one_for_every_card(transport: str | None) -> None:
     with ranks(min(CARDS, 8), transport) as train:
         for precision in ("fp32", "bf16"):
             train(precision, "16MiB", True)
