@@ -69,6 +69,8 @@ class Way:
     group_bytes: int = 4000
     folder: str = ""
     """For the disk tier."""
+    room: int = 0
+    """Of an accelerator, so many KiB more than the least: shards rise to it."""
 
     @property
     def rounds(self) -> bool:
@@ -106,7 +108,7 @@ class Way:
         """As small as it may be; scratch grows with the number of ranks."""
         if self.device == "cpu":
             return Budget(host="256MiB")
-        small = (48 + 24 * size) * 1024
+        small = (48 + 24 * size + self.room) * 1024
         if self.device == "disk":
             return Budget(host=(small + 32 * 1024) * size, disk="16MiB", disk_dir=self.folder)
         if self.folder:

@@ -35,6 +35,14 @@ def test_with_a_disk_below(two: Crew, tmp_path: Path) -> None:
     two.run(cases.as_emulated, Way(precision="bf16", folder=str(tmp_path)), 8)
 
 
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "direct"), [("bf16", 1, True), ("bf16", 2, False), ("fp32", 1, True)]
+)
+def test_with_room_for_shards_to_rise(two: Crew, precision: str, accumulate: int, direct: bool) -> None:
+    way = Way(precision=precision, accumulate=accumulate, max_norm=0.05, room=64)
+    two.run(cases.directly if direct else cases.as_emulated, way, 9)
+
+
 @pytest.mark.parametrize("direct", [False, True])
 def test_ranks_that_use_other_experts(two: Crew, direct: bool) -> None:
     two.run(cases.other_experts, direct)
@@ -105,6 +113,12 @@ def test_ranks_that_would_call_their_cards_for_different_things() -> None:
 @pytest.mark.parametrize(("precision", "direct"), [("fp32", False), ("bf16", False), ("bf16", True)])
 def test_all_is_ordered(two: Crew, precision: str, direct: bool) -> None:
     for found in two.run(cases.unordered, Way(precision=precision), "", direct):
+        assert not found
+
+
+@pytest.mark.parametrize(("precision", "room"), [("bf16", 40), ("fp32", 200)])
+def test_what_rises_is_ordered_too(two: Crew, precision: str, room: int) -> None:
+    for found in two.run(cases.unordered, Way(precision=precision, room=room), ""):
         assert not found
 
 
