@@ -16,7 +16,7 @@ from _crew import Crew, crew
 from ps_core import Budget, InvalidInput
 from ps_core.engine import _chunked, chunked
 from ps_core.engine._processes import joining
-from ps_dist import _choice
+from ps_dist import _choice, _groups
 from ps_dist._attempt import Attempt
 from ps_dist._choice import Choice, blamed, hindrance
 from ps_dist._mesh import Mesh
@@ -223,3 +223,36 @@ def test_another_card_than_the_one_that_is_connected() -> None:
         InvalidInput, match=r"device='cuda:0': collectives were connected for cuda:1; expected the same"
     ):
         joining.Joining(together).check(device, joining.Options())
+
+
+# Groups.
+
+
+class Group:
+    """Torch's."""
+
+    def __init__(self, aborts: Event) -> None:
+        self._aborts = aborts
+
+    def abort(self) -> None:
+        assert self._aborts.wait(60)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_what_cannot_be_let_go_of_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    aborts = Event()
+    destroyed: list[Any] = []
+    monkeypatch.setattr(_groups, "dist", SimpleNamespace(
+        new_group=lambda backend, timeout: Group(aborts), is_initialized=lambda: True,
+        destroy_process_group=lambda group=None: destroyed.append(group),
+    ))  # fmt: skip
+    monkeypatch.setattr(_groups, "_OPEN", {})
+    monkeypatch.setattr(_groups, "_DROP_S", 0.0 if stuck else 60.0)
+    groups = _groups.Groups(60, owned=True)
+    cards = groups.connect_cards()
+    if not stuck:
+        aborts.set()
+    groups.drop_cards()
+    groups.leave()
+    assert destroyed == ([groups.control] if stuck else [cards, groups.control, None]), "the default one waits for all"
+    aborts.set()
