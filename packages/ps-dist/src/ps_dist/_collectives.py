@@ -18,6 +18,7 @@ from ps_core._errors import InvalidInput, RanksDiverged
 from ps_dist._bench import Bench, named
 from ps_dist._direct import CardWire
 from ps_dist._farewell import AtExit, words_of
+from ps_dist._groups import Groups
 from ps_dist._journal import Journal
 from ps_dist._lane import Lane, Pending
 from ps_dist._mesh import Mesh
@@ -57,14 +58,12 @@ class TorchCollectives:
     leaves the group at the end of the block.
     """
 
-    def __init__(
-        self, *, group: Any, store: Any, mesh: Mesh, patience: Patience, choose: Choose, leave: Callable[[], None]
-    ) -> None:
-        """``group`` and ``store``: torch's (any: their types are not public). ``leave``: undoes what joined them."""
-        self._mesh, self._choose, self._leave = mesh, choose, leave
+    def __init__(self, *, groups: Groups, store: Any, mesh: Mesh, patience: Patience, choose: Choose) -> None:
+        """``store``: torch's (any: its stubs have no base with all methods)."""
+        self._groups, self._mesh, self._choose = groups, mesh, choose
         self._open, self._process = True, os.getpid()
         self._journal = Journal()
-        self._wire = Wire(group, mesh.rank)
+        self._wire = Wire(groups.control, mesh.rank)
         self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
         self._lane = Lane(hopeless_s=patience.hopeless_s)
         self._cards: CardWire | None = None
@@ -272,10 +271,10 @@ class TorchCollectives:
         ended = self._lane.close(waits=waits and not words)
         self._watch.close("" if self._lane.error is not None else words)  # after a failure the others know more
         failed = words or self._lane.error is not None or self._lane.failure is not None
-        if self._cards is not None and (failed or not ended):
-            self._cards.abort()  # NCCL would wait for what the others never answer
+        if failed or not ended:
+            self._groups.drop_cards()  # NCCL would wait for what the others never answer
         if ended:
-            self._leave()
+            self._groups.leave()
         else:  # taking the transport down would wait for whatever the thread waits for
             self._wire.cut(self._mesh.everyone)
             self._lane.wait_cut()

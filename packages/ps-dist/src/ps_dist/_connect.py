@@ -63,11 +63,9 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None
     # A copy has a connection of its own: who waits for a key, as NCCL does, keeps all others of one connection waiting.
     own: Any = dist.distributed_c10d._get_default_store()  # any: torch's stubs do not have all of its methods
     store = PrefixStore(f"ps_dist/joined/{call}", own.clone())
-    groups = Groups(2 * patience.hopeless_s, owned=owned)  # longer than the watch takes to find out who is to blame
+    groups = Groups(patience, owned=owned)
     choice = Choice(transport, groups, store, min(timeout_s / 2, _MOST_TRIAL_S))
-    joined = TorchCollectives(
-        group=groups.control, store=store, mesh=mesh, patience=patience, choose=choice, leave=groups.leave
-    )
+    joined = TorchCollectives(groups=groups, store=store, mesh=mesh, patience=patience, choose=choice)
     if transport == "nccl":
         _reach_own(joined)
     return joined

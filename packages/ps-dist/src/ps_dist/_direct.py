@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ps_dist._attempt import Attempt
 from ps_dist._mesh import Mesh
 from ps_dist._staging import Carrier
 from ps_dist._wire import Sum, Wire
@@ -27,8 +26,6 @@ _PIECE_NUMEL = 1 << 20
 _MOST_GREETED = 250
 """Bytes that tell ranks apart; beyond so many they come again."""
 _gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # of old, by another name
-_ABORT_S = 10.0
-"""In which NCCL lets go of a card; it may wait for the other processes there, too."""
 
 
 class CardWire(Wire):
@@ -95,11 +92,6 @@ class CardWire(Wire):
         found = (gathered.tolist(), sent.tolist())  # it waits, too
         if found != (wanted, wanted):
             raise RuntimeError(f"a gather delivered {found[0]} and messages {found[1]}, expected {wanted} twice")
-
-    def abort(self) -> None:
-        """Let go of the card: nothing works from then on."""
-        if self._group is not None:
-            Attempt(self._group.abort).within(_ABORT_S)  # it may be gone already
 
 
 class Direct:

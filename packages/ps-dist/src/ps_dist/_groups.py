@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ps_dist._attempt import Attempt
+from ps_dist._watch import Patience
 
 _OPEN: dict[Any, bool] = {}
 """This process's connections that were not left, and which has to take down what the first of them initialised."""
@@ -27,22 +28,27 @@ _HANDLED_HERE = NO_DUMP | {
 class Groups:
     """One connection's; any: torch's stubs do not name the type of a group."""
 
-    def __init__(self, timeout_s: float, *, owned: bool) -> None:
+    def __init__(self, patience: Patience, *, owned: bool) -> None:
         """``owned``: the default group has to be taken down by whoever leaves last."""
-        self._timeout_s = timeout_s
-        self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._timeout = timedelta(seconds=2 * patience.hopeless_s)  # the watch finds out sooner who is to blame
+        self._patience_s = patience.timeout_s
+        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        """For the host's memory."""
         self._cards: Any = None
         self._stuck = False
         _OPEN[self.control] = owned
 
     def connect_cards(self) -> Any:
-        """A group of NCCL's, which takes nothing of a card before its first message."""
+        """A group of NCCL's, which connects them with its first message."""
         with in_environment(_HANDLED_HERE):
-            self._cards = dist.new_group(backend="nccl", timeout=timedelta(seconds=self._timeout_s))
+            self._cards = dist.new_group(backend="nccl", timeout=self._timeout)
         return self._cards
 
     def drop_cards(self) -> None:
-        """Let go of the card, whatever is under way; NCCL may wait for the others there, too."""
+        """Let go of the card, whatever is under way: nothing works there from then on.
+
+        NCCL may wait for the others in that, too.
+        """
         group, self._cards = self._cards, None
         if group is not None:
             self._stuck = bool(Attempt(lambda: _abort(group)).within(_DROP_S))
@@ -51,7 +57,7 @@ class Groups:
         """Take down what was made."""
         group = self._cards
         if group is not None:  # which waits for the others of this computer
-            self._stuck = bool(Attempt(lambda: _destroy(group)).within(self._timeout_s))
+            self._stuck = bool(Attempt(lambda: _destroy(group)).within(self._patience_s))
         _destroy(self.control)
         if not _OPEN.pop(self.control):
             return
