@@ -18,6 +18,9 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import Tier
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
+STEP_TIER = "one tier with a processor"
+"""Where a step happens, as `DoesNotFit` has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -45,7 +48,7 @@ def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
     update = _update_bytes(program)
     if update:
         work = max(tier.capacity_bytes & -128 for tier in tiers if tier.name != "disk")
-        needs.append(Need("one tier with a processor", "step", update, work))
+        needs.append(Need(STEP_TIER, "step", update, work))
     return tuple(needs)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from ps_core._errors import DoesNotFit
 from ps_core._layout import Layout
 from ps_core._plan import Tier
+from ps_core._planner.bounds import STEP_TIER
 from ps_core._planner.recall import find_plan_again
 from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._simulate.machine import Machine
@@ -18,7 +19,7 @@ from ps_core.engine._cuda.room import level
 from ps_core.engine._engine import Engine
 from ps_core.engine._moments import Recording
 from ps_core.engine._plans import EnginePlan, lay_groups
-from ps_core.engine._refusals import compute_tier_too_small, everything_too_large
+from ps_core.engine._refusals import compute_tier_too_small, everything_too_large, group_too_large
 
 
 class Asking:
@@ -64,10 +65,14 @@ class Asking:
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """The planner's refusal with what a user of the engine can do about it."""
         store, groups = self._engine.store, self._engine.groups
+        last = len(store.tiers) - 1
+        middle = {STEP_TIER: store.work_tier(last)} | {store.tiers[tier].name: tier for tier in range(1, last)}
+        if error.tier in middle:
+            return group_too_large(store, groups, middle[error.tier], error)
         if error.tier != store.tiers[0].name:
             return everything_too_large(store, groups, error.needed_bytes)
         tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes
-        return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven)
+        return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven, whole=True)
 
     def _tiers(self) -> tuple[Tier, ...]:
         """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""

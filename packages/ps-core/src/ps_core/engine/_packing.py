@@ -77,6 +77,7 @@ def pack(
     limit = _group_numel(model, options, precision, device_bytes, tables)
     runs: dict[_Sort, GroupRecord] = {}
     places = {name: index for index, (name, _) in enumerate(named(model))}
+    owners = _owners(model)
     for unit in _units(model):
         sorts: dict[_Sort, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit:
@@ -93,7 +94,7 @@ def pack(
                     group = runs[sort] = _group(len(groups), sort)
                     groups.append(group)
                 for name, parameter in part:
-                    records[name] = _record(places[name], name, parameter, sort)
+                    records[name] = _record(places[name], name, parameter, sort, owners[id(parameter)])
                     group.add(records[name])
     return Packing(groups, records)
 
@@ -108,7 +109,18 @@ def _group(index: int, sort: _Sort) -> GroupRecord:
     )
 
 
-def _record(index: int, name: str, parameter: nn.Parameter, sort: _Sort) -> TensorRecord:
+def _owners(model: nn.Module) -> dict[int, frozenset[type[nn.Module]]]:
+    """The classes of the modules that have each parameter, by its identity."""
+    found: dict[int, frozenset[type[nn.Module]]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            found[id(parameter)] = found.get(id(parameter), frozenset()) | {type(module)}
+    return found
+
+
+def _record(
+    index: int, name: str, parameter: nn.Parameter, sort: _Sort, owners: frozenset[type[nn.Module]]
+) -> TensorRecord:
     stride = parameter.stride()
     if not _dense(parameter):
         stride = torch.empty(parameter.shape, device="meta").stride()
@@ -122,6 +134,7 @@ def _record(index: int, name: str, parameter: nn.Parameter, sort: _Sort) -> Tens
         numel=parameter.numel(),
         trainable=sort.trainable,
         given=(type(parameter), parameter.dtype),
+        owners=owners,
     )
 
 

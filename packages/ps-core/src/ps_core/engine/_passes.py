@@ -264,7 +264,7 @@ class Passes:
 
     def _too_large(self, beat: Beat, needed: int) -> DoesNotFit:
         if self._still:
-            return everything_too_large(self._store, self._groups, needed)
+            return everything_too_large(self._store, self._groups, needed, so_far=True)
         return compute_tier_too_small(self._store, self._groups, beat.name, needed, beat.nonmodel_bytes, proven=True)
 
     # The beginning and the end of a pass.

@@ -79,6 +79,8 @@ class TensorRecord:
     trainable: bool
     given: tuple[type[nn.Parameter], torch.dtype]
     """The class and the type it came with."""
+    owners: frozenset[type[nn.Module]] = frozenset()
+    """What modules it is a parameter of."""
     offset: int = 0
     """First element in its group."""
     group: GroupRecord = field(init=False)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._records import GroupRecord
+from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._store import Store
 
 MIB = 2**20
+_ACTIVATIONS = ", and what activations take"
+_SO_FAR = ", as far as this pass has come"
 
 
 def _size(count: int) -> str:
@@ -16,35 +20,67 @@ def _size(count: int) -> str:
 
 
 def compute_tier_too_small(
-    store: Store, groups: list[GroupRecord], moment: str, needed_bytes: int, nonmodel_bytes: int, *, proven: bool
+    store: Store,
+    groups: list[GroupRecord],
+    moment: str,
+    needed_bytes: int,
+    nonmodel_bytes: int,
+    *,
+    proven: bool,
+    whole: bool = False,
 ) -> DoesNotFit:
-    """The compute tier cannot hold what a moment needs at once."""
+    """The compute tier cannot hold what a moment needs at once. ``whole``: and no moment of the pass needs more."""
     capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(max(needed_bytes, store.foreseen_bytes))
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
-    weight = group.chunk_numel * group.dtype.itemsize
-    largest = max(record.numel for record in group.tensors) * group.dtype.itemsize
-    batch = f"half the batch or sequence: about {_size(nonmodel_bytes // 2)} less non-model data"
+    weight, largest = group.chunk_numel * group.dtype.itemsize, _largest(group).numel * group.dtype.itemsize
+    unknown = "" if whole or store.foreseen_bytes else _SO_FAR
+    asked, batch = needed_bytes, f"half the batch or sequence: about {_size(nonmodel_bytes // 2)} less non-model data"
     if not nonmodel_bytes:
+        asked, unknown = asked + largest * group.trainable, _ACTIVATIONS  # and its gradient
         batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
-    groups_remedy = f"Options(group_bytes={largest}): a moment holds {_size(largest)} of weights, not {_size(weight)}"
-    if largest >= weight:
-        groups_remedy = "activation checkpointing: only a block's activations at a time"
+    if largest < weight:
+        parts = f"Options(group_bytes={largest}): a moment holds {_size(largest)} of weights, not {_size(weight)}"
+    elif 4 * weight > max(capacity, nonmodel_bytes):  # the weight, its gradient, and that as it is summed
+        parts = _in_parts(store, groups, weight)
+    else:
+        parts = "activation checkpointing: only a block's activations at a time"
     return DoesNotFit(
         tier=store.tiers[0].name,
         moment=moment,
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
         proven=proven,
-        remedies=(
-            _larger(store, 0, needed_bytes),
-            groups_remedy,
-            batch,
-        ),
+        remedies=(_larger(store, 0, asked) + unknown, parts, batch),
     )
 
 
-def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int) -> DoesNotFit:
-    """All tiers together cannot hold what is always there."""
+def _largest(group: GroupRecord) -> TensorRecord:
+    return max(group.tensors, key=lambda record: record.numel)
+
+
+def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
+    """What to do about parameters as large as this group of one: each has to be on the compute tier as a whole."""
+    movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
+    if not movable:
+        return "fewer parameters in Options.keep_fp32, which stay there for good"
+    said = {}
+    for group in movable:
+        record = _largest(group)
+        looked_up = any(issubclass(owner, nn.Embedding) for owner in record.owners)
+        read_whole = not all(issubclass(owner, nn.Embedding) for owner in record.owners)
+        if looked_up and read_whole:
+            said["head"] = f"a head that is not {record.name} (tied_head=False of ps_models), in tiles (head_tiles)"
+        if looked_up and not group.gathered and store.tiers[0].name == "device":
+            said.setdefault("table", f"HostEmbedding in place of nn.Embedding for {record.name}")
+        if read_whole and not looked_up:
+            said.setdefault("head", f"{record.name} in tiles, each a parameter (TiledLinear, head_tiles of ps_models)")
+    return "; ".join(said.values()) or f"{_largest(movable[0]).name} cut into several parameters"
+
+
+def everything_too_large(
+    store: Store, groups: list[GroupRecord], needed_bytes: int, *, so_far: bool = False
+) -> DoesNotFit:
+    """All tiers together cannot hold what is always there. ``so_far``: and a pass that may come to need more."""
     capacity = sum(tier.capacity_bytes for tier in store.tiers)
     numel = sum(group.chunk_numel for group in groups)
     states = sum(group.chunk_numel for group in groups if group.trainable)
@@ -56,13 +92,39 @@ def everything_too_large(store: Store, groups: list[GroupRecord], needed_bytes: 
         available_bytes=capacity,
         proven=True,
         remedies=(
-            _larger(store, len(store.tiers) - 1, needed_bytes - capacity + store.tiers[-1].capacity_bytes),
+            _enough(store, groups, needed_bytes) + (_SO_FAR if so_far else ""),
             f"precision='bf16' and accumulation_steps=1: {_size(14 * states)} of model data instead of "
             f"{_size(needed_bytes)}"
             if wide
             else f"freeze half of the parameters: {_size(6 * states)} less",
             f"a smaller model: each parameter takes {needed_bytes / max(1, numel):.0f} bytes",
         ),
+    )
+
+
+def _enough(store: Store, groups: list[GroupRecord], needed_bytes: int) -> str:
+    """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
+    last = len(store.tiers) - 1
+    if not last:
+        return _larger(store, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
+    passing = max(_largest(group).numel for group in groups) * 4
+    return _larger(store, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
+
+
+def group_too_large(store: Store, groups: list[GroupRecord], tier: int, why: DoesNotFit) -> DoesNotFit:
+    """A tier with a processor, above a disk, cannot hold at once what a group's step or its weight is made from."""
+    group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
+    largest = _largest(group)
+    smaller = f"Options(group_bytes={largest.numel * group.dtype.itemsize}): no more than {largest.name} at once"
+    if group.numel == largest.numel:
+        smaller = f"{group.name} cut into several parameters"
+    return DoesNotFit(
+        tier=store.tiers[tier].name,
+        moment=f"{why.moment} of {group.name}",
+        needed_bytes=why.needed_bytes,
+        available_bytes=store.tiers[tier].capacity_bytes,
+        proven=why.proven,
+        remedies=(_larger(store, tier, why.needed_bytes), smaller, f"freeze {group.name}: it has no states then"),
     )
 
 

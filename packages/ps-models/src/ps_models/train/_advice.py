@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from ps_core import DoesNotFit
+from ps_core._workloads.named import shape
+from ps_core._workloads.shapes import Family
 from ps_models.train._options import TrainOptions
 
 _BUDGET = re.compile(r"""Budget\((device|host|disk)=(?:\.\.\.\)(?: of ([\d,]+) bytes)?|"?([^)"]*)"?\))""")
@@ -34,6 +36,8 @@ def advice(error: DoesNotFit, options: TrainOptions) -> str:
 
 def _remedy(remedy: str, options: TrainOptions) -> list[str]:
     """The engine's remedy as this command line has it, or what comes nearest; none where nothing does."""
+    if "of ps_models" in remedy or remedy.startswith("HostEmbedding"):
+        return _apart(remedy, options)
     half = _HALF.match(remedy)
     if half is not None:
         smaller = f"--batch {options.batch // 2}" if options.batch > 1 else f"--seq {max(2, options.seq // 2)}"
@@ -50,3 +54,18 @@ def _remedy(remedy: str, options: TrainOptions) -> list[str]:
         return ["a smaller --model" + remedy.removeprefix("a smaller model")]
     told = in_options(remedy)
     return [] if _STRANGE.search(told) else [told]
+
+
+def _apart(remedy: str, options: TrainOptions) -> list[str]:
+    """A table that is looked up, a head in tiles: what of the model need not be on the accelerator as a whole."""
+    found = shape(options.model)
+    if found.family is Family.BERT:
+        return []  # whose head is its table, and has no tiles
+    tied = found.tied_head and not options.untied_head
+    named = {
+        "--untied-head": tied,
+        "--cpu-embedding": "HostEmbedding" in remedy and not options.cpu_embedding,
+        f"--head-tiles {max(16, 2 * options.head_tiles)}": tied or "lm_head" in remedy,
+    }
+    words = " ".join(word for word, wanted in named.items() if wanted)
+    return [f"{words}: token table and head need not be on the accelerator as a whole"] if words else []
