@@ -74,3 +74,14 @@ def test_the_readme_table_is_still_so(predicted: ModuleType) -> None:
     assert is_told(predicted.card_row(*predicted.CARDS[0]), readme)
     for device, host, batch in predicted.CARDS:
         assert re.search(rf"^\| {device} GiB .*\| {host} GiB \|.*\| {batch} \|", readme, flags=re.M)
+
+
+def test_both_pages_tell_the_same_of_the_same() -> None:
+    """By the tenth of a second: 175B on 16 and on 32 GPUs."""
+    page, other = PAGE.read_text("utf-8"), (PAGE.parent / "scaling.md").read_text("utf-8")
+    for gpus, nodes in ((16, 2), (32, 4)):
+        here = re.search(rf"^\|.*\| {gpus} \| `gpt-175b` \| 4 \| belady \|.*GiB \| ([\d.]+) \|", page, re.M)
+        there = re.search(rf"^\| {gpus} \| {nodes} \|[^|]*GiB \| ([\d.]+) \|", other, re.M)
+        assert here is not None
+        assert there is not None
+        assert here[1] == there[1]
