@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import AdamW, Budget, Group, InvalidInput, Options
+from ps_core import AdamW, Budget, Group, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, release
 
 MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -79,3 +79,13 @@ def test_a_group_of_no_parameter_is_said(caplog: pytest.LogCaptureFixture) -> No
         "Net: groups[0] has no parameter: its match is true for none",
         "Net: groups[2] has no parameter: its match is true for none that no group before it has",
     ]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_of_pytorch_is_told_what_takes_its_place(foreach: bool) -> None:
+    model, _ = chunked(nn.Linear(4, 4), AdamW(), device="emulated", budget=Budget(device="64KiB", host="1MiB"))
+    other = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(UnsupportedParameter, match=r"step the one that chunked\(model, AdamW\(...\)\) returns"):
+        other.step()
+    release(model)
