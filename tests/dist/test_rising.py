@@ -29,6 +29,15 @@ SHARD_NUMEL = WIDTH * WIDTH // 2
 SIZE = {"bf16": 2, "fp32": 4}
 
 
+class Chain(nn.Sequential):
+    """Layers, some of which a pass may leave out."""
+
+    def forward(self, x: Tensor, leaves_out: tuple[int, ...] = ()) -> Tensor:
+        for index, layer in enumerate(self):
+            x = x if index in leaves_out else layer(x)
+        return x
+
+
 @dataclass
 class Front:
     """One rank's model under management."""
@@ -48,12 +57,12 @@ class Front:
             for group in self.groups
         }
 
-    def step(self, rows: int, passes: int = 1) -> list[float]:
+    def step(self, rows: int, passes: int = 1, leaves_out: tuple[int, ...] = ()) -> list[float]:
         """The losses."""
         losses = []
         for place in range(passes):
             generator = torch.Generator().manual_seed(100 * rows + 10 * place + self.each.rank)
-            loss = self.model(torch.randn(rows, WIDTH, generator=generator)).float().square().mean()
+            loss = self.model(torch.randn(rows, WIDTH, generator=generator), leaves_out).float().square().mean()
             loss.backward()
             losses.append(float(loss.detach()))
         self.optimizer.step()
@@ -81,7 +90,7 @@ def front(
 ) -> Front:
     """With an accelerator of so many times the weights, or where that is 0 without one."""
     generator = torch.Generator().manual_seed(0)  # the ranks are threads, and would share the usual one
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    model = Chain(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
@@ -167,6 +176,27 @@ def twice(each: Together) -> None:
 def test_a_second_backward_pass_sums_below() -> None:
     """Sums that nobody foresaw lie where states came from; the step finds them."""
     run(2, twice)
+
+
+def alike(each: Together) -> None:
+    """Everything of one rank rises, nothing of the other; both read and write states together."""
+    one, plain = front(each, "bf16", 12), front(each, "bf16", 0)
+    if not each.rank:
+        residency: Any = management_of(one.model).engine.residency
+        residency.risers.rise = lambda: None
+    for leaves_out in ((), (), (), (), (2, 3), (2 + each.rank,), (), (1,)):
+        assert one.step(4, 1, leaves_out) == plain.step(4, 1, leaves_out)
+        values = one.model.state_dict()
+        assert all(torch.equal(value, values[name]) for name, value in plain.model.state_dict().items())
+    assert all(torch.equal(value, plain.states()[name]) for name, value in one.states().items())
+    assert all(len(high) == 4 * each.rank for high in one.up().values())
+    release(one.model)
+    release(plain.model)
+
+
+def test_what_is_up_is_each_processs_own_business() -> None:
+    """Also where some have no gradient for a sum that is in the schedule, or none of them has."""
+    run(2, alike)
 
 
 def handled(each: Together, room: float) -> None:

@@ -158,6 +158,8 @@ class Steps:
                 if records:
                     assert step.slot is not None, "a sum fills a slot"
                     self._sums.add_shard(step.group, records, step.slot)
+                else:
+                    self._sums.nothing_came(step.group)
             elif step.slot is not None:
                 self._shards.end_gather(step.group, step.slot)
             for slot in (*step.slots, *((step.staged.slot,) if step.staged is not None else ())):

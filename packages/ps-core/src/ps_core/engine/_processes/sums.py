@@ -92,6 +92,15 @@ class ShardGradients(GradientKeeper):
                 record.payload = Payload.OVER if over else Payload.VALID
         self._fresh.difference_update(records)
 
+    def nothing_came(self, group: GroupRecord) -> None:
+        """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
+
+        What processes ask of each other later goes by payloads, so they may not depend on where shards are.
+        """
+        if all(each.gradient is Gradient.NONE for each in group.tensors):
+            for record in group.tensors:
+                record.payload = Payload.VALID
+
     def _fill(self, home: Home, slot: Slot) -> None:
         """Have at home what a slot holds."""
         home.changed(slot)
