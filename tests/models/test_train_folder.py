@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -244,3 +246,24 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path, monkeypatch: pytest.
     assert [each for each in (out / "checkpoints").iterdir() if each.name.startswith(".step-")]
     assert train(out, "--steps", 4, "--checkpoint-every", 4) == 0
     assert not [each for each in (out / "checkpoints").iterdir() if each.name.startswith(".step-")]
+
+
+# ---------------------------------------------------------------- who listens
+
+
+def test_nobody_needs_to_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``| head``, standard error too: it trains to the end, and what it found is in the folder."""
+    for name in ("stdout", "stderr"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        monkeypatch.setattr(sys, name, open(writer, "w", encoding="utf-8"))  # noqa: SIM115 - closed below
+    out = tmp_path / "run"
+    try:
+        assert train(out, "--steps", 3, *BUDGET) == 0
+        assert train(out, "--steps", 0) == 2, "what is wrong is told nobody"
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.close()
+        monkeypatch.undo()
+    assert [row["step"] for row in rows(out)] == [1, 2, 3]
+    assert checkpoints(out) == ["step-00000003"]

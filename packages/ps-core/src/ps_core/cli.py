@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +37,7 @@ from ps_core._planner.policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
+from ps_core._streams import silence
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
 from ps_core._workloads.hf import shape_from_config
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(BAD_INPUT, error)
     except (PatrickStarError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has gone: nothing is left to say to it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence(sys.stdout)
             return FAILED
         return _fail(FAILED, error)
 

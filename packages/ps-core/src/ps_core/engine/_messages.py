@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from ps_core._streams import tell
+
 LOGGER = logging.getLogger("ps_core")
 """Silence it, or send it elsewhere, as any logger; as long as nobody has set up logging it goes to stderr."""
 
@@ -12,6 +14,6 @@ LOGGER = logging.getLogger("ps_core")
 def say(text: str) -> None:
     """One line at level INFO."""
     if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
-        print(f"ps_core: {text}", file=sys.stderr)
+        tell(f"ps_core: {text}", sys.stderr)
     else:
         LOGGER.info(text)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarError
+from ps_core._streams import tell
 from ps_core.engine import statistics
 from ps_models.train._advice import advice, in_options
 from ps_models.train._data import corpus
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(status: int, told: str) -> int:
     lines = (" ".join(line.split()) for line in in_options(told).splitlines())
-    print(f"{COMMAND}: {'; '.join(lines)}", file=sys.stderr)
+    tell(f"{COMMAND}: {'; '.join(lines)}", sys.stderr)
     return status
 
 

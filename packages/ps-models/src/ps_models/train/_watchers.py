@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ps_core._errors import InvalidInput
+from ps_core._streams import tell
 from ps_core._units import format_bytes
 from ps_models.train._options import TrainOptions
 from ps_models.train._row import Row
@@ -30,7 +31,7 @@ class Watcher(Protocol):
 
 
 class Plain:
-    """Lines of text."""
+    """Lines of text. Who reads no more does not end a training."""
 
     def __init__(self, options: TrainOptions, stream: TextIO) -> None:
         self._every, self._steps, self._stream = options.log_every, options.steps, stream
@@ -38,7 +39,7 @@ class Plain:
 
     def say(self, text: str) -> None:
         """As in `Watcher`."""
-        print(text, file=self._stream, flush=True)
+        tell(text, self._stream)
 
     def step(self, row: Row, left_s: float) -> None:
         """A line for the first step, the last one, every so many, and those with a validation."""

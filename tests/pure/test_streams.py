@@ -1,0 +1,31 @@
+"""Output that is read, that nobody reads any more, and that is no file."""
+
+from __future__ import annotations
+
+import io
+import os
+
+from ps_core._streams import silence, tell
+
+
+def test_what_is_told_arrives_at_once() -> None:
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as heard, open(writer, "w", encoding="utf-8") as stream:
+        tell("a line", stream)
+        assert heard.readline() == "a line\n"
+
+
+def test_a_reader_that_has_gone_is_told_nothing_more() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stream:  # whose end would raise, too
+        tell("a line", stream)
+        tell("another", stream)
+        print("and what others write", file=stream, flush=True)
+
+
+def test_a_stream_that_is_no_file_is_left_alone() -> None:
+    stream = io.StringIO()
+    silence(stream)
+    tell("a line", stream)
+    assert stream.getvalue() == "a line\n"
