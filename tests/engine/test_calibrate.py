@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(operators, "_LENGTHS", (16, 64))
     monkeypatch.setattr(operators, "_BENT", (8, 64))
     monkeypatch.setattr(_calibrate, "_ROUNDS", 1)
+    monkeypatch.setattr(_calibrate, "_OWN", ())  # of so little they may be lost in noise
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _calibrate.main() == 0
     text = capsys.readouterr().out
@@ -65,6 +67,24 @@ def test_every_figure_is_measured(
     assert found.played_copy_bandwidth > 0, "the CPU plays the accelerator"
     assert min(found.attention_flops, found.attention_flops_fp32) > 0
     assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize(("tries", "status"), [((0.0, 3e-6), 0), ((3e-6,), 0), ((0.0, 0.0), 1)])
+def test_what_cannot_be_nothing_is_measured_again_and_never_written(
+    tries: tuple[float, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = replace(MACHINES["cpu"], instruction_overhead_s=1e-6, move_overhead_s=1e-6)
+    found = [(replace(usual, tensor_overhead_s=seconds), ["a note"]) for seconds in tries]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(_calibrate, "calibrate", lambda device: found.pop(0))
+    assert _calibrate.main() == status
+    said = capsys.readouterr()
+    assert not found
+    if status:
+        assert said.out == ""
+        assert said.err.startswith("tensor_overhead_s came out as 0, twice: ")
+    else:
+        assert machine_from_toml(said.out).tensor_overhead_s == 3e-6
 
 
 def test_products_and_elements_are_told_apart() -> None:
