@@ -150,7 +150,7 @@ def test_backends_say_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == ["cuda", "avx512", "avx2", "neon", "scalar", "torch", "numpy"]
     assert {found["torch"], found["numpy"]} == {"available"}
     monkeypatch.setattr(_backends, "find_spec", lambda name: None)
-    assert ps_kernels.backends()["numpy"] == "numpy is not installed: pip install ps-kernels[numpy]"
+    assert ps_kernels.backends()["numpy"] == "numpy is not installed: pip install numpy"
     ps_kernels.set_threads(1)  # nothing to set, no error
 
 

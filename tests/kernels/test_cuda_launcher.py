@@ -197,9 +197,7 @@ def test_a_cupy_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch
 def test_packages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     monkeypatch.setattr(_backends, "find_spec", searched.append)
-    assert (
-        _backends._cuda() == _backends._cuda() == "torch is not installed: pip install ps-kernels[cuda13], or [cuda12]"
-    )
+    assert _backends._cuda() == _backends._cuda() == "torch is not installed: pip install torch"
     assert searched == ["torch"]
 
 

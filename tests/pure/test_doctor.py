@@ -153,5 +153,7 @@ def test_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(PatrickStarError, match="--calibrate: nothing measured: python"):
         calibrate(lambda command: nothing(("python",)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "torch" else None)
-    with pytest.raises(InvalidInput, match="ps_kernels is not installed"):
+    with pytest.raises(
+        InvalidInput, match="ps_kernels is not installed: pip install packages/ps-kernels, in the folder of the clone"
+    ):
         calibrate(nothing)

@@ -32,7 +32,16 @@ def test_what_the_engine_is_asked_for(
     assert capsys.readouterr().out == f"{file}: 1,234 bytes\n" * 2
 
 
-def test_without_pytorch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ((), "pstar export needs torch: pip install torch\n"),
+        (("torch",), "needs ps_kernels: pip install packages/ps-kernels, in the folder of the clone\n"),
+    ],
+)
+def test_without_what_it_needs(
+    there: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in there else None)
     assert cli.main(["export", "saved", "weights.safetensors"]) == cli.BAD_INPUT
-    assert "pstar export needs PyTorch" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(words)

@@ -33,6 +33,7 @@ from ps_core._command.show import (
     scale_text,
 )
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
+from ps_core._installing import how_to_install
 from ps_core._planner.policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
@@ -154,8 +155,9 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("torch") is None:
-        raise InvalidInput("pstar export needs PyTorch: pip install torch")
+    for library in ("torch", "ps_kernels"):
+        if importlib.util.find_spec(library) is None:
+            raise InvalidInput(f"pstar export needs {library}: {how_to_install(library)}")
     from ps_core.engine import export_checkpoint
 
     export_checkpoint(options.checkpoint, options.file, masters=options.masters, overwrite=options.overwrite)

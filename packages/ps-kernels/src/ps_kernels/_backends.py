@@ -61,16 +61,16 @@ def backends() -> dict[str, str]:
     found |= {name: state if isinstance(state, str) else "available" for name, state in native().items()}
     for library in ("torch", "numpy"):
         installed = find_spec(library) is not None
-        found[library] = "available" if installed else f"{library} is not installed: pip install ps-kernels[{library}]"
+        found[library] = "available" if installed else f"{library} is not installed: pip install {library}"
     return found
 
 
 @cache
 def _cuda() -> str:
     """Whether there are CUDA kernels; loads PyTorch only where CuPy is installed, too. Looked up once a process."""
-    for library in ("torch", "cupy"):
+    for library, packages in (("torch", "torch"), ("cupy", "cupy-cuda13x, for CUDA 12 cupy-cuda12x")):
         if find_spec(library) is None:
-            return f"{library} is not installed: pip install ps-kernels[cuda13], or [cuda12]"
+            return f"{library} is not installed: pip install {packages}"
     why_not: str | None = import_module("ps_kernels._cuda").why_not()
     return why_not or "available"
 

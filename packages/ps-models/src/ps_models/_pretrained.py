@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import InvalidInput
+from ps_core._installing import how_to_install
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
 from ps_core.engine import save_weights
@@ -112,7 +113,7 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise InvalidInput("files of weights need safetensors: pip install 'ps-models[hf]'") from error
+        raise InvalidInput(f"files of weights need safetensors: {how_to_install('safetensors')}") from error
     return safetensors
 
 

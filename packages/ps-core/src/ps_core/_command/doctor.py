@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_core._errors import InvalidInput, PatrickStarError
+from ps_core._installing import how_to_install
 from ps_core._units import format_bytes
 from ps_core._version import __version__
 
@@ -86,7 +87,7 @@ def calibrate(runner: Runner = run) -> str:
     """A machine file of this computer, measured in a process of its own."""
     for library in ("torch", "ps_kernels"):
         if importlib.util.find_spec(library) is None:
-            raise InvalidInput(f"--calibrate: {library} is not installed: pip install ps-core[torch]")
+            raise InvalidInput(f"--calibrate: {library} is not installed: {how_to_install(library)}")
     try:
         return runner((sys.executable, "-m", _CALIBRATE)) + "\n"
     except (OSError, subprocess.SubprocessError) as error:

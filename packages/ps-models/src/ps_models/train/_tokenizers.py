@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
+from ps_core._installing import how_to_install
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """What tokenizers call the end of a document, the likeliest first."""
@@ -70,8 +71,8 @@ class HuggingFace:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
             raise InvalidInput(
-                f"--tokenizer: {str(path)!r} needs the package tokenizers (pip install tokenizers); allowed without it "
-                "is bytes"
+                f"--tokenizer: {str(path)!r} needs the package tokenizers ({how_to_install('tokenizers')}); allowed "
+                "without it is bytes"
             ) from None
         try:
             written = path.read_bytes()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ps_core._errors import InvalidInput
+from ps_core._installing import how_to_install
 from ps_core._streams import tell
 from ps_core._units import format_bytes
 from ps_models.train._options import TrainOptions
@@ -170,7 +171,7 @@ def check_installed(options: TrainOptions) -> None:
     """`InvalidInput` if ``--log`` names what is not there, before anything else is done."""
     if options.log is not None and importlib.util.find_spec(_NEEDS[options.log]) is None:
         raise InvalidInput(
-            f"--log: found {options.log!r}, which is not installed (pip install {_NEEDS[options.log]}); allowed "
+            f"--log: found {options.log!r}, which is not installed ({how_to_install(_NEEDS[options.log])}); allowed "
             "without it is to leave --log out"
         )
 

@@ -1,0 +1,10 @@
+"""How to get a package that is not there."""
+
+from __future__ import annotations
+
+
+def how_to_install(library: str) -> str:
+    """In words, by the name it is imported by; no package index has those of this project."""
+    if library.startswith("ps_"):
+        return f"pip install packages/{library.replace('_', '-')}, in the folder of the clone"
+    return f"pip install {library}"
