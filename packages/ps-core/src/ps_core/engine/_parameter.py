@@ -114,8 +114,8 @@ class ManagedParameter(nn.Parameter):
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is torch.autograd.grad:
-            return torch.autograd.grad(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()), strict=True)))
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()), strict=True)))
         first = found[0]
         if args and args[0] is first:
             special = _SPECIAL.get(func)
@@ -193,7 +193,7 @@ def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, k
 
 
 def _as_edges(values: Any) -> list[Any]:
-    """Arguments of ``torch.autograd.grad`` with managed parameters as places in the graph: no memory is wanted."""
+    """Arguments of what goes through the graph, with managed parameters as places in the graph: no memory is wanted."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             get_gradient_edge(value)
