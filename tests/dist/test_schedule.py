@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
+from ps_core.engine._management import management_of
 from ps_core.engine._processes.driver import ShardDriver
+from ps_core.engine._processes.schedule import Turn as Act
 
 WIDTH, EXPERTS = 8, 4
 FEW_ULPS = 16 * torch.finfo(torch.float32).eps
@@ -276,6 +278,34 @@ def test_what_was_done_once_needs_no_asking() -> None:
     assert first.count("what comes next") > len(gathers)
     sums = [what for what in last if what.startswith("sum")]
     assert len(sums) == len(set(sums)) == len(gathers)
+
+
+def sums_twice(each: Together, twice: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """With ``twice`` as after a pass in which every sum had to be taken in two goes."""
+    trainer = made(each)
+    for number in range(3):
+        driver: Any = management_of(trainer.model).engine.passes.demand
+        if twice:
+            driver._schedules = {
+                kind: [each for each in entries for _ in range(1 + (each.act.turn is Act.SUM))]
+                for kind, entries in driver._schedules.items()
+            }
+        trainer.do(Part((0, 1)), 10 * number + each.rank, training=True)
+        trainer.step()
+    found = trainer.losses, trainer.state()
+    release(trainer.model)
+    return found
+
+
+def test_a_sum_that_is_in_the_schedule_twice_is_taken_once() -> None:
+    """Both are agreed on by the same words, and the first leaves nothing for the second."""
+    found, meeting = run(2, sums_twice, True)
+    wanted, once = run(2, sums_twice, False)
+    for (losses, state), (theirs, other) in zip(found, wanted, strict=True):
+        assert losses == theirs
+        assert all(torch.equal(value, other[name]) for name, value in state.items())
+    sums, others = ([what for what in each.log if what.startswith("sum")] for each in (meeting, once))
+    assert sorted(sums) == sorted(others)
 
 
 def evaluates_alone(each: Together) -> str:

@@ -256,6 +256,8 @@ class Passes:
         peak = self.tide.take_peak()
         beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
         store = self._store
+        if beat.backward:
+            store.highest_swell_bytes = max(store.highest_swell_bytes, peak + self._constant_bytes - store.tide_bytes)
         store.tide_bytes = peak + self._constant_bytes
         store.note_peak()
         needed = (store.held_bytes if isinstance(self.driver, Replay) else store.used_bytes[0]) + store.tide_bytes

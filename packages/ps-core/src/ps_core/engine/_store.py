@@ -122,6 +122,8 @@ class Store:
         """Non-model bytes on the compute tier, as last heard."""
         self.highest_tide_bytes = 0
         """The most of them that were seen."""
+        self.highest_swell_bytes = 0
+        """By how much they rose within a moment of backward, at the most."""
         self.foreseen_bytes = 0
         """Of the compute tier, for a whole pass, where fake tensors told that it does not fit."""
         self.fixed_bytes = 0

@@ -26,7 +26,7 @@ from ps_core.engine._processes.schedule import (
     Turn,
     Word,
     gathered_once,
-    givers,
+    holders,
     next_schedule,
 )
 from ps_core.engine._processes.shards import ShardResidency
@@ -292,19 +292,24 @@ class ShardDriver(Demand):
     def _clear_way(self, size: int) -> None:
         """Try to have so much room on the compute tier: by waiting for sums, or else by having one taken early.
 
-        What the tide will need at its highest is left, as far as waiting can; and shards that have risen are rather
-        taken back than that sums are taken in two goes.
+        What the tide may need besides is left, as far as waiting, or taking shards back that have risen, can do it.
         """
-        store = self._store
-        while not self._steps.has_room(size, max(0, store.highest_tide_bytes - store.tide_bytes)):
-            if not self._wait_for_sum():
+        give_in = self._shards.risers.give_in
+        while not self._steps.has_room(size, self._swell_bytes()):
+            if not (self._wait_for_sum() or give_in(size)):
                 break
         while not self._steps.finds_unused(size):
-            if self._wait_for_sum() or self._shards.risers.give_in(size):
+            if self._wait_for_sum() or give_in(size):
                 continue
             if not self._steps.staged or self._bound:
                 return
             self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
+
+    def _swell_bytes(self) -> int:
+        """How much higher the tide may get before more is wanted: on the way back it falls from moment to moment."""
+        store = self._store
+        most = max(0, store.highest_tide_bytes - store.tide_bytes)
+        return min(most, store.highest_swell_bytes) if self._backward else most
 
     def _wait_for_sum(self) -> bool:
         """Wait for one that is under way, if there is any."""
@@ -355,7 +360,7 @@ class ShardDriver(Demand):
                 self._talks.serve(choice, words)
         self._bound = True
         for group in reversed(self._shards.groups):
-            if givers(words, group.index):
+            if holders(words, group.index):
                 step = self._make_sum(group, None)
                 step.words = words
                 self._steps.on_way.append(step)

@@ -161,8 +161,18 @@ def _places(word: Word, base: int) -> list[int]:
     return [place for place in range(base, word.arg) if word.wants >> place - base & 1]
 
 
-def givers(words: Sequence[Word], group: int) -> list[int]:
-    """Who has something for a sum."""
+def givers(words: Sequence[Word], act: Act, schedule: Sequence[Act], base: int, position: int | None) -> list[int]:
+    """Who has something for a sum; positions as for `takers`.
+
+    Where the schedule has another sum of the group behind the words, what anybody had went into that.
+    """
+    if position is not None and act in schedule[base:position]:
+        return []
+    return holders(words, act.group)
+
+
+def holders(words: Sequence[Word], group: int) -> list[int]:
+    """Who has gradients of a group that were not summed yet."""
     return [process for process, word in enumerate(words) if word.staged >> group & 1]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ps_core.engine._processes.schedule import Act, Choice, Room, Turn, Word, givers, is_settled
+from ps_core.engine._processes.schedule import Act, Choice, Room, Turn, Word, holders, is_settled
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.steps import Steps
 from ps_core.engine._processes.turns import Step, Turns
@@ -68,7 +68,7 @@ class Talks:
             old = next((step for step in same if step.whole is not None), None) if takes else None
             step = self._steps.gather(group, None, wanted=takes) if old is None else self._instead(old)
         else:
-            gives = self._me in givers(words, group.index)
+            gives = self._me in holders(words, group.index)
             step = self._instead(same[0]) if same else self._steps.sum(group, None, gives=gives)
             for each in left:  # the sum may take the place of the weight's shard
                 if each.act == Act(Turn.GATHER, group.index) and each.whole is None and not each.slots:

@@ -260,7 +260,7 @@ class Turns:
             if chosen:
                 buffers.all_gather(step.whole, step.shard, group.name, chosen)
         else:
-            chosen = givers(words, act.group)
+            chosen = givers(words, act, self._acts, base, step.position)
             if chosen:
                 assert step.scratch is not None, "a sum has scratch"
                 step.tensors = tensors_of(words) & self._mask[act.group]

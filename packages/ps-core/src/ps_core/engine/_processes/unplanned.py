@@ -12,7 +12,7 @@ from ps_core.engine._processes.shards import ShardResidency
 
 
 class Unplanned:
-    """Passes of a shared model follow no plan; but shards that rose, and what is gathered early, make way for a larger batch."""
+    """Passes of a shared model follow no plan; but what rose, or is gathered early, makes way for a larger batch."""
 
     moments = 0
     planned_step_s = 0.0
