@@ -1,4 +1,4 @@
-"""Sums of what came: the same bits in fewer passes."""
+"""Sums of what came: the same bits in fewer passes. In which order messages are begun."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ps_dist._wire import Wire
@@ -70,3 +71,33 @@ def test_two_are_added_in_one_pass(kind: torch.dtype) -> None:
     finally:
         torch.set_num_threads(before)
     assert calls.names == ["add"]
+
+
+class Done:
+    """A message that has come."""
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("me", [0, 1, 2])
+def test_all_sends_are_begun_before_any_receive(me: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or gloo's thread spins for a lock while this one writes; see [Note: sends first]."""
+    begun: list[tuple[str, int]] = []
+
+    def message(kind: str) -> Any:
+        def call(buffer: torch.Tensor, peer: int, group: Any, tag: int) -> Done:
+            begun.append((kind, peer))
+            return Done()
+
+        return call
+
+    monkeypatch.setattr(dist, "isend", message("send"))
+    monkeypatch.setattr(dist, "irecv", message("receive"))
+    others = [peer for peer in range(3) if peer != me]
+    Wire(None, me).gather("gather", 1, range(3), torch.zeros(6), torch.ones(2))
+    assert begun == [("send", peer) for peer in others] + [("receive", peer) for peer in others]
+    begun.clear()
+    rows, scratch = list(torch.ones(3, 2)), torch.empty(4)
+    Wire(None, me).exchange_sum("sum", 2, range(3), torch.zeros(2), rows, scratch, range(3))
+    assert begun == [("send", peer) for peer in others] + [("receive", peer) for peer in others]

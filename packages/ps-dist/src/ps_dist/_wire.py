@@ -4,6 +4,11 @@
 Buffers need no packing: every shard is sent from where it lies, and received where it is wanted. Nothing is sent to
 oneself, so the scratch of a sum is a shard smaller than what is summed. Each message carries a tag of our own, see
 [Note: fingerprints]. What is sent is what a collective of the transport would send: every shard once to each process.
+
+[Note: sends first]
+Who begins a send that the other process already waits for writes to the connection itself, and holds gloo's lock of it
+meanwhile. Were its own receive begun before, the other's bytes would come just then, and gloo's thread, which is told
+of them again and again but cannot have the lock, would spin on a processor that training needs.
 """
 
 from __future__ import annotations
@@ -41,15 +46,15 @@ class Wire:
     def swap(
         self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Send and receive these, each to or from a process."""
+        """Send and receive these, each to or from a process; see [Note: sends first]."""
         on_way = []
+        for peer, buffer in sends:
+            if buffer.numel():
+                on_way.append(dist.isend(_as_bytes(buffer), peer, self._group, tag))
         for peer, buffer in receives:
             if buffer.numel():
                 on_way.append(dist.irecv(_as_bytes(buffer), peer, self._group, tag))
                 self.received_bytes[operation] += buffer.nbytes
-        for peer, buffer in sends:
-            if buffer.numel():
-                on_way.append(dist.isend(_as_bytes(buffer), peer, self._group, tag))
         for work in on_way:
             assert work is not None, "this process is one of the group"
             work.wait()
