@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -65,6 +66,33 @@ def counts_memory(each: Together) -> tuple[int, int, int]:
 def test_a_forward_pass_takes_no_memory_for_groups_once_there_is_some_kept() -> None:
     found, _ = run(2, counts_memory)
     assert found == [(0, 0, 0)] * 2, "and a released model keeps none"
+
+
+def binds_again(each: Together) -> None:
+    model, optimizer = made(each)
+    step(model, optimizer, each)
+    step(model, optimizer, each)
+    engine = management_of(model).engine
+    passes = []
+    for _ in range(2):
+        out = model(torch.ones(2, WIDTH))
+        passes.append([record.bound for record in engine.records])
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(passes[0]) == LAYERS
+    assert all(one is not None and one is other for one, other in zip(*passes, strict=True))
+    views = [weakref.ref(bound.view) for bound in passes[0] if bound is not None]
+    passes.clear()
+    assert all(view() is not None for view in views)
+    engine.store.free_spare()
+    assert all(view() is None for view in views), "or the memory would stay"
+    step(model, optimizer, each)
+    release(model)
+
+
+def test_parameters_are_bound_again_to_what_they_were() -> None:
+    run(2, binds_again)
 
 
 def wants_room(each: Together) -> None:

@@ -56,18 +56,15 @@ class Residency:
         group = record.group
         slot = group.home.newest(0)
         assert slot is not None, "a group is brought in before its parameters are bound"
-        first = record.offset * record.dtype.itemsize
-        with torch.inference_mode(False):  # or it could never be saved for backward
-            # By way of a capsule, which no stream waits for.
-            own = from_dlpack(to_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize]))
-            view = own.view(record.dtype).as_strided(record.shape, record.stride)
-        del own
-        point_at(record.parameter, view)
-        storage = view.untyped_storage()
+        bound = slot.bounds.get(record)
+        if bound is not None:
+            point_at(record.parameter, bound.view)
+        else:
+            bound = _bound(record, slot)
         record.version = changes(record.parameter)
-        record.bound = Bound(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))
-        self.owners[storage._cdata] = record
-        return record.bound
+        record.bound = bound
+        self.owners[bound.storage._cdata] = record
+        return bound
 
     def unbind(self, record: TensorRecord) -> None:
         """Let the parameter be nowhere."""
@@ -303,3 +300,16 @@ class Residency:
 
 def _nothing() -> None:
     """Whoever reads waits at once, and hears of a failure there."""
+
+
+def _bound(record: TensorRecord, slot: Slot) -> Bound:
+    """The parameter's part of a slot, where it is from now on."""
+    first = record.offset * record.dtype.itemsize
+    with torch.inference_mode(False):  # or it could never be saved for backward
+        # By way of a capsule, which no stream waits for.
+        own = from_dlpack(to_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize]))
+        view = own.view(record.dtype).as_strided(record.shape, record.stride)
+    del own
+    point_at(record.parameter, view)
+    storage = view.untyped_storage()
+    return Bound(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))

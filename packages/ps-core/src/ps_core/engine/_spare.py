@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ps_core.engine._records import TensorRecord
     from ps_core.engine._store import Slot
 
 
@@ -27,10 +28,13 @@ class Spare:
         """Whether there is one of this size."""
         return bool(self._slots.get(size))
 
-    def take(self, size: int) -> Slot | None:
-        """One of this size."""
+    def take(self, size: int, record: TensorRecord | None = None) -> Slot | None:
+        """One of this size; best that in which this parameter was."""
         slots = self._slots.get(size)
-        return slots.pop() if slots else None
+        if not slots:
+            return None
+        places = (place for place, slot in enumerate(slots) if record in slot.bounds)
+        return slots.pop(next(places, -1))
 
     @property
     def bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from ps_core.engine._device import Device
 from ps_core.engine._disk.file import DiskFile, Place
 from ps_core.engine._disk.streams import DISK_QUEUES
 from ps_core.engine._spare import Spare
+
+if TYPE_CHECKING:
+    from ps_core.engine._records import Bound, TensorRecord
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
@@ -42,6 +46,8 @@ class Slot:
     stamp: int = -1
     place: Place | None = None
     """On the disk: where in the file."""
+    bounds: dict[TensorRecord, Bound] = field(default_factory=dict)
+    """What parameters were bound to here, for the next time; goes with the memory."""
 
     def flat(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first elements, as a vector."""
@@ -221,6 +227,7 @@ class Store:
         if slot.place is not None:
             self._leave(slot, slot.place, queue)
         slot.extent, slot.stamp = None, -1
+        slot.bounds = {}
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory.new_empty(0)
 

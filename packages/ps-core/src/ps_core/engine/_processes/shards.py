@@ -30,7 +30,7 @@ class ShardResidency(Residency):
     def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together) -> None:
         super().__init__(store, groups, watcher)
         self._together = together
-        self._held: list[tuple[Slot, list[Bound]]] = []
+        self._held: list[tuple[Slot, dict[TensorRecord, Bound]]] = []
         """Copies that count as gone, but for their memory."""
         self.risers = Risers(self, groups)
         self.unknown = False
@@ -48,7 +48,7 @@ class ShardResidency(Residency):
     def begin_gather(self, group: GroupRecord) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
         home = group.home
-        slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes))
+        slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes, group.tensors[0]))
         slot.stamp = -1
         whole = slot.flat(group.dtype, group.chunk_numel)
         numel = group.shard_numel
@@ -101,7 +101,7 @@ class ShardResidency(Residency):
         """Let the gathered copy go; there is nothing to write back."""
         slot = group.home.copies.pop(0, None)
         if slot is not None:
-            bounds = [record.bound for record in group.tensors if record.bound is not None]
+            bounds = {record: record.bound for record in group.tensors if record.bound is not None}
             for record in group.tensors:
                 self.check_untouched(record, slot)
                 self.unbind(record)
@@ -114,17 +114,18 @@ class ShardResidency(Residency):
         """Give the memory back that nobody holds on to any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
-            if any(_used(bound) for bound in bounds):
+            if any(_used(bound) for bound in bounds.values()):
                 self._held.append((slot, bounds))
             else:
+                slot.bounds = bounds
                 self.lend(slot)
 
     # Memory for a while; see `_spare`.
 
-    def borrow(self, size: int) -> Slot:
-        """A slot on the compute tier."""
+    def borrow(self, size: int, record: TensorRecord | None = None) -> Slot:
+        """A slot on the compute tier; best that in which this parameter was."""
         with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
-            return self.store.spare.take(size) or self.store.reserve(0, size)
+            return self.store.spare.take(size, record) or self.store.reserve(0, size)
 
     def lend(self, slot: Slot) -> None:
         """What `borrow` gave is not needed any more."""
