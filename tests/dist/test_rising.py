@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +87,14 @@ class Front:
 
 
 def front(
-    each: Together, precision: str, room: float, *, device: Any = "emulated", accumulate: int = 1, trains: bool = True
+    each: Together,
+    precision: str,
+    room: float,
+    *,
+    device: Any = "emulated",
+    accumulate: int = 1,
+    trains: bool = True,
+    budget: Budget | None = None,
 ) -> Front:
     """With an accelerator of so many times the weights, or where that is 0 without one."""
     generator = torch.Generator().manual_seed(0)  # the ranks are threads, and would share the usual one
@@ -95,7 +103,7 @@ def front(
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
     size = int(room * LAYERS * WIDTH * WIDTH * SIZE[precision])
-    budget = Budget(device=size, host="8MiB") if room else Budget(host="64MiB")
+    budget = budget or (Budget(device=size, host="8MiB") if room else Budget(host="64MiB"))
     made = chunked(
         model, AdamW(lr=1e-2) if trains else None, device=device if room else "cpu", precision=precision,
         budget=budget, collectives=each, accumulation_steps=accumulate,
@@ -249,6 +257,56 @@ def ran_out(each: Together) -> None:
 
 def test_where_memory_ran_out_more_is_left_free() -> None:
     run(2, ran_out)
+
+
+def above_a_disk(each: Together, folder: str) -> None:
+    """Homes that come from the disk are stepped in the host's memory as long as their states are below."""
+    budget = Budget(device="96KiB", host="60KiB", disk="4MiB", disk_dir=folder)
+    one, plain = front(each, "bf16", 1, budget=budget), front(each, "bf16", 0)
+    assert any(group.homes[Kind.P16].slot.tier == 2 for group in one.groups)
+    for _ in range(8):
+        assert one.step(4) == plain.step(4)
+        homes = [home for group in one.groups for kind, home in group.homes.items() if kind is not Kind.FULL]
+        assert all(len(home.copies) == (not home.slot.tier) for home in homes), "its place below, and no more"
+    assert any(one.up().values())
+    assert all(torch.equal(value, plain.states()[name]) for name, value in one.states().items())
+    store = management_of(one.model).engine.store
+    release(one.model)
+    release(plain.model)
+    assert store.used_bytes == [0, 0, 0]
+
+
+def test_what_rises_from_a_disk_takes_no_memory_between(tmp_path: Path) -> None:
+    run(2, above_a_disk, str(tmp_path))
+
+
+def accumulates_graphs(each: Together) -> None:
+    one = front(each, "bf16", 4)
+    one.settle()
+    assert any(one.up().values())
+    losses = [one.model(torch.ones(rows, WIDTH)).float().square().mean() for rows in (4, 4)]
+    assert not any(one.up().values()), "the second graph has the room that there was"
+    torch.stack(losses).sum().backward()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    one.settle()
+    with torch.no_grad():
+        one.model(torch.ones(16, WIDTH))
+    one.settle()
+    up = one.up()
+    assert any(up.values())
+    with torch.no_grad():
+        one.model(torch.ones(16, WIDTH))
+    assert one.up() == up, "that was evaluated before"
+    one.model(torch.ones(16, WIDTH)).sum().backward()
+    peak, most = one.held()
+    assert peak <= most
+    assert one.up() != up, "and never trained with"
+    release(one.model)
+
+
+def test_more_graphs_and_larger_batches_find_room() -> None:
+    run(2, accumulates_graphs)
 
 
 def looked(each: Together) -> None:

@@ -52,9 +52,11 @@ NO_PARAMETER = "Net: keep_fp32 has {!r}, which is the whole name of no parameter
 @pytest.mark.parametrize(
     ("pattern", "meant"),
     [
-        ("nrom.*", "norm.weight"),
-        ("*layer.1.wieght", "layers.1.weight"),
+        ("nrom.*", "*norm*"),
+        ("*layer.1.wieght", "*layers.1.weight*"),
         ("norm", "*norm*"),
+        ("*Norm*", "*norm*"),
+        ("norm.pooler.*", None),
         ("layers[.]0.*", ""),
         ("*router*", None),
     ],

@@ -7,8 +7,10 @@ from contextlib import suppress
 from typing import TextIO
 
 
-def tell(text: str, stream: TextIO) -> None:
-    """A line for whoever reads the stream."""
+def tell(text: str, stream: TextIO | None) -> None:
+    """A line for whoever reads the stream; None: the process began with it closed."""
+    if stream is None:
+        return
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:

@@ -98,9 +98,10 @@ class Choice:
         ends += [row.decode(errors="replace").strip() for row in rows]
 
     def _connect(self, joined: TorchCollectives, where: torch.device, tag: int, made: list[CardWire]) -> None:
+        group = self._cards.connect_cards()  # before anything may fail here alone: torch names groups by their number
         if where.type == "cuda":
             torch.cuda.set_device(where)  # this thread's
-        wire = joined.card_wire(self._cards.connect_cards(), where)
+        wire = joined.card_wire(group, where)
         wire.greet(tag)
         made.append(wire)
 

@@ -65,13 +65,18 @@ class Asking:
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """The planner's refusal with what a user of the engine can do about it."""
         store, groups = self._engine.store, self._engine.groups
+        # The planner was asked for what is not taken for good (pinned weights, tables, activations that wait below).
+        kept = [
+            whole.capacity_bytes - left.capacity_bytes for whole, left in zip(store.tiers, self._tiers(), strict=True)
+        ]
         last = len(store.tiers) - 1
         middle = {STEP_TIER: store.work_tier(last)} | {store.tiers[tier].name: tier for tier in range(1, last)}
         if error.tier in middle:
-            return group_too_large(store, groups, middle[error.tier], error)
+            tier = middle[error.tier]
+            return group_too_large(store, groups, tier, error, error.needed_bytes + kept[tier])
         if error.tier != store.tiers[0].name:
-            return everything_too_large(store, groups, error.needed_bytes)
-        tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes
+            return everything_too_large(store, groups, error.needed_bytes + sum(kept))
+        tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes + kept[0]
         return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven, whole=True)
 
     def _tiers(self) -> tuple[Tier, ...]:

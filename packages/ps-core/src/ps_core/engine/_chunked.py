@@ -83,7 +83,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
             undo(engine)
             raise
         sharing.join(engine)
-    say_unmatched(type(model).__name__, packing.records, options, front)
+    if collectives is None or collectives.process == 0:
+        say_unmatched(type(model).__name__, packing.records, options, front)
     return model, front
 
 

@@ -28,8 +28,8 @@ MEMORY = frozenset(
 )
 
 REMEDY = (
-    "clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ (norm_type=2), or release(model) to work on plain "
-    "gradients"
+    "clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ (norm_type=2); in place of an optimizer of "
+    "torch.optim step the one that chunked(model, AdamW(...)) returns; or release(model) to work on plain gradients"
 )
 
 

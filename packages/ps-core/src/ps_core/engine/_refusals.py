@@ -111,7 +111,9 @@ def _enough(store: Store, groups: list[GroupRecord], needed_bytes: int) -> str:
     return _larger(store, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
 
 
-def group_too_large(store: Store, groups: list[GroupRecord], tier: int, why: DoesNotFit) -> DoesNotFit:
+def group_too_large(
+    store: Store, groups: list[GroupRecord], tier: int, why: DoesNotFit, needed_bytes: int
+) -> DoesNotFit:
     """A tier with a processor, above a disk, cannot hold at once what a group's step or its weight is made from."""
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     largest = _largest(group)
@@ -121,10 +123,10 @@ def group_too_large(store: Store, groups: list[GroupRecord], tier: int, why: Doe
     return DoesNotFit(
         tier=store.tiers[tier].name,
         moment=f"{why.moment} of {group.name}",
-        needed_bytes=why.needed_bytes,
+        needed_bytes=needed_bytes,
         available_bytes=store.tiers[tier].capacity_bytes,
         proven=why.proven,
-        remedies=(_larger(store, tier, why.needed_bytes), smaller, f"freeze {group.name}: it has no states then"),
+        remedies=(_larger(store, tier, needed_bytes), smaller, f"freeze {group.name}: it has no states then"),
     )
 
 

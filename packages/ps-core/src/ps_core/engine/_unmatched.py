@@ -13,7 +13,7 @@ from ps_core._options import Options
 from ps_core.engine._messages import say
 from ps_core.engine._optimizer import ChunkedOptimizer
 
-_LIKE = 0.6
+_LIKE = 0.75
 
 
 def say_unmatched(model: str, names: Collection[str], options: Options, front: ChunkedOptimizer | None) -> None:
@@ -29,16 +29,22 @@ def say_unmatched(model: str, names: Collection[str], options: Options, front: C
 
 
 def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:
-    """What may have been meant, if anything is near: a pattern around it, or a name; one at most."""
+    """What may have been meant, if anything is near: a pattern of names; one at most."""
     words = pattern.strip("*.")
-    inside = f"*{words}*"
-    if words and any(fnmatch.fnmatchcase(name, inside) for name in names):
-        yield inside
+    if not words:
         return
-    owners: dict[str, str] = {}
+    small = words.lower()
     for name in names:
-        parts = name.split(".")
-        for first in range(len(parts)):
-            for last in range(first + 1, len(parts) + 1):
-                owners.setdefault(".".join(parts[first:last]), name)
-    yield from (owners[near] for near in difflib.get_close_matches(words, owners, n=1, cutoff=_LIKE))
+        start = name.lower().find(small)  # other letters' case, or stars left out
+        if start >= 0:
+            yield f"*{name[start : start + len(small)]}*"
+            return
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    runs = sorted({run for name in names for run in _runs(name, words.count(".") + 1)}) if "." in words else parts
+    yield from (f"*{near}*" for near in difflib.get_close_matches(words, runs, n=1, cutoff=_LIKE))
+
+
+def _runs(name: str, length: int) -> Iterator[str]:
+    """Every so many parts of a name that follow each other."""
+    parts = name.split(".")
+    yield from (".".join(parts[first : first + length]) for first in range(len(parts) - length + 1))

@@ -34,7 +34,7 @@ class Watcher(Protocol):
 class Plain:
     """Lines of text. Who reads no more does not end a training."""
 
-    def __init__(self, options: TrainOptions, stream: TextIO) -> None:
+    def __init__(self, options: TrainOptions, stream: TextIO | None) -> None:
         self._every, self._steps, self._stream = options.log_every, options.steps, stream
         self._headed = False
 
@@ -178,9 +178,9 @@ def check_installed(options: TrainOptions) -> None:
 
 def watchers(options: TrainOptions, stream: TextIO | None = None) -> list[Watcher]:
     """All that the options and this terminal ask for."""
-    stream = stream or sys.stdout
-    lively = stream.isatty() and importlib.util.find_spec("rich") is not None
-    found: list[Watcher] = [Live(options, stream) if lively else Plain(options, stream)]
+    out: TextIO | None = stream or sys.stdout
+    lively = out is not None and out.isatty() and importlib.util.find_spec("rich") is not None
+    found: list[Watcher] = [Live(options, out) if out is not None and lively else Plain(options, out)]
     if options.log == "tensorboard":
         found.append(TensorBoard(Path(options.out)))
     elif options.log == "wandb":

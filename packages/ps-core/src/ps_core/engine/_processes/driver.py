@@ -250,8 +250,7 @@ class ShardDriver(Demand):
             )
         self._open(backward=True)
         group = record.group
-        step = self._steps.sum_on_way(group)
-        if step is not None:
+        while (step := self._steps.sum_on_way(group)) is not None:  # the schedule may have two
             self._talks.wait(step)
         staged = self._steps.staged.get(group) or self._stage(group)
         target = record.shaped(staged.slot.flat(group.dtype, group.chunk_numel))
@@ -330,6 +329,7 @@ class ShardDriver(Demand):
                 self._end()
         finally:
             self._on = self._backward = self._shards.unknown = False
+            self._shards.forwards = 0
             for group in list(self._in):
                 self._let_go(group)
             for group in list(self._steps.ahead):

@@ -33,6 +33,8 @@ class ShardResidency(Residency):
         self._held: list[tuple[Slot, dict[TensorRecord, Bound]]] = []
         """Copies that count as gone, but for their memory."""
         self.risers = Risers(self, groups)
+        self.forwards = 0
+        """So many have begun in this pass, whose activations wait for backward."""
         self.unknown = False
         """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self.settle: Callable[[], None] = _nothing

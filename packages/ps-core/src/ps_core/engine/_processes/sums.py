@@ -246,10 +246,10 @@ class ShardUpdater(Updater):
         return self._residency.copy_to(home, below)
 
     def _put_back(self, home: Home, slot: Slot) -> None:
-        if slot.tier <= home.slot.tier:
-            super()._put_back(home, slot)
-        else:  # the place that it keeps below
+        if slot.tier == low_tier(home) != home.slot.tier:  # the place that it keeps below
             self._residency.write_home(home)
+        else:
+            super()._put_back(home, slot)
 
     def free_sums(self) -> None:
         """After a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ps_core.engine._batches import Largest, batch_of
@@ -19,15 +20,20 @@ class Unplanned:
 
     def __init__(self, residency: ShardResidency, *, training: bool) -> None:
         self._residency = residency
-        self._largest = Largest()
+        self._largest = {trains: Largest() for trains in (True, False)}
+        self._most_forwards = 0
         self.training = training
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The root module is called with these."""
-        missing_bytes = self._residency.store.device.short_bytes()
-        if self._largest.grows(batch_of(args, kwargs)) or missing_bytes:
+        residency, trains = self._residency, torch.is_grad_enabled()
+        residency.forwards += trains
+        grows = self._largest[trains].grows(batch_of(args, kwargs)) or residency.forwards > self._most_forwards
+        self._most_forwards = max(self._most_forwards, residency.forwards)
+        missing_bytes = residency.store.device.short_bytes()
+        if grows or missing_bytes:
             self._make_way(missing_bytes)
-            self._residency.unknown = True
+            residency.unknown = True
 
     @alone
     def _make_way(self, missing_bytes: int) -> None:
