@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 
+import pytest
+
 from ps_core._streams import silence, tell
 
 
@@ -29,3 +31,8 @@ def test_a_stream_that_is_no_file_is_left_alone() -> None:
     silence(stream)
     tell("a line", stream)
     assert stream.getvalue() == "a line\n"
+
+
+def test_a_stream_that_was_closed_from_the_start_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("a line", None)
+    assert capsys.readouterr() == ("", "")
