@@ -121,7 +121,8 @@ TAIL = """
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
 - **No GPU has run the engine yet**, and several processes follow no plan there
-  ([what is there](distributed.md#what-crosses-the-link)): not even the plan's order has been put to the test at this size.
+  ([what is there](distributed.md#what-crosses-the-link)): not even the plan's order has been put to the test at this
+  size.
 """
 
 
