@@ -227,11 +227,14 @@ class GradientKeeper:
         """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
         home = group.homes.get(Kind.ACC)
         if home is None:
-            tier = group.homes[Kind.P32].slot.tier
-            slot = self._store.reserve(tier, group.shard_numel * 4)
+            slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
             home = group.homes[Kind.ACC] = Home(group.extent(Kind.ACC), slot.bytes, slot)
             home.changed(slot)
         return home
+
+    def _tier_of_sums(self, group: GroupRecord) -> int:
+        """Where sums lie that no plan knows of: beside the master, which the step reads."""
+        return group.homes[Kind.P32].slot.tier
 
     # The parameter wanted back.
 

@@ -21,6 +21,7 @@ from ps_core._planner.search import Planned, Setup
 from ps_core._program import Precision, SegmentName
 from ps_core.engine._asking import Asking
 from ps_core.engine._batches import Batch, batch_of, within_a_module
+from ps_core.engine._cuda.room import spare_bytes
 from ps_core.engine._engine import Engine
 from ps_core.engine._estimates import as_foreseen, begins_as_foreseen
 from ps_core.engine._interrupts import alone
@@ -35,8 +36,6 @@ from ps_core.engine._stepping import SettingsOf
 from ps_core.engine._still import Still
 from ps_core.engine._tracing.foresight import foresee
 
-_SPARE_PARTS = (20, 4)
-"""Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 _WATCHED_EVERY = 32
 """So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""
 
@@ -129,8 +128,8 @@ class Pilot:
         if missing_bytes:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off
             self._engine.finish_pass()
-            before, (least, most) = self._spare_bytes, (store.tiers[0].capacity_bytes // part for part in _SPARE_PARTS)
-            self._spare_bytes += min(max(missing_bytes, least), most)
+            before = self._spare_bytes
+            self._spare_bytes += spare_bytes(missing_bytes, store.tiers[0].capacity_bytes)
             self._found, self._estimated = self._found or self._source, False
             try:
                 self.consider()

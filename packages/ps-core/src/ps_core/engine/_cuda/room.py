@@ -7,6 +7,15 @@ from dataclasses import replace
 from ps_core._simulate.cluster import FRAGMENTATION
 from ps_core._trace import Trace
 
+_SPARE_PARTS = (20, 4)
+"""Where memory ran out, such parts of it are left free besides, at the least and at the most."""
+
+
+def spare_bytes(missing_bytes: int, capacity_bytes: int) -> int:
+    """How much more to leave free, once so much was asked for in vain."""
+    least, most = (capacity_bytes // part for part in _SPARE_PARTS)
+    return min(max(missing_bytes, least), most)
+
 
 def level(trace: Trace, spare_bytes: int) -> Trace:
     """The trace with the tide always at its highest, a part of it more for pieces too small to use, and a spare.

@@ -20,13 +20,12 @@ import torch
 
 from ps_core._program import Kind
 from ps_core._simulate.cluster import FRAGMENTATION
+from ps_core.engine._cuda.room import spare_bytes
 from ps_core.engine._records import GroupRecord
 from ps_core.engine._residency import Residency
 from ps_core.engine._store import Home, Slot
 
 _WEIGHTS, _SUMS, _STATES = range(3)
-_SPARE_PARTS = (20, 4)
-"""Where memory ran out, such parts of it are left free besides, at the least and at the most."""
 _Unit: TypeAlias = tuple[Home, ...]
 """Homes of one group that rise and sink at once."""
 
@@ -121,8 +120,7 @@ class Risers:
     def sink_all(self, missing_bytes: int) -> None:
         """Take everything back; so much was asked for in vain, if any, and more is to be left free from now on."""
         if missing_bytes:
-            least, most = (self._store.tiers[0].capacity_bytes // part for part in _SPARE_PARTS)
-            self._spare_bytes += min(max(missing_bytes, least), most)
+            self._spare_bytes += spare_bytes(missing_bytes, self._store.tiers[0].capacity_bytes)
         self.sink(self._store.risen_bytes)
 
     def _lower(self, home: Home) -> int:

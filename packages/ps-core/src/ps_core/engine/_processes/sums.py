@@ -159,14 +159,9 @@ class ShardGradients(GradientKeeper):
         for record in gone:
             record.payload = Payload.VALID
 
-    def accumulator(self, group: GroupRecord) -> Home:
-        """The home of a group's fp32 sums; what no plan of memory knows of lies as low as states do that never rose."""
-        home = group.homes.get(Kind.ACC)
-        if home is None:
-            slot = self._store.reserve(low_tier(group.homes[Kind.P32]), group.shard_numel * 4)
-            home = group.homes[Kind.ACC] = Home(group.extent(Kind.ACC), slot.bytes, slot)
-            home.changed(slot)
-        return home
+    def _tier_of_sums(self, group: GroupRecord) -> int:
+        """Below, whatever has risen: room was only found for what is there in every step."""
+        return low_tier(group.homes[Kind.P32])
 
     # Norms.
 
