@@ -25,7 +25,7 @@ from ps_core.engine._passes import Passes
 from ps_core.engine._processes.driver import sharded
 from ps_core.engine._processes.together import Together
 from ps_core.engine._records import Bound, Gradient, GroupRecord, Payload, TensorRecord
-from ps_core.engine._refusals import changed_in_place, whole_table
+from ps_core.engine._refusals import changed_in_place, not_trained, whole_table
 from ps_core.engine._saved import Kept, SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
@@ -129,6 +129,8 @@ class Engine:
                 "or clipped: use optimizer.zero_grad(); to clip leave eager_step out, and use "
                 "chunked(..., max_grad_norm=...)"
             )
+        if record.dropped:
+            raise not_trained(record.name)
         if record.gradient is Gradient.NONE:
             return None
         if record.face is None:
@@ -339,6 +341,7 @@ class Engine:
         chosen = list(records) if records is not None else self.records
         for record in chosen:
             clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
+            record.dropped = False
         if records is None:
             self.tables.forget()
         if self.eager is not None and records is None:

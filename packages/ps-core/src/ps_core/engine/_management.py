@@ -44,6 +44,8 @@ class Management:
         self._blocks = Blocks(engine)
         self._handles: list[RemovableHandle] = []
         self._places = [(id(module), parameter) for module, parameter in _places(model)]
+        self._frozen: list[TensorRecord] = []
+        """Parameters whose gradients nobody hears of."""
         self._owners: set[int] = set()
         """Modules with managed parameters that are watched, by id."""
         engine.management = self  # last, for an interrupt may come in between: what is there can be taken off
@@ -70,6 +72,8 @@ class Management:
         for record in self.engine.records:
             if record.parameter.requires_grad:
                 self._handles.append(_first_hook(record.parameter, _gradient))
+            else:
+                self._frozen.append(record)
         self._watch(model)
 
     @property
@@ -169,8 +173,8 @@ class Management:
 
     def _check_parameters(self, model: nn.Module) -> None:
         """Find parameters that were added, removed or exchanged since the last forward."""
-        for record in self.engine.records:
-            if not record.trainable and self.pilot.training and record.parameter.requires_grad:
+        for record in self._frozen:
+            if record.parameter.requires_grad:
                 raise UnsupportedParameter(
                     f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
                     "it, release(model), set requires_grad, and call chunked again"
@@ -270,6 +274,8 @@ def _gradient(parameter: ManagedParameter) -> None:
         if gradient.requires_grad:
             raise graph_of_gradient(record.name)
         keeper.arrive(record, gradient)
+    else:
+        record.dropped = True
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:

@@ -214,6 +214,8 @@ def _brought_by(keeper: Keeper, records: list[TensorRecord], func: Function) -> 
 
 
 def _get_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    if parameter._record.dropped and sys._getframe(2).f_code.co_name == "zero_grad":
+        parameter._record.dropped = False  # whoever asks is about to forget it
     return parameter._keeper.get_gradient(parameter._record)
 
 

@@ -164,6 +164,15 @@ def graph_of_gradient(name: str) -> UnsupportedParameter:
     )
 
 
+def not_trained(name: str) -> UnsupportedParameter:
+    """The gradient of a parameter that nothing trains is asked for."""
+    return UnsupportedParameter(
+        f"{name!r} is under management without an optimizer, so its gradient was not kept and nothing would train it: "
+        "to train, release(model), call chunked(model, AdamW(...)), and step the optimizer that returns in place of "
+        "one of torch.optim; if gradients only pass through this model, call model.requires_grad_(False) before"
+    )
+
+
 def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
     """A parameter was changed, or would be, where the optimizer does not see it."""
     what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"

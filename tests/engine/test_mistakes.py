@@ -1,0 +1,118 @@
+"""What people write by mistake: a line that says what is wrong and what to do, where it was written; nothing silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ps_core import AdamW, Budget, UnsupportedParameter
+from ps_core.engine import chunked, release
+
+DEVICES = ("cpu", "emulated")
+NO_TRAINING = (
+    r"'0.weight' is under management without an optimizer.*chunked\(model, AdamW\(...\)\).*requires_grad_\(False\)"
+)
+
+
+def two() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def budget_for(device: str) -> Budget:
+    return Budget(host="1MiB", device="64KiB" if device == "emulated" else None)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).float().sum().backward()
+
+
+def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            raise AssertionError("there is none")
+
+
+USES: list[Callable[[nn.Module, torch.optim.Optimizer], object]] = [
+    lambda model, optimizer: optimizer.step(),
+    lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    own_loop,
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("use", USES)
+def test_an_optimizer_of_pytorch_on_a_model_that_is_not_trained(
+    use: Callable[[nn.Module, torch.optim.Optimizer], object], before: bool, device: str
+) -> None:
+    """Whenever it was made: it would find no gradients, and train nothing."""
+    model = two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if before else None
+    chunked(model, None, device=device, budget=budget_for(device))
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    use(model, optimizer)  # nothing was lost so far
+    backward(model)
+    for _ in range(2):
+        with pytest.raises(UnsupportedParameter, match=NO_TRAINING):
+            use(model, optimizer)
+    release(model)
+
+
+@pytest.mark.parametrize("forget", ["model", "optimizer", "own"])
+def test_forgetting_gradients_of_a_model_that_is_not_trained(forget: str) -> None:
+    """As loops do that send gradients through one model into another."""
+    model, _ = chunked(two(), None, budget=budget_for("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    if forget == "own":
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        (model if forget == "model" else optimizer).zero_grad()
+    assert model[0].weight.grad is None
+    optimizer.step()
+    release(model)
+
+
+def test_gradients_through_a_model_that_is_not_trained() -> None:
+    model, _ = chunked(two(), None, budget=budget_for("cpu"))
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+    release(model)
+
+
+def test_frozen_parameters_have_no_gradients_to_lose() -> None:
+    model, _ = chunked(two().requires_grad_(False), None, budget=budget_for("cpu"))
+    backward_input = torch.ones(2, 4, requires_grad=True)
+    model(backward_input).float().sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    release(model)
+
+
+@pytest.mark.parametrize("optimizer", [None, AdamW()])
+def test_parameters_that_are_unfrozen_too_late(optimizer: AdamW | None) -> None:
+    model = two()
+    model[0].requires_grad_(False)
+    chunked(model, optimizer, budget=budget_for("cpu"))
+    model.requires_grad_(True)
+    with pytest.raises(UnsupportedParameter, match=r"'0.weight' was frozen when chunked"):
+        backward(model)
+    release(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimizer_of_pytorch_beside_ours(device: str) -> None:
+    model = two()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    chunked(model, AdamW(), device=device, budget=budget_for(device))
+    backward(model)
+    with pytest.raises(UnsupportedParameter, match=r"step the one that chunked\(model, AdamW\(...\)\) returns"):
+        other.step()
+    release(model)
