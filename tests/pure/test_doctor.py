@@ -115,12 +115,6 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine(runner=nothing)["locked memory"] == "unlimited"
 
 
-def test_the_doctor_says_what_the_kernels_say() -> None:
-    """The command's line and the function's answer are one, whatever there is here."""
-    kernels = pytest.importorskip("ps_kernels")
-    assert examine()["ps_kernels"] == "; ".join(" ".join(f"{n}: {s}".split()) for n, s in kernels.backends().items())
-
-
 def test_warming_says_what_it_did_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     asked: list[Sequence[str]] = []
@@ -138,13 +132,6 @@ def test_warming_says_what_it_did_or_why_not(monkeypatch: pytest.MonkeyPatch) ->
     assert warm(broken) == ("nothing compiled: no room left",)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert warm(broken) == ("nothing to compile: ps_kernels is not installed",)
-
-
-def test_warming_here() -> None:
-    pytest.importorskip("ps_kernels")
-    lines = warm()
-    assert lines[0].startswith(("compiled C: ", "no compiled C: "))
-    assert lines[1].startswith("no CUDA kernels to compile: ") or lines[-1].startswith("kept in ")
 
 
 def test_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,18 @@
+"""``pstar doctor``, which is of the pure core, agrees with the kernels that are installed."""
+
+from __future__ import annotations
+
+import ps_kernels
+from ps_core._command.doctor import examine, warm
+
+
+def test_the_doctor_says_what_the_kernels_say() -> None:
+    """The command's line and the function's answer are one, whatever there is here."""
+    found = ps_kernels.backends()
+    assert examine()["ps_kernels"] == "; ".join(" ".join(f"{n}: {s}".split()) for n, s in found.items())
+
+
+def test_warming_here() -> None:
+    lines = warm()
+    assert lines[0].startswith(("compiled C: ", "no compiled C: "))
+    assert lines[1].startswith("no CUDA kernels to compile: ") or lines[-1].startswith("kept in ")
