@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import ps_kernels
-from ps_core._command.doctor import examine, warm
+from ps_core._command.doctor import examine, run, warm
+
+
+def of_the_kernels(command: Sequence[str]) -> str:
+    """The other packages need not be imported for this."""
+    if "ps_kernels" not in command[-1]:
+        raise FileNotFoundError(command[0])
+    return run(command)
 
 
 def test_the_doctor_says_what_the_kernels_say() -> None:
     """The command's line and the function's answer are one, whatever there is here."""
     found = ps_kernels.backends()
-    assert examine()["ps_kernels"] == "; ".join(" ".join(f"{n}: {s}".split()) for n, s in found.items())
+    assert examine(runner=of_the_kernels)["ps_kernels"] == "; ".join(" ".join(f"{n}: {s}".split()) for n, s in found.items())
 
 
 def test_warming_here() -> None:
