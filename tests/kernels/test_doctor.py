@@ -17,8 +17,8 @@ def of_the_kernels(command: Sequence[str]) -> str:
 
 def test_the_doctor_says_what_the_kernels_say() -> None:
     """The command's line and the function's answer are one, whatever there is here."""
-    found = ps_kernels.backends()
-    assert examine(runner=of_the_kernels)["ps_kernels"] == "; ".join(" ".join(f"{n}: {s}".split()) for n, s in found.items())
+    found = "; ".join(f"{name}: {state}" for name, state in ps_kernels.backends().items())
+    assert examine(runner=of_the_kernels)["ps_kernels"] == " ".join(found.split())
 
 
 def test_warming_here() -> None:
