@@ -14,6 +14,12 @@
     ├── RanksDiverged                      processes that no longer do the same thing
     ├── TierFailure                        a memory or disk tier failed underneath us
     └── engine._child.ChildFailed          work done in a copy of the process did not finish (always translated)
+
+[Note: what an exception holds]
+Its traceback, that the frames it came through, and these the frames that called them, with all their variables: in a
+forward pass the user's activations. An exception that is kept, or that lies in a variable of a frame it came through,
+keeps all that alive until the garbage collector comes by. So what is kept is kept without its traceback, and a list of
+refusals is emptied while one of them is raised.
 """
 
 from __future__ import annotations

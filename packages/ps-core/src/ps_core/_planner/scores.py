@@ -89,7 +89,7 @@ class Scorer:
                 frame = make_frame(self.program, self.tiers, self.placement(*key), self._policy)
                 plan = make_plan(frame, dict.fromkeys(self.program.iteration()))
             except NoRoom as refusal:
-                self._known[key] = refusal
+                self._known[key] = refusal.with_traceback(None)  # see [Note: what an exception holds]
             else:
                 told = simulate(self.program, plan, self._machine, ranks_per_node=self._ranks_per_node)
                 self._known[key] = told.step_time_s, sum(told.moved_bytes.values())
@@ -98,7 +98,7 @@ class Scorer:
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
         """What looked good turned out not to work."""
-        self._known[found.resident, found.stride] = refusal
+        self._known[found.resident, found.stride] = refusal.with_traceback(None)
 
     @cached_property
     def limits(self) -> tuple[int, int]:

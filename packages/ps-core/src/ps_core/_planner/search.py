@@ -188,4 +188,7 @@ def _tight(programs: list[Program], tiers: tuple[Tier, ...], machine: Machine, s
             return _checked(program, tight_plan(program, tiers), machine, setup, None)
         except DoesNotFit as error:
             refusals.append(error)
-    raise min(refusals, key=lambda error: error.needed_bytes - error.available_bytes)
+    try:
+        raise min(refusals, key=lambda error: error.needed_bytes - error.available_bytes)
+    finally:
+        refusals.clear()  # see [Note: what an exception holds]

@@ -52,7 +52,10 @@ def _segment(program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], 
             return _Chain(program, tiers, home, name, victims).walk()
         except DoesNotFit as error:
             refusals.append(error)
-    raise refusals[0]
+    try:
+        raise refusals[0]
+    finally:
+        refusals.clear()  # see [Note: what an exception holds]
 
 
 def _pack(program: Program, tiers: tuple[Tier, ...]) -> tuple[Held, ...]:
