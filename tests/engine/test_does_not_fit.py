@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import HostEmbedding, chunked, release
+from ps_models import TiledLinear
 
 
 def layers() -> nn.Module:
@@ -42,8 +43,9 @@ def test_model_data_beyond_all_tiers() -> None:
     assert refusal(device=2**18, host=2**20) == (
         "does not fit: all tiers together needs 3,670,016 bytes at 'between steps', "
         "more than the 1,310,720 bytes it has\n"
-        '  try: Budget(host="4MiB"): 2.8 MiB more\n'
-        "  try: freeze half of the parameters: 1.5 MiB less\n"
+        '  try: Budget(device=262144, host="4MiB"): 3.0 MiB more\n'
+        "  try: model.get_parameter('0.weight').requires_grad_(False): before chunked, for half of all parameters, "
+        "1.5 MiB less\n"
         "  try: a smaller model: each parameter takes 14 bytes"
     )
 
@@ -51,8 +53,9 @@ def test_model_data_beyond_all_tiers() -> None:
 def test_a_group_beyond_the_device() -> None:
     assert refusal(device=2**16, host=2**23) == (
         "does not fit: device needs 131,072 bytes at 'forward of 0.weight', more than the 65,536 bytes it has\n"
-        "  try: Budget(device=262144): 0.2 MiB more, and what activations take\n"
-        "  try: 0.weight in tiles, each a parameter (TiledLinear, head_tiles of ps_models)\n"
+        "  try: Budget(device=262144, host=8388608): 0.2 MiB more, and what activations take\n"
+        "  try: model.set_submodule('0', TiledLinear(256, 32, lambda width: nn.Linear(256, width, bias=False))): "
+        "before chunked; 0.weight in tiles (TiledLinear of ps_models)\n"
         "  try: a smaller batch or sequence: less non-model data, of which nothing is known yet"
     )
 
@@ -61,8 +64,9 @@ def test_activations_beyond_the_device() -> None:
     assert refusal(device=2**18, host=2**23, rows=512) == (
         "does not fit: device needs 655,360 bytes at 'forward of 0.weight', more than the 262,144 bytes "
         "it has\n"
-        "  try: Budget(device=655360): 0.4 MiB more, as far as this pass has come\n"
-        "  try: activation checkpointing: only a block's activations at a time\n"
+        "  try: Budget(device=655360, host=8388608): 0.4 MiB more, as far as this pass has come\n"
+        "  try: x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block, in forward "
+        "(activation checkpointing): then only one block's activations are there at a time\n"
         "  try: half the batch or sequence: about 0.2 MiB less non-model data"
     )
 
@@ -153,33 +157,59 @@ def test_the_first_remedy_is_enough(seed: int) -> None:
             break
         except DoesNotFit as error:
             remedy, _, what = error.remedies[0].partition(": ")
-            tier = "host" if "host" in remedy else "device"
-            assert getattr(eval(remedy), tier) is not None
+            before, budget = budget, eval(remedy)
+            (tier,) = [name for name in ("device", "host") if getattr(budget, name) != getattr(before, name)]
+            assert replace(budget, **{tier: getattr(before, tier)}) == before, "all else is as it was"
             asked.append(tier + " at first" * what.endswith(", and what activations take"))
-            budget = replace(budget, **{tier: getattr(eval(remedy), tier)})
     else:
         pytest.fail(f"no end of remedies: {asked}")
     assert asked
     assert len(asked) == len(set(asked))
 
 
-def remedy_for(model: nn.Module, device: int, host: str = "64MiB", **more: str) -> str:
-    budget = Budget(device=device, host=host, **more)
+def remedies_for(model: nn.Module, device: int) -> tuple[str, ...]:
     with pytest.raises(DoesNotFit) as caught:
-        one_step(model, torch.randint(64, (1, 8)), budget, Options(), "bf16", 1)
-    return str(caught.value)
+        one_step(model, torch.randint(64, (1, 8)), Budget(device=device, host="64MiB"), Options(), "bf16", 1)
+    return caught.value.remedies
 
 
-def test_a_table_or_a_head_beyond_the_device() -> None:
-    sizes = {"words": 4096, "hidden": 64, "layers": 1, "recomputed": False}
-    table = "HostEmbedding in place of nn.Embedding for table.weight"
-    head = "head.weight in tiles, each a parameter (TiledLinear, head_tiles of ps_models)"
-    untied = "a head that is not table.weight (tied_head=False of ps_models), in tiles (head_tiles)"
-    assert f"  try: {table}; {head}\n" in remedy_for(Words(**sizes, tied=False), 2**18)
-    assert f"  try: {untied}; {table}\n" in remedy_for(Words(**sizes, tied=True), 2**18)
-    model = Words(**sizes, tied=False)
-    model.table = HostEmbedding.from_embedding(model.table)
-    assert f"  try: {head}\n" in remedy_for(model, 2**18)
+def applied(remedy: str, model: nn.Module) -> nn.Module:
+    """Do to a model what a remedy says in code."""
+    code, _, _ = remedy.partition(": before chunked; ")
+    exec(code, {"model": model, "nn": nn, "HostEmbedding": HostEmbedding, "TiledLinear": TiledLinear})
+    return model
+
+
+@pytest.mark.parametrize(("words", "bias"), [(4096, False), (8000, True)])
+def test_a_table_and_a_head_beyond_the_device(words: int, bias: bool) -> None:
+    sizes = {"words": words, "hidden": 64, "layers": 1, "recomputed": False}
+
+    def make() -> Words:
+        model = Words(**sizes, tied=False)
+        model.head = nn.Linear(64, words, bias=bias)
+        return model
+
+    _, said, _ = remedies_for(make(), 2**18)
+    table = "model.set_submodule('table', HostEmbedding.from_embedding(model.get_submodule('table')))"
+    assert said.startswith(f"{table}; model.set_submodule('head', TiledLinear({words}, ")
+    assert said.endswith(
+        "HostEmbedding in place of nn.Embedding for table.weight; head.weight in tiles (TiledLinear of ps_models)"
+    )
+    half = applied(table + ": before chunked; ", make())
+    assert remedies_for(half, 2**18)[1].startswith("model.set_submodule('head', ")
+    whole = applied(said, make())
+    first, second, _ = remedies_for(whole, 2**18)
+    assert "checkpoint" in second, "activations are another matter"
+    ids = torch.randint(64, (1, 8))
+    one_step(applied(said, make()), ids, eval(first.partition(": ")[0]), Options(), "bf16", 1)
+
+
+def test_a_tied_head_beyond_the_device() -> None:
+    model = Words(words=4096, hidden=64, layers=1, recomputed=False, tied=True)
+    untied = "a head that is not table.weight, in tiles (of ps_models: tied_head=False, head_tiles=32)"
+    assert remedies_for(model, 2**18)[1].startswith(
+        f"{untied}; HostEmbedding in place of nn.Embedding for table.weight"
+    )
 
 
 class Own(nn.Module):
@@ -193,10 +223,25 @@ class Own(nn.Module):
         return self.factors.square().sum()
 
 
-def test_other_parameters_beyond_the_device() -> None:
-    assert "  try: factors in tiles, each a parameter" in remedy_for(Own(), 2**18)
-    with pytest.raises(DoesNotFit, match=r"try: fewer parameters in Options\.keep_fp32, which stay there for good"):
-        one_step(Own(), torch.ones(1), Budget(device=2**18, host="64MiB"), Options(keep_fp32=("*",)), "bf16", 1)
+class Convolved(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.ones(1))
+        self.layer = nn.Conv1d(512, 512, 1)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Own, "factors"), (Convolved, "layer.weight")])
+def test_other_parameters_beyond_the_device(model: type[nn.Module], name: str) -> None:
+    """Only an nn.Linear can be in tiles."""
+    said = f"{name} cut into several parameters, of which one is used at a time"
+    assert remedies_for(model(), 2**18)[1] == said
+
+
+def test_kept_parameters_beyond_the_device() -> None:
+    options = Options(keep_fp32=("*",), group_bytes=2**14)
+    with pytest.raises(DoesNotFit, match="for those that it names stay there for good") as caught:
+        one_step(Own(), torch.ones(1), Budget(device=2**18, host="64MiB"), options, "bf16", 1)
+    assert eval(caught.value.remedies[1].partition(": ")[0]) == Options(group_bytes=2**14)
 
 
 @pytest.mark.parametrize(("device", "what", "needed"), [(2**19, "step", 917_504), (2**20, "prologue", 262_144)])
@@ -209,11 +254,11 @@ def test_a_group_beyond_the_host(device: int, what: str, needed: int, tmp_path: 
 
     with pytest.raises(DoesNotFit) as caught:
         attempt(2**16)
-    first, *remedies = str(caught.value).splitlines()
-    assert first.startswith(f"does not fit: host needs {needed:,} bytes at '{what} of layers.0.weight'")
-    assert remedies == [
-        f"  try: Budget(host={needed}): {(needed - 2**16) / 2**20:.1f} MiB more",
-        "  try: layers.0.weight cut into several parameters",
-        "  try: freeze layers.0.weight: it has no states then",
-    ]
+    assert str(caught.value).startswith(f"does not fit: host needs {needed:,} bytes at '{what} of layers.0.weight'")
+    assert caught.value.remedies == (
+        f'Budget(device={device}, host={needed}, disk="64MiB", disk_dir="{tmp_path}"): '
+        f"{(needed - 2**16) / 2**20:.1f} MiB more",
+        "layers.0.weight cut into several parameters, of which one is used at a time",
+        "model.get_parameter('layers.0.weight').requires_grad_(False): before chunked; it has no states then",
+    )
     attempt(needed)

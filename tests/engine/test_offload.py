@@ -196,7 +196,7 @@ def test_a_host_that_is_too_small_is_refused_by_name() -> None:
         refusals += 1
         assert (refused.tier, refused.available_bytes) == ("host", host)
         if refused.moment == "moving activations there":
-            assert f"Budget(host={refused.needed_bytes}): " in str(refused)
+            assert f", host={refused.needed_bytes}): " in str(refused)
         host = refused.needed_bytes
     assert refusals >= 1
     assert got.statistics[0].tiers["host"].peak_bytes <= host

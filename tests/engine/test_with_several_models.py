@@ -215,7 +215,7 @@ def test_a_part_that_is_too_small_names_the_budget_that_all_need() -> None:
             said = str(refused)
         release(first), release(second)
         if said:
-            asked = re.search(r'Budget\(device="?(\w+)"?\): .* more for all models that share it', said)
+            asked = re.search(r'Budget\(device="?(\w+)"?, host="8MiB"\): .* more for all models that share it', said)
             assert asked is not None, said
             size = parse_bytes(asked[1])
     assert 2 < len(sizes) < 10

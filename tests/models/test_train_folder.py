@@ -20,6 +20,7 @@ from test_train import BUDGET, at_step, checkpoints, kill_at_once
 
 Capture = pytest.CaptureFixture[str]
 TOO_SMALL = ("--device", "emulated", "--device-memory", "1KB")
+SMALL = ("--host-memory", "100KB", "--accumulate", "2")
 
 
 # ---------------------------------------------------------------- who may have it
@@ -165,9 +166,13 @@ def test_every_tier_likewise(tmp_path: Path, capsys: Capture) -> None:
     assert "--checkpointing" not in said, "it is on"
     said = refused(tmp_path, capsys, "--device", "cpu", "--host-memory", "100KB", "--precision", "fp32")
     assert re.search(r"; try --host-memory \w+: .*; try --precision bf16: .*; try a smaller --model: ", said)
-    said = refused(tmp_path, capsys, *BUDGET, "--host-memory", "100KB", "--accumulate", "2")
+    said = refused(tmp_path, capsys, *BUDGET, *SMALL)
     assert re.search(r"; try --host-memory \w+: ", said)
-    assert "; try --disk SIZE: " in said
+    found = re.search(r"; try (--disk \w+): ", said)
+    assert found is not None
+    host = re.search(r"; try --host-memory (\w+): ", refused(tmp_path, capsys, *BUDGET, *SMALL, *found[1].split()))
+    assert host is not None, "in which a group is stepped"
+    assert train(tmp_path / "other", *BUDGET, *SMALL, *found[1].split(), "--host-memory", host[1], "--steps", 1) == 0
     said = refused(tmp_path, capsys, *BUDGET, "--host-memory", "100KB", "--disk", "100KB")
     assert re.search(r"; try --disk \w+: ", said)
 
@@ -180,20 +185,22 @@ def test_any_remedy_is_put_in_options() -> None:
         available_bytes=1,
         proven=False,
         remedies=(
-            "Budget(host=...) of 1,234 bytes",
-            'Budget(disk="3MiB"): 1 more',
+            'Budget(device="1MiB", host=1234): 3 more',
+            'Budget(device="1MiB", host="2MiB", disk="3MiB", disk_dir="a (new) folder"): 1 more',
             "Options(group_bytes=3): less",
             "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
-            "activation checkpointing: only a block's activations at a time",
-            "freeze half of the parameters: 3 bytes less",
+            "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block",
+            "model.get_parameter('wte.weight').requires_grad_(False): before chunked; it has no states then",
+            "model.get_parameter('w').requires_grad_(False): before chunked, for half of all parameters, 3 less",
         ),
     )
-    told = advice(error, TrainOptions(checkpointing=False)).split("; try ")[1:]
+    given = TrainOptions(checkpointing=False, device_memory="1MiB", host_memory="2MiB")
+    told = advice(error, given).split("; try ")[1:]
     assert told == [
-        "--host-memory 1234",
-        "--disk 3MiB: 1 more",
-        "--checkpointing: only a block's activations at a time",
-        "--disk SIZE: room for what the computer's memory cannot hold",
+        "--host-memory 1234: 3 more",
+        "--disk 3MiB --disk-dir 'a (new) folder': 1 more",
+        "--checkpointing: only one block's activations are there at a time",
+        "--disk 1MiB: room for what the computer's memory cannot hold",
     ]
     error.remedies = ("HostEmbedding in place of nn.Embedding for bert.embeddings.word_embeddings.weight",)
     assert "; try" not in advice(error, TrainOptions(model="bert-base")), "its head needs all of it"

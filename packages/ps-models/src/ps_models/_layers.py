@@ -105,17 +105,18 @@ def token_table(config: ModelConfig, init: Initialiser) -> Embedding:
 class TiledLinear(nn.Module):
     """A linear map cut into several that make a part of the outputs each, for a weight larger than the budget.
 
-    ``make`` makes one of a number of outputs. Their weights and biases are parameters of their own.
+    ``make`` makes one of a number of outputs, as ``lambda width: nn.Linear(inputs, width)``. Their weights and biases
+    are parameters of their own.
     """
 
-    def __init__(self, outputs: int, tiles: int, make: Callable[[int], Linear | Projection]) -> None:
+    def __init__(self, outputs: int, tiles: int, make: Callable[[int], nn.Linear | Projection]) -> None:
         super().__init__()
         if not 1 <= tiles <= outputs:
             raise InvalidInput(f"{outputs} outputs can be cut into 1 to {outputs} tiles, found {tiles}")
         width, wider = divmod(outputs, tiles)
         self.widths = [width + (index < wider) for index in range(tiles)]
         made = [make(each) for each in self.widths]
-        self.cut = made[0].cut
+        self.cut = made[0].cut if isinstance(made[0], Linear | Projection) else 0
         self.tiles = nn.ModuleList(made)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ps_core._plan import Plan, Queue, Reserve
 from ps_core._units import align_up
 from ps_core.engine._device import Gauge
 from ps_core.engine._interrupts import undisturbed
+from ps_core.engine._remedies import larger
 from ps_core.engine._residency import Watcher
 from ps_core.engine._store import Slot, Store
 
@@ -116,7 +117,6 @@ class HostRoom:
 
     def _too_large(self, size: int, needed: int) -> DoesNotFit:
         tier = self._store.tiers[_HOST]
-        asked, more, whose = self._store.budget(_HOST, needed)
         return DoesNotFit(
             tier=tier.name,
             moment="moving activations there",
@@ -124,7 +124,7 @@ class HostRoom:
             available_bytes=tier.capacity_bytes,
             proven=True,
             remedies=(
-                f"Budget({tier.name}={asked}): {more:,} bytes more{whose}, and {size:,} for every further block",
+                f"{larger(self._store, _HOST, needed)}, and {size:,} bytes for every further block",
                 "fewer blocks whose activations are offloaded: less goes there",
                 f"a smaller batch or sequence: {size:,} bytes go there at a time",
             ),

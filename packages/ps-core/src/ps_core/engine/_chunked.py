@@ -28,6 +28,7 @@ from ps_core.engine._processes.joining import Alone, Joining
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.together import Together
 from ps_core.engine._processes.unplanned import Unplanned
+from ps_core.engine._remedies import Given
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._sharing import Sharing, data_bytes
 from ps_core.engine._store import Store
@@ -71,7 +72,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         tiers = sharing.begin()
         packing = wishes.pack(tiers)
         joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
-        store = Store(where, tiers, poison=options.poison, file=disk_file(budget))
+        given = Given(budget, options, joining.sharers)
+        store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given)
         store.whole = sharing.whole
         engine, front = wishes.engine(store, packing)
         pilot = wishes.pilot(engine)

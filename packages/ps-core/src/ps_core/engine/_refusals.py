@@ -8,15 +8,11 @@ from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._records import GroupRecord, TensorRecord
+from ps_core.engine._remedies import Way, in_pieces, in_tiles, larger, on_the_host, options_as, size, ways
 from ps_core.engine._store import Store
 
-MIB = 2**20
 _ACTIVATIONS = ", and what activations take"
 _SO_FAR = ", as far as this pass has come"
-
-
-def _size(count: int) -> str:
-    return f"{count / MIB:,.1f} MiB" if count >= MIB // 10 else f"{count:,} bytes"
 
 
 def compute_tier_too_small(
@@ -34,23 +30,28 @@ def compute_tier_too_small(
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     weight, largest = group.chunk_numel * group.dtype.itemsize, _largest(group).numel * group.dtype.itemsize
     unknown = "" if whole or store.foreseen_bytes else _SO_FAR
-    asked, batch = needed_bytes, f"half the batch or sequence: about {_size(nonmodel_bytes // 2)} less non-model data"
+    asked, batch = needed_bytes, f"half the batch or sequence: about {size(nonmodel_bytes // 2)} less non-model data"
     if not nonmodel_bytes:
         asked, unknown = asked + largest * group.trainable, _ACTIVATIONS  # and its gradient
         batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
     if largest < weight:
-        parts = f"Options(group_bytes={largest}): a moment holds {_size(largest)} of weights, not {_size(weight)}"
+        parts = (
+            f"{options_as(store, group_bytes=largest)}: a moment holds {size(largest)} of weights, not {size(weight)}"
+        )
     elif 4 * weight > max(capacity, nonmodel_bytes):  # the weight, its gradient, and that as it is summed
         parts = _in_parts(store, groups, weight)
     else:
-        parts = "activation checkpointing: only a block's activations at a time"
+        parts = (
+            "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block, in forward "
+            "(activation checkpointing): then only one block's activations are there at a time"
+        )
     return DoesNotFit(
         tier=store.tiers[0].name,
         moment=moment,
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
         proven=proven,
-        remedies=(_larger(store, 0, asked) + unknown, parts, batch),
+        remedies=(larger(store, 0, asked) + unknown, parts, batch),
     )
 
 
@@ -62,19 +63,31 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
     """What to do about parameters as large as this group of one: each has to be on the compute tier as a whole."""
     movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
     if not movable:
-        return "fewer parameters in Options.keep_fp32, which stay there for good"
+        return f"{options_as(store, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
+    names = {record.name for group in groups for record in group.tensors}
+    tiles = 2
+    while 16 * weight > tiles * store.tiers[0].capacity_bytes:
+        tiles *= 2
     said = {}
     for group in movable:
         record = _largest(group)
         looked_up = any(issubclass(owner, nn.Embedding) for owner in record.owners)
         read_whole = not all(issubclass(owner, nn.Embedding) for owner in record.owners)
         if looked_up and read_whole:
-            said["head"] = f"a head that is not {record.name} (tied_head=False of ps_models), in tiles (head_tiles)"
+            told = f"a head that is not {record.name}, in tiles (of ps_models: tied_head=False, head_tiles={tiles})"
+            said["head"] = Way("", told)
         if looked_up and not group.gathered and store.tiers[0].name == "device":
-            said.setdefault("table", f"HostEmbedding in place of nn.Embedding for {record.name}")
+            said.setdefault("table", on_the_host(record))
         if read_whole and not looked_up:
-            said.setdefault("head", f"{record.name} in tiles, each a parameter (TiledLinear, head_tiles of ps_models)")
-    return "; ".join(said.values()) or f"{_largest(movable[0]).name} cut into several parameters"
+            linear = all(issubclass(owner, nn.Linear) for owner in record.owners) and len(record.shape) == 2
+            said.setdefault("head", in_tiles(record, tiles, names) if linear else in_pieces(record))
+    return ways(list(said.values()) or [in_pieces(_largest(movable[0]))])
+
+
+def _frozen(groups: list[GroupRecord]) -> str:
+    """How that is written, of the largest parameter that is trained."""
+    largest = max((group for group in groups if group.trainable), key=lambda group: group.numel, default=groups[0])
+    return f"model.get_parameter({_largest(largest).name!r}).requires_grad_(False)"
 
 
 def everything_too_large(
@@ -82,9 +95,14 @@ def everything_too_large(
 ) -> DoesNotFit:
     """All tiers together cannot hold what is always there. ``so_far``: and a pass that may come to need more."""
     capacity = sum(tier.capacity_bytes for tier in store.tiers)
-    numel = sum(group.chunk_numel for group in groups)
-    states = sum(group.chunk_numel for group in groups if group.trainable)
-    wide = any(group.weight is Kind.P32 and not group.pinned for group in groups)
+    numel = sum(group.shard_numel for group in groups)
+    states = sum(group.shard_numel for group in groups if group.trainable)
+    less = []
+    if any(group.weight is Kind.P32 and not group.pinned for group in groups):
+        narrow = f"{size(14 * states + 2 * (numel - states))} of model data instead of {size(needed_bytes)}"
+        less.append(f'precision="bf16", accumulation_steps=1: {narrow}')
+    elif states:
+        less.append(f"{_frozen(groups)}: before chunked, for half of all parameters, {size(6 * states)} less")
     return DoesNotFit(
         tier="all tiers together" if len(store.tiers) > 1 else store.tiers[0].name,
         moment="between steps",
@@ -93,10 +111,7 @@ def everything_too_large(
         proven=True,
         remedies=(
             _enough(store, groups, needed_bytes) + (_SO_FAR if so_far else ""),
-            f"precision='bf16' and accumulation_steps=1: {_size(14 * states)} of model data instead of "
-            f"{_size(needed_bytes)}"
-            if wide
-            else f"freeze half of the parameters: {_size(6 * states)} less",
+            *less,
             f"a smaller model: each parameter takes {needed_bytes / max(1, numel):.0f} bytes",
         ),
     )
@@ -106,9 +121,9 @@ def _enough(store: Store, groups: list[GroupRecord], needed_bytes: int) -> str:
     """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
     last = len(store.tiers) - 1
     if not last:
-        return _larger(store, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
+        return larger(store, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
     passing = max(_largest(group).numel for group in groups) * 4
-    return _larger(store, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
+    return larger(store, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
 
 
 def group_too_large(
@@ -117,16 +132,22 @@ def group_too_large(
     """A tier with a processor, above a disk, cannot hold at once what a group's step or its weight is made from."""
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     largest = _largest(group)
-    smaller = f"Options(group_bytes={largest.numel * group.dtype.itemsize}): no more than {largest.name} at once"
+    smaller = (
+        f"{options_as(store, group_bytes=largest.numel * group.dtype.itemsize)}: no more than {largest.name} at once"
+    )
     if group.numel == largest.numel:
-        smaller = f"{group.name} cut into several parameters"
+        smaller = in_pieces(largest).text
     return DoesNotFit(
         tier=store.tiers[tier].name,
         moment=f"{why.moment} of {group.name}",
         needed_bytes=needed_bytes,
         available_bytes=store.tiers[tier].capacity_bytes,
         proven=why.proven,
-        remedies=(_larger(store, tier, needed_bytes), smaller, f"freeze {group.name}: it has no states then"),
+        remedies=(
+            larger(store, tier, needed_bytes),
+            smaller,
+            f"{_frozen([group])}: before chunked; it has no states then",
+        ),
     )
 
 
@@ -140,9 +161,9 @@ def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int)
         available_bytes=tier.capacity_bytes,
         proven=True,
         remedies=(
-            _larger(store, 1, needed_bytes),
-            f"nn.Embedding in place of HostEmbedding for {largest.name}, which may then be on any tier",
-            "freeze it: 2 bytes an element (4 in fp32) of the host in place of 16",
+            larger(store, 1, needed_bytes),
+            f"nn.Embedding in place of HostEmbedding for {largest.name}, whose table may then be on any tier",
+            f"{_frozen([largest])}: before chunked; 2 bytes an element (4 in fp32) in place of 16",
         ),
     )
 
@@ -181,13 +202,3 @@ def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
         "chunked(model, AdamW(...)) returns, with AdamW, Adam or SGD of ps_core; other changes belong inside "
         f"`with materialized(model, names=[{name!r}], write=True):`"
     )
-
-
-def _larger(store: Store, tier: int, needed_bytes: int) -> str:
-    asked, more, whose = store.budget(tier, needed_bytes)
-    return f"Budget({store.tiers[tier].name}={_rounded(asked)}): {_size(more)} more{whose}"
-
-
-def _rounded(count: int) -> str:
-    """A budget to write down, a little more than needed."""
-    return f'"{-(-count // MIB)}MiB"' if count > MIB else str(-(-count // 1024) * 1024)

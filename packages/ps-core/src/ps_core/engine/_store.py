@@ -20,6 +20,7 @@ from ps_core._program import Extent
 from ps_core.engine._device import Device
 from ps_core.engine._disk.file import DiskFile, Place
 from ps_core.engine._disk.streams import DISK_QUEUES
+from ps_core.engine._remedies import Given, larger, options_as
 from ps_core.engine._spare import Spare
 
 if TYPE_CHECKING:
@@ -104,7 +105,15 @@ class Home:
 class Store:
     """All tiers of one engine; keeps count of bytes."""
 
-    def __init__(self, device: Device, tiers: tuple[Tier, ...], *, poison: bool, file: DiskFile | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        tiers: tuple[Tier, ...],
+        *,
+        poison: bool,
+        file: DiskFile | None = None,
+        given: Given | None = None,
+    ) -> None:
         self.device = device
         self.file = file
         """The disk tier's, if there is one: it is the last tier."""
@@ -115,6 +124,7 @@ class Store:
         self.tiers = tiers
         self.whole = tiers
         """Those of the Budget, of which several models may have parts."""
+        self.given = given or Given()
         self.still = len(tiers) == 1
         """Nothing ever moves: parameters lie in their homes."""
         self.poison = poison
@@ -187,22 +197,15 @@ class Store:
         """What is left of a tier's budget, non-model bytes aside."""
         return self.tiers[tier].capacity_bytes - self.used_bytes[tier]
 
-    def budget(self, tier: int, needed: int) -> tuple[int, int, str]:
-        """What the Budget must be for so many bytes of a tier, how much more that is, and whose."""
-        part, whole = self.tiers[tier].capacity_bytes, self.whole[tier].capacity_bytes
-        if part == whole:
-            return needed, needed - whole, ""
-        asked = -(-needed * whole // max(1, part))
-        return asked, asked - whole, " for all models that share it"
-
     def _on_disk(self, tier: int, size: int) -> Slot:
         assert self.file is not None, "a disk tier has a file"
         return Slot(tier, -1, size, torch.empty(size, dtype=torch.uint8, device="meta"), place=self.file.reserve(size))
 
     def _too_small(self, tier: int, size: int) -> DoesNotFit:
         name, capacity = self.tiers[tier].name, self.tiers[tier].capacity_bytes
-        needed = max(self.used_bytes[tier] + size, capacity + 1)
-        asked, _, whose = self.budget(tier, needed)
+        needed = self.used_bytes[tier] + size
+        if needed <= capacity:  # there is room, but in pieces
+            needed = capacity + size
         return DoesNotFit(
             tier=name,
             moment="making room for gradients or copies",
@@ -210,9 +213,9 @@ class Store:
             available_bytes=capacity,
             proven=False,
             remedies=(
-                f"Budget({name}=...) of {asked:,} bytes{whose}",
-                "one backward pass between two steps, or accumulation_steps=2 for room planned ahead",
-                "a smaller Options.group_bytes: less is copied at a time",
+                larger(self, tier, needed),
+                "accumulation_steps=2, or as many backward passes as a step has: room for their sums is planned ahead",
+                f"{options_as(self, group_bytes=max(1, size // 4))}: less is copied at a time",
             ),
         )
 

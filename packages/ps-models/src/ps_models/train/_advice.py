@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from ps_core import DoesNotFit
 from ps_core._workloads.named import shape
 from ps_core._workloads.shapes import Family
 from ps_models.train._options import TrainOptions
+from ps_models.train._setup import budget_of
 
-_BUDGET = re.compile(r"""Budget\((device|host|disk)=(?:\.\.\.\)(?: of ([\d,]+) bytes)?|"?([^)"]*)"?\))""")
+_BUDGET = re.compile(r"""Budget\(((?:"[^"]*"|[^")])*)\)""")
+_ROW = re.compile(r"""(\w+)=(?:"([^"]*)"|([^",]+))""")
 _FIELD = re.compile(r"\bBudget\.(device|host|disk_dir|disk)\b")
 _OPTION = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk", "disk_dir": "--disk-dir"}
 _HALF = re.compile(r"(?:half the|a smaller) batch or sequence(.*)")
-_STRANGE = re.compile(r"\b(?:Budget|Options|chunked)\b|accumulation_steps|freeze ")
+_STRANGE = re.compile(r"\b(?:Budget|Options|chunked)\b|\bmodel\.|accumulation_steps|cut into several")
 """What nobody at a command line can do."""
 
 
-def in_options(text: str) -> str:
-    """A text in which budgets are called by their options."""
+def in_options(text: str, options: TrainOptions | None = None) -> str:
+    """A text in which budgets are called by their options: those that are otherwise than these."""
 
     def named(match: re.Match[str]) -> str:
-        size = (match[2] or match[3] or "").replace(",", "")
-        return f"{_OPTION[match[1]]} {size}".rstrip()
+        rows = {name: quoted or plain for name, quoted, plain in _ROW.findall(match[1])}
+        given = None if options is None else budget_of(options)
+        told = {name: size for name, size in rows.items() if size != str(getattr(given, name, ""))}
+        said = {name: "" if size == "..." else " " + shlex.quote(size) for name, size in told.items()}
+        return " ".join(_OPTION[name] + size for name, size in said.items())
 
     return _FIELD.sub(lambda match: _OPTION[match[1]], _BUDGET.sub(named, text))
 
@@ -30,11 +36,11 @@ def in_options(text: str) -> str:
 def advice(error: DoesNotFit, options: TrainOptions) -> str:
     """What does not fit, and the options that would help."""
     what = str(error).splitlines()[0]
-    found = [told for remedy in error.remedies for told in _remedy(remedy, options)]
+    found = [told for remedy in error.remedies for told in _remedy(remedy, options, error.needed_bytes)]
     return "; try ".join([what, *dict.fromkeys(found)])
 
 
-def _remedy(remedy: str, options: TrainOptions) -> list[str]:
+def _remedy(remedy: str, options: TrainOptions, needed_bytes: int) -> list[str]:
     """The engine's remedy as this command line has it, or what comes nearest; none where nothing does."""
     if "of ps_models" in remedy or remedy.startswith("HostEmbedding"):
         return _apart(remedy, options)
@@ -42,17 +48,17 @@ def _remedy(remedy: str, options: TrainOptions) -> list[str]:
     if half is not None:
         smaller = f"--batch {options.batch // 2}" if options.batch > 1 else f"--seq {max(2, options.seq // 2)}"
         return [smaller + half[1]]
-    if remedy.startswith("activation checkpointing"):
-        return [] if options.checkpointing else ["--checkpointing" + remedy.removeprefix("activation checkpointing")]
+    if remedy.startswith("x = torch.utils.checkpoint"):
+        return [] if options.checkpointing else ["--checkpointing: only one block's activations are there at a time"]
     if remedy.startswith("precision="):
         said = remedy.partition(":")[2]
         narrow = ["--precision bf16"] * (options.precision == "fp32") + ["--accumulate 1"] * (options.accumulate > 1)
         return [" ".join(narrow) + (f":{said}" if said else "")] if narrow else []
-    if remedy.startswith("freeze "):
-        return [] if options.disk is not None else ["--disk SIZE: room for what the computer's memory cannot hold"]
+    if "half of all parameters" in remedy and options.disk is None:
+        return [f"--disk {-(-needed_bytes // 2**20)}MiB: room for what the computer's memory cannot hold"]
     if remedy.startswith("a smaller model"):
         return ["a smaller --model" + remedy.removeprefix("a smaller model")]
-    told = in_options(remedy)
+    told = in_options(remedy, options)
     return [] if _STRANGE.search(told) else [told]
 
 

@@ -71,6 +71,9 @@ def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Mana
     if options.threads is not None:
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
     device = device_of(options)
+    budget = budget_of(options)
+    if budget.disk_dir is not None:
+        Path(budget.disk_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     overrides = {"vocabulary": found.vocabulary, "positions": found.positions, "tied_head": found.tied_head}
     if options.head_tiles > 1:
@@ -95,7 +98,7 @@ def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Mana
             groups=groups,
         ),
         device=device,
-        budget=_budget(options),
+        budget=budget,
         precision=options.precision,
         max_grad_norm=options.clip or None,
         accumulation_steps=options.accumulate,
@@ -112,12 +115,11 @@ def _is_vector(name: str, parameter: Any) -> bool:
     return found
 
 
-def _budget(options: TrainOptions) -> Budget:
+def budget_of(options: TrainOptions) -> Budget:
+    """The memory that the options allow."""
     folder = options.disk_dir
     if options.disk is not None and folder is None:
         folder = str(Path(options.out) / "disk")
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
     return Budget(device=options.device_memory, host=options.host_memory, disk=options.disk, disk_dir=folder)
 
 
