@@ -17,16 +17,21 @@ COMPILE = ("g++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unkno
 PROBLEMS = {1: "not all threads of a block reached a barrier", 2: "an access is not aligned to its width"}
 
 
-def build(text: str, kernels: Sequence[str], folder: Path, name: str) -> ctypes.CDLL:
-    """Compile a module for the CPU."""
+def build(text: str, kernels: Sequence[str], folder: Path, name: str, more: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile a module for the CPU, with more options."""
     entries = "\n".join(f"EMULATED({kernel})" for kernel in kernels)
     file = folder / f"{name}.cpp"
     file.write_text(f'{HEADER.read_text("utf-8")}\n#line 1 "{name}.cu"\n{text}\n{entries}\n', "utf-8")
     made, library = file.with_suffix(".o"), file.with_suffix(".so")
-    for command in ([*COMPILE, "-c", file, "-o", made], ["g++", "-shared", made, "-o", library]):
+    for command in ([*COMPILE, *more, "-c", file, "-o", made], ["g++", "-shared", made, "-o", library]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(library))
+
+
+def of_one_type() -> str:
+    """The step's source with kernels for bfloat16 gradients only: a third of the time to compile."""
+    return source("step").replace("\nPS_ALL(float32, float)", "").replace("\nPS_ALL(float16, Fp16)", "")
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 
+from _emulated import of_one_type
 from _nvrtc import Nvrtc, Resources, find, resources
-from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+from ps_kernels._cuda_source import KERNELS, OPTIONS, TUNINGS, Tuning, options, source
 
 ARCHITECTURES = {70: 12, 75: 13, 80: 13, 86: 13, 89: 13, 90: 13, 100: 13, 120: 13}
 """Compute capability, and the release that compiles for it; 12 is the last that knows 70."""
@@ -78,6 +79,31 @@ def test_accesses_are_wide(module: str, kernel: str, wide: dict[str, int]) -> No
         found = len(re.findall(rf"\b{re.escape(access)}\b", body))
         assert found >= count, (access, found)
         assert found % count == 0
+
+
+@pytest.mark.parametrize("packs", sorted({each.packs for each in TUNINGS}))
+def test_tunings(packs: int) -> None:
+    """As many reads before the first use as there are packs, past the caches, and nothing spilled."""
+    words = options("step", Tuning(packs=packs, past=3))
+    compiled = compiler(13).compile(of_one_type(), 90, (*words, VERBOSE))
+    assert "warning" not in compiled.log
+    kernel = "adam_bfloat16_bfloat16"
+    assert resources(compiled.log)[kernel].spill_bytes == 0
+    body = next(part for part in compiled.ptx.split(".entry ") if part.startswith(f"{kernel}("))
+    first = body[: body.index("sqrt.rn")]
+    assert first.count("ld.global.cs.v4.u32") == 3 * packs
+    assert first.count("ld.global.cs.v2.u32") == packs
+    assert body.count("st.global.cs.v4.u32") % (3 * packs) == 0
+    assert "st.global.v4" not in body
+
+
+def test_what_is_not_chosen_is_no_option() -> None:
+    """So what is compiled for most users is what it was, whatever could be chosen."""
+    assert options("step", Tuning()) == OPTIONS
+    assert options("step", Tuning(past=1, threads=512)) == (*OPTIONS, "-DPS_PAST=1", "-DPS_STEP_THREADS=512")
+    assert {options(module, each) for module in ("norm", "copy") for each in TUNINGS} == {OPTIONS}
+    assert TUNINGS[0] == Tuning()
+    assert len(set(map(str, TUNINGS))) == len(set(TUNINGS)) == len(TUNINGS)
 
 
 def test_a_warning_is_seen() -> None:

@@ -6,6 +6,7 @@ import mmap
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ps_kernels
-from _emulated import EmulatedLauncher, build
+from _emulated import EmulatedLauncher, build, of_one_type
 from ps_kernels import _api, _backends
 from ps_kernels._batch import check_batch
 from ps_kernels._cuda import CudaBackend, split
+from ps_kernels._cuda_source import OPTIONS, TUNINGS, Tuning, options
 from ps_kernels._order import AdamArguments
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: the emulation was not built")
@@ -111,6 +113,54 @@ def test_the_16_bit_parameters_may_overwrite_the_gradient(emulated: EmulatedLaun
         ps_kernels.adam_step(*those, those[3], step=3, lr=0.01)
     agree(bits, tensors, arrays)
     assert emulated.launched == [("adam_bfloat16_bfloat16", 1)]
+
+
+def tuned(packs: int, folder: Path) -> EmulatedLauncher:
+    """The step's kernels for bfloat16 gradients, which pass the caches by, with so many packs."""
+    more = set(options("step", Tuning(packs=packs, past=3))) - set(OPTIONS)
+    assert len(more) == 1 + (packs > 1)
+    kernels = [f"{kind}_bfloat16{out}" for kind in ("adam", "sgd") for out in ("_none", "_bfloat16", "_float16")]
+    built = build(of_one_type(), [*kernels, "accumulate_bfloat16"], folder, "step", sorted(more))
+    return EmulatedLauncher(libraries={"step": built})
+
+
+@pytest.mark.parametrize("packs", sorted({each.packs for each in TUNINGS}))
+def test_no_tuning_changes_a_bit(packs: int, bits: Bits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, numpy = tuned(packs, tmp_path), _backends.load("numpy")
+    tunings = [each for each in TUNINGS if each.packs == packs]
+    for tuning, out_kind in product(tunings, OUTS[:2]):
+        backends = {"torch": CudaBackend(launcher, tuning), "numpy": numpy}
+        monkeypatch.setattr(_api, "choose", lambda like, wanted, backends=backends: backends[like.library])
+        for numel, offset in product((7, 5003), (0, 1)):
+            tensors = [drawn(numel, offset, seed) for seed in range(3)]
+            tensors[2].abs_()
+            tensors += [drawn(numel, offset, 7, torch.bfloat16)]
+            tensors += [drawn(numel, offset, 8, out_kind)] if out_kind else []
+            arrays = [as_numpy(each) for each in tensors]
+            for those in (tensors, arrays):
+                ps_kernels.adam_step(*those, step=2, lr=0.01, weight_decay=0.1, grad_scale=0.3)
+                ps_kernels.sgd_step(those[0], those[1], *those[3:], lr=0.1, momentum_decay=0.9, weight_decay=0.1)
+                ps_kernels.sgd_step(those[0], None, *those[3:], lr=0.1)
+                ps_kernels.accumulate(those[2], those[3], scale=0.25)
+            agree(bits, tensors, arrays)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+def test_blocks_are_enough_and_no_more(launcher: EmulatedLauncher, tuning: Tuning) -> None:
+    class Counting:
+        grids: list[tuple[int, int]] = []  # noqa: RUF012 - one test's
+
+        def launch(self, kernel: object, grid: tuple[int, int], arguments: object, on: object) -> None:
+            self.grids.append(grid)
+
+        def multiprocessors(self, on: object) -> int:
+            return 3
+
+    backend, a_block = CudaBackend(Counting(), tuning), tuning.threads * 4 * tuning.packs
+    for numel, blocks in ((1, 1), (a_block, 1), (a_block + 4, 2), (1000 * a_block, 1000)):
+        tensors = [torch.empty(numel, device="meta") for _ in range(2)]
+        backend.accumulate(*tensors, 1.0)
+        assert Counting.grids[-1] == (min(blocks, 3 * tuning.blocks), tuning.threads)
 
 
 @settings(max_examples=40)

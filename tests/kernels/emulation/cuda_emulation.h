@@ -23,6 +23,16 @@ struct Dimension {
 };
 static Dimension gridDim, blockDim, blockIdx, threadIdx;
 
+struct alignas(16) uint4 {
+    unsigned int x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned int x, y;
+};
+/* What caches are to keep is nothing to the CPU. */
+template <typename T> static inline T __ldcs(const T *from) { return *from; }
+template <typename T> static inline void __stcs(T *into, T value) { *into = value; }
+
 static inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
 static inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -19,9 +19,10 @@ from torch import Tensor
 from ps_kernels._batch import Batch
 from ps_kernels._compile import cache_folder
 from ps_kernels._cuda_launch import CupyLauncher
+from ps_kernels._cuda_source import Tuning
 from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
 
-_STEP_THREADS, _NORM_THREADS, _COPY_THREADS = 256, 512, 256
+_NORM_THREADS, _COPY_THREADS = 512, 256
 _TILE = 1 << 14
 """Bytes, or elements to be cast, that a thread block copies at a time; as in copy.cu."""
 _THREADS_A_MULTIPROCESSOR = 8 * 2048
@@ -46,8 +47,9 @@ class Launcher(Protocol):
 class CudaBackend:
     """Kernels of this package, started by a launcher."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    def __init__(self, launcher: Launcher, tuning: Tuning | None = None) -> None:
+        """``tuning``: the launcher's, for the two go together."""
+        self._launcher, self._tuning = launcher, tuning or Tuning()
 
     def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
         """One step on parameter, momentum and variance."""
@@ -78,8 +80,7 @@ class CudaBackend:
         if numel:
             head, groups = split(numel, (accumulator, grad))
             arguments = (accumulator.data_ptr(), grad.data_ptr(), numel, head, groups, float(scale))
-            blocks = -(-max(groups, numel - 4 * groups) // _STEP_THREADS)
-            self._launch(("step", f"accumulate_{_name(grad)}"), (blocks, _STEP_THREADS), arguments, grad)
+            self._launch_step(f"accumulate_{_name(grad)}", arguments, numel, groups, grad)
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
         """Copy the tensors into the chunk, or the other way round, in one launch; the host waits for nothing."""
@@ -124,15 +125,26 @@ class CudaBackend:
         head, groups = split(numel, [each for each in every if each is not None])
         addresses = [0 if each is None else each.data_ptr() for each in every]
         arguments = (*addresses, numel, head, groups, *(float(each) for each in scalars))
-        blocks = -(-max(groups, numel - 4 * groups) // _STEP_THREADS)
         name = f"{kind}_{_name(grad)}_{'none' if out is None else _name(out)}"
-        self._launch(("step", name), (blocks, _STEP_THREADS), arguments, grad)
+        self._launch_step(name, arguments, numel, groups, grad)
+
+    def _launch_step(self, name: str, arguments: Sequence[Argument], numel: int, groups: int, on: Tensor) -> None:
+        """So many blocks that each thread has a turn at least; see [Note: tuning] in step.cu."""
+        tuning = self._tuning
+        blocks = -(-max(-(-groups // tuning.packs), numel - 4 * groups) // tuning.threads)
+        self._launch(("step", name), (blocks, tuning.threads), arguments, on, tuning.blocks)
 
     def _launch(
-        self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[Argument], on: Tensor
+        self,
+        kernel: tuple[str, str],
+        grid: tuple[int, int],
+        arguments: Sequence[Argument],
+        on: Tensor,
+        most: int | None = None,
     ) -> None:
+        """At most so many blocks for each multiprocessor."""
         blocks, threads = grid
-        most = self._launcher.multiprocessors(on) * (_THREADS_A_MULTIPROCESSOR // threads)
+        most = self._launcher.multiprocessors(on) * (most or _THREADS_A_MULTIPROCESSOR // threads)
         self._launcher.launch(kernel, (min(blocks, most), threads), arguments, on)
 
 

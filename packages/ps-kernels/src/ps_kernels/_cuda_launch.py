@@ -2,7 +2,7 @@
 
 [Note: denormals and CuPy]
 CuPy appends ``-ftz=true`` to the options of every module that it compiles from a source, and the last one counts: then
-denormals are flushed, whatever OPTIONS say. So its compiler is called a step lower, where nothing is appended but the
+denormals are flushed, whatever we say. So its compiler is called a step lower, where nothing is appended but the
 architecture, and the modules are loaded as binaries, which are kept here instead of in CuPy's own cache.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from hashlib import sha256
 from importlib import import_module
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ps_kernels._compile import cache_folder
-from ps_kernels._cuda_source import KERNELS, OPTIONS, source
+from ps_kernels._cuda_source import KERNELS, Tuning, options, source
 
 
 class _Handle:
@@ -40,7 +40,8 @@ class _Handle:
 class CupyLauncher:
     """Kernels compiled when first used, and kept on disk for the next process; see [Note: denormals and CuPy]."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning | None = None) -> None:
+        self._tuning = tuning or Tuning()
         self._cupy: Any = import_module("cupy")  # it has no types
         self._modules: dict[tuple[int, str], Any] = {}
         self._functions: dict[tuple[int, str, str], Any] = {}
@@ -61,11 +62,11 @@ class CupyLauncher:
         """How many multiprocessors the tensor's device has."""
         return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
 
-    def warm(self, index: int) -> Iterator[tuple[str, float]]:
+    def warm(self, index: int, modules: Iterable[str] = tuple(KERNELS)) -> Iterator[tuple[str, float]]:
         """Compile all for a device, or load them from the disk; each and its seconds, a module's in the first."""
         with self._cupy.cuda.Device(index):
-            for module, names in KERNELS.items():
-                for name in names:
+            for module in modules:
+                for name in KERNELS[module]:
                     start = time.perf_counter()
                     self._function(index, module, name)
                     yield name, time.perf_counter() - start
@@ -84,12 +85,13 @@ class CupyLauncher:
         """The file with a module's machine code; its name says all that it depends on."""
         cuda, text = self._cupy.cuda, source(module)
         capability = cuda.Device(index).compute_capability
-        facts = (text, OPTIONS, capability, cuda.nvrtc.getVersion(), self._cupy.__version__)
+        words = options(module, self._tuning)
+        facts = (text, words, capability, cuda.nvrtc.getVersion(), self._cupy.__version__)
         name = f"{module}-sm{capability}-{sha256(repr(facts).encode()).hexdigest()[:16]}.cubin"
         path = cache_folder() / name
         if path.is_file():
             return path
-        code, _ = cuda.compiler.compile_using_nvrtc(text, OPTIONS)
+        code, _ = cuda.compiler.compile_using_nvrtc(text, words)
         try:
             return _keep(code, path)
         except OSError:  # nothing can be written there: it is for this process alone

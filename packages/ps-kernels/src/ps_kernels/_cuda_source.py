@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 _FLOATS, _OUTS = ("float32", "bfloat16", "float16"), ("none", "bfloat16", "float16")
@@ -18,8 +19,59 @@ KERNELS = {
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 """One rounding an operation, to nearest; denormals kept."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How steps and accumulation go through memory; no choice changes a bit. See [Note: tuning] in step.cu."""
+
+    packs: int = 1
+    """Groups of four that a thread has on their way at once."""
+    past: int = 0
+    """Caches are told not to keep what is 1: read, 2: written, 3: both."""
+    threads: int = 256
+    """Of a block."""
+    blocks: int = 64
+    """At most so many for each multiprocessor; beyond, they take turns."""
+
+    def __str__(self) -> str:
+        ways = ("", "reads past caches", "writes past caches", "past caches")
+        grid = "each thread once" if self.blocks >= ONCE else f"{self.blocks} blocks"
+        words = (f"{4 * self.packs} elements", ways[self.past], f"{self.threads} threads", grid)
+        return ", ".join(word for word in words if word)
+
+
+ONCE = 1 << 20
+"""So many blocks for each multiprocessor that none takes a second turn."""
+_MANY = {"packs": 2, "past": 3}
+TUNINGS = (
+    Tuning(),
+    Tuning(blocks=5),
+    Tuning(blocks=10),
+    Tuning(blocks=ONCE),
+    Tuning(past=2),
+    Tuning(past=3),
+    Tuning(past=3, blocks=ONCE),
+    Tuning(packs=2),
+    Tuning(packs=2, blocks=ONCE),
+    Tuning(**_MANY),
+    Tuning(**_MANY, blocks=5),
+    Tuning(**_MANY, blocks=ONCE),
+    Tuning(**_MANY, threads=128, blocks=ONCE),
+    Tuning(packs=4, past=3, threads=128),
+)
+"""What a benchmark on a device chooses from; the first is what runs otherwise."""
+
 _FOLDER = Path(__file__).parent / "cuda"
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
+
+
+def options(module: str, tuning: Tuning) -> tuple[str, ...]:
+    """A module's, with what is chosen of it: nothing, if that is what its source has by itself."""
+    if module != "step":
+        return OPTIONS
+    chosen = {"PS_PACKS": "packs", "PS_PAST": "past", "PS_STEP_THREADS": "threads"}
+    differ = {name: field for name, field in chosen.items() if getattr(tuning, field) != getattr(Tuning(), field)}
+    return (*OPTIONS, *(f"-D{name}={getattr(tuning, field)}" for name, field in differ.items()))
 
 
 def source(module: str) -> str:
