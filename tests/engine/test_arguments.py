@@ -70,6 +70,17 @@ def test_a_pattern_of_no_parameter_is_said(pattern: str, meant: str | None, capl
     assert caplog.messages == ([] if meant == "" else [expected])
 
 
+@pytest.mark.parametrize("pattern", ["0.weight", "1.weight", "1.*"])
+def test_a_tied_parameter_is_kept_by_any_of_its_names(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with caplog.at_level("INFO", "ps_core"):
+        chunked(model, None, budget=Budget(host="1MiB"), options=Options(keep_fp32=(pattern,)))
+    assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float32, torch.bfloat16]
+    assert not caplog.messages
+    release(model)
+
+
 def test_a_group_of_no_parameter_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """One that is empty for others come first is, too."""
     texts = ("nrom", "norm", "norm.weight", "bias")

@@ -44,7 +44,7 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(operators, "_LENGTHS", (16, 64))
     monkeypatch.setattr(operators, "_BENT", (8, 64))
     monkeypatch.setattr(_calibrate, "_ROUNDS", 1)
-    monkeypatch.setattr(_calibrate, "_OWN", ())  # of so little they may be lost in noise
+    monkeypatch.setattr(_calibrate, "_OWN", {"cpu": ()})  # of so little they may be lost in noise
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _calibrate.main() == 0
     text = capsys.readouterr().out
@@ -85,6 +85,23 @@ def test_what_cannot_be_nothing_is_measured_again_and_never_written(
         assert said.err.startswith("tensor_overhead_s came out as 0, twice: ")
     else:
         assert machine_from_toml(said.out).tensor_overhead_s == 3e-6
+
+
+@pytest.mark.parametrize(("tries", "status"), [((0.0, 3e-6), 0), ((0.0, 0.0), 1)])
+def test_nor_on_a_card(
+    tries: tuple[float, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of which only the moments' own work is measured; what stays as the built-in machine has it may be nothing."""
+    usual = replace(MACHINES["a100-80"], tensor_overhead_s=0.0)
+    found = [(replace(usual, moment_overhead_s=seconds), []) for seconds in tries]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_calibrate, "calibrate", lambda device: found.pop(0))
+    assert _calibrate.main() == status
+    said = capsys.readouterr()
+    assert not found
+    assert bool(said.out) is not bool(status)
+    assert said.err.startswith("moment_overhead_s came out as 0, twice: ") is bool(status)
 
 
 def test_products_and_elements_are_told_apart() -> None:

@@ -141,6 +141,6 @@ def test_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         calibrate(lambda command: nothing(("python",)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "torch" else None)
     with pytest.raises(
-        InvalidInput, match="ps_kernels is not installed: pip install packages/ps-kernels, in the folder of the clone"
+        InvalidInput, match=r"ps_kernels is not installed: in the folder of the clone, pip install packages/ps-kernels$"
     ):
         calibrate(nothing)

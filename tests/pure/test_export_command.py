@@ -36,7 +36,7 @@ def test_what_the_engine_is_asked_for(
     ("there", "words"),
     [
         ((), "pstar export needs torch: pip install torch\n"),
-        (("torch",), "needs ps_kernels: pip install packages/ps-kernels, in the folder of the clone\n"),
+        (("torch",), "needs ps_kernels: in the folder of the clone, pip install packages/ps-kernels\n"),
     ],
 )
 def test_without_what_it_needs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def how_to_install(library: str) -> str:
-    """In words, by the name it is imported by; no package index has those of this project."""
+    """In words that end in the command, by the name it is imported by; no package index has those of this project."""
     if library.startswith("ps_"):
-        return f"pip install packages/{library.replace('_', '-')}, in the folder of the clone"
+        return f"in the folder of the clone, pip install packages/{library.replace('_', '-')}"
     return f"pip install {library}"

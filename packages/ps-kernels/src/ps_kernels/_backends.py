@@ -68,7 +68,7 @@ def backends() -> dict[str, str]:
 @cache
 def _cuda() -> str:
     """Whether there are CUDA kernels; loads PyTorch only where CuPy is installed, too. Looked up once a process."""
-    for library, packages in (("torch", "torch"), ("cupy", "cupy-cuda13x, for CUDA 12 cupy-cuda12x")):
+    for library, packages in (("torch", "torch"), ("cupy", "cupy-cuda13x (for CUDA 12 cupy-cuda12x)")):
         if find_spec(library) is None:
             return f"{library} is not installed: pip install {packages}"
     why_not: str | None = import_module("ps_kernels._cuda").why_not()

@@ -23,8 +23,11 @@ from ps_core.engine._calibration.operators import Operators
 from ps_core.engine._calibration.probes import BUSY, Row, collect, steadiness
 
 _ROUNDS = 12
-_OWN = ("moment_overhead_s", "tensor_overhead_s", "instruction_overhead_s", "move_overhead_s")
-"""What the engine's own work takes, found as differences of times: 0 where noise was larger than they are."""
+_OWN = {
+    "cpu": ("moment_overhead_s", "tensor_overhead_s", "instruction_overhead_s", "move_overhead_s"),
+    "cuda": ("moment_overhead_s",),
+}
+"""What work besides the model's takes, by device: found as differences of times, 0 where noise was larger."""
 
 
 def calibrate(device: torch.device, between: Callable[[], object] | None = None) -> tuple[Machine, list[str]]:
@@ -123,7 +126,7 @@ def main() -> int:
     lost: list[str] = []
     for _ in range(2):
         found, more = calibrate(device)
-        lost = [name for name in _OWN if device.type == "cpu" and not getattr(found, name)]
+        lost = [name for name in _OWN[device.type] if not getattr(found, name)]
         if not lost:
             sys.stdout.write("".join(f"# {line}\n" for line in more) + found.to_toml())
             return 0

@@ -20,7 +20,7 @@ from ps_core.engine._embedding import host_tables
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import Management
 from ps_core.engine._optimizer import FIXED, ChunkedOptimizer
-from ps_core.engine._packing import DTYPES, Packing, pack
+from ps_core.engine._packing import DTYPES, Packing, all_names, pack
 from ps_core.engine._parameter import ManagedParameter
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._placing import fill, place
@@ -86,7 +86,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
             raise
         sharing.join(engine)
     if collectives is None or collectives.process == 0:
-        say_unmatched(type(model).__name__, packing.records, options, front)
+        names = [name for tied in all_names(model).values() for name in tied]
+        say_unmatched(type(model).__name__, names, options, front)
     return model, front
 
 

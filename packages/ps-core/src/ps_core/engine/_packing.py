@@ -62,6 +62,14 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
+def all_names(model: nn.Module) -> dict[int, list[str]]:
+    """Of each parameter, by its identity; a tied one has several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
 def pack(
     model: nn.Module,
     options: Options,
@@ -77,11 +85,13 @@ def pack(
     limit = _group_numel(model, options, precision, device_bytes, tables)
     runs: dict[_Sort, GroupRecord] = {}
     places = {name: index for index, (name, _) in enumerate(named(model))}
-    owners = _owners(model)
+    owners, names = _owners(model), all_names(model)
     for unit in _units(model):
         sorts: dict[_Sort, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit:
-            kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in options.keep_fp32)
+            kept = any(
+                fnmatch.fnmatchcase(each, pattern) for each in names[id(parameter)] for pattern in options.keep_fp32
+            )
             dtype = torch.float32 if kept else DTYPES[precision]
             fixed = 1 if name in tables else 0 if kept and precision is not Precision.FP32 else None
             sorts.setdefault(_Sort(training and parameter.requires_grad, dtype, fixed), []).append((name, parameter))

@@ -71,8 +71,8 @@ class HuggingFace:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
             raise InvalidInput(
-                f"--tokenizer: {str(path)!r} needs the package tokenizers ({how_to_install('tokenizers')}); allowed "
-                "without it is bytes"
+                f"--tokenizer: {str(path)!r} needs the package tokenizers; allowed without it is bytes; to have it: "
+                f"{how_to_install('tokenizers')}"
             ) from None
         try:
             written = path.read_bytes()

@@ -171,8 +171,8 @@ def check_installed(options: TrainOptions) -> None:
     """`InvalidInput` if ``--log`` names what is not there, before anything else is done."""
     if options.log is not None and importlib.util.find_spec(_NEEDS[options.log]) is None:
         raise InvalidInput(
-            f"--log: found {options.log!r}, which is not installed ({how_to_install(_NEEDS[options.log])}); allowed "
-            "without it is to leave --log out"
+            f"--log: found {options.log!r}, which is not installed; allowed without it is to leave --log out; to have "
+            f"it: {how_to_install(_NEEDS[options.log])}"
         )
 
 
