@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ps_kernels
+from ps_kernels._backends import load
+from ps_kernels._cuda_source import TUNINGS, Tuning
+from ps_kernels._order import AdamArguments
 
 MIB = 1 << 20
 Row = dict[str, Any]
@@ -46,12 +53,24 @@ class Scale:
 DRY = Scale(device="cpu", parameters=4096, copied=4096, tensor=16, link_bytes=(4096, 1024), rounds=1, warm_ups=0)
 
 
-def seconds(scale: Scale, work: Callable[[], object]) -> float:
+class Taken(float):
+    """The median of some times, and these, round by round."""
+
+    times: list[float]
+
+    @classmethod
+    def of(cls, times: list[float]) -> Taken:
+        made = cls(statistics.median(times))
+        made.times = times
+        return made
+
+
+def seconds(scale: Scale, work: Callable[[], object]) -> Taken:
     """The median time on the device."""
     return alternated(scale, work)[0]
 
 
-def alternated(scale: Scale, *works: Callable[[], object]) -> list[float]:
+def alternated(scale: Scale, *works: Callable[[], object]) -> list[Taken]:
     """Each one's median time on the device; they take turns, so that a change of clocks is everyone's.
 
     The device idles a while before each, so that the host is ahead and is not timed.
@@ -62,7 +81,7 @@ def alternated(scale: Scale, *works: Callable[[], object]) -> list[float]:
             elapsed = once(scale, work)
             if index >= 0:
                 taken.append(elapsed)
-    return [statistics.median(taken) for taken in times]
+    return [Taken.of(taken) for taken in times]
 
 
 def once(scale: Scale, work: Callable[[], object]) -> float:
@@ -79,7 +98,7 @@ def once(scale: Scale, work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
-def host_seconds(scale: Scale, work: Callable[[], object]) -> float:
+def host_seconds(scale: Scale, work: Callable[[], object]) -> Taken:
     """The median time until the host can go on."""
     times = []
     for _ in range(scale.rounds):
@@ -90,18 +109,29 @@ def host_seconds(scale: Scale, work: Callable[[], object]) -> float:
         times.append(time.perf_counter() - start)
     if scale.device == "cuda":
         torch.cuda.synchronize()
-    return statistics.median(times)
+    return Taken.of(times)
 
 
-def row(name: str, elapsed: float, moved_bytes: float, yardstick: float | None = None) -> Row:
+def row(name: str, elapsed: Taken, moved_bytes: float, yardstick: float | None = None) -> Row:
     """One line of the table: ``yardstick`` is the rate, in bytes a second, to which the row's is compared."""
     rate = moved_bytes / elapsed
     return {
         "name": name,
         "ms": elapsed * 1e3,
+        "ms_range": [min(elapsed.times) * 1e3, max(elapsed.times) * 1e3],
         "GB/s": rate / 1e9,
         "ratio": None if yardstick is None else rate / yardstick,
     }
+
+
+def in_turns(names: Sequence[str], times: list[Taken], moved_bytes: float) -> list[Row]:
+    """Rows of what took turns, beside the first of them: medians, and the range of the rounds' own ratios."""
+    rows = []
+    for name, taken in zip(names, times, strict=True):
+        ratios = [first / mine for first, mine in zip(times[0].times, taken.times, strict=True)]
+        made = row(name, taken, moved_bytes)
+        rows.append(made | {"ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]})
+    return rows
 
 
 def drawn(scale: Scale, numel: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -144,8 +174,66 @@ def adams(scale: Scale) -> list[Row]:
         "torch fused AdamW and two casts, the same job", "adam, 16-bit arrays one element off",
     )  # fmt: skip
     times = alternated(scale, lambda: target.copy_(source), ours(0), fused, the_same_job, ours(1))
-    rows = [row(name, taken, 28 * n, 28 * n / times[0]) for name, taken in zip(names, times, strict=True)]
-    return [{**each, "parameters/s": n * 1e3 / each["ms"]} for each in rows]
+    return [{**each, "parameters/s": n * 1e3 / each["ms"]} for each in in_turns(names, times, 28 * n)]
+
+
+def tunings(scale: Scale) -> list[Row]:
+    """Every way for Adam to go through memory, in turns with a copy of as many bytes; all must give the same bits."""
+    ways = [(str(tuning), tuned(scale, tuning)) for tuning in TUNINGS[: None if scale.device == "cuda" else 2]]
+    compile_all(scale, [backend for _, backend in ways])
+    wrong = differing(scale, ways)
+    n, source = scale.parameters, drawn(scale, scale.parameters * 7 // 2)
+    target, arrays = torch.empty_like(source), adam_arrays(scale, n)
+    times = alternated(scale, lambda: target.copy_(source), *(partial(one_adam, each, arrays) for _, each in ways))
+    names = ["a copy of as many bytes", *(f"adam, {name}" for name, _ in ways)]
+    return in_turns(names, times, 28 * n) + [{"name": f"OTHER BITS: {name}"} for name in wrong]
+
+
+def tuned(scale: Scale, tuning: Tuning) -> Any:
+    """The kernels, so compiled; on the CPU what there is."""
+    if scale.device == "cpu":
+        return load("torch")
+    from ps_kernels._cuda import CudaBackend, CupyLauncher
+
+    return CudaBackend(CupyLauncher(tuning), tuning)
+
+
+def compile_all(scale: Scale, backends: list[Any]) -> None:
+    """At the same time, for a compiler uses one processor and there are many."""
+    if scale.device == "cuda":
+        with ThreadPoolExecutor() as pool:
+            for each in [pool.submit(lambda one: list(one._launcher.warm(0, ["step"])), one) for one in backends]:
+                each.result()
+
+
+def adam_arrays(scale: Scale, numel: int) -> list[torch.Tensor]:
+    """Parameters, states, gradient and 16-bit copy."""
+    singles = [drawn(scale, numel) for _ in range(3)]
+    return [
+        *singles,
+        drawn(scale, numel, torch.bfloat16),
+        torch.empty(numel, dtype=torch.bfloat16, device=scale.device),
+    ]
+
+
+def one_adam(backend: Any, arrays: list[torch.Tensor]) -> None:
+    """A step by these kernels, whose arguments nobody checks."""
+    numbers = AdamArguments(
+        step=10, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, grad_scale=1.0
+    )
+    backend.adam(tuple(arrays[:3]), arrays[3], arrays[4], numbers.scalars())
+
+
+def differing(scale: Scale, ways: list[tuple[str, Any]]) -> list[str]:
+    """Those whose results are not the first one's to the bit."""
+    start = adam_arrays(scale, 1_000_003 if scale.device == "cuda" else 1003)
+    results = []
+    for _, backend in ways:
+        arrays = [each.clone() for each in start]
+        one_adam(backend, arrays)
+        results.append(arrays)
+    same = [all(map(torch.equal, results[0], each)) for each in results]
+    return [name for (name, _), good in zip(ways, same, strict=True) if not good]
 
 
 def optimizers(scale: Scale, copy: float) -> list[Row]:
@@ -220,9 +308,9 @@ def links(scale: Scale) -> list[Row]:
     return [*rows, row(f"both ways at once, {big // 2} bytes each", elapsed, big // 2 * 2)]
 
 
-def both_ways(scale: Scale, *pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
+def both_ways(scale: Scale, *pairs: tuple[torch.Tensor, torch.Tensor]) -> Taken:
     if scale.device == "cpu":
-        return once(scale, lambda: [into.copy_(source) for into, source in pairs])
+        return Taken.of([once(scale, lambda: [into.copy_(source) for into, source in pairs])])
     streams = [torch.cuda.Stream() for _ in pairs]  # type: ignore[no-untyped-call]
 
     def work() -> None:
@@ -247,7 +335,12 @@ def measured(scale: Scale, keep: Callable[[list[Row]], None]) -> list[Row]:
         found, copy = copy_rate(scale)
         return [found]
 
-    parts: list[Callable[[], list[Row]]] = [copies, partial(adams, scale), partial(links, scale)]
+    parts: list[Callable[[], list[Row]]] = [
+        copies,
+        partial(adams, scale),
+        partial(tunings, scale),
+        partial(links, scale),
+    ]
     parts += [lambda: optimizers(scale, copy), lambda: norms(scale, copy), lambda: chunks(scale, copy)]
     for part in parts:
         try:
@@ -269,7 +362,18 @@ def show(rows: list[Row]) -> None:
             print("FAILED", each["name"], flush=True)
             continue
         ratio = "" if each["ratio"] is None else f"{each['ratio']:8.3f}"
-        print(f"{each['name']:50}{each['ms']:10.3f} ms{each['GB/s']:10.1f} GB/s{ratio}", flush=True)
+        ratio += " ({:.3f} to {:.3f})".format(*each["ratio_range"]) if "ratio_range" in each else ""
+        print(f"{each['name']:62}{each['ms']:10.3f} ms{each['GB/s']:10.1f} GB/s{ratio}", flush=True)
+
+
+def versions() -> dict[str, str | None]:
+    """What the figures are of."""
+    names = ("torch", "cupy-cuda13x", "cupy-cuda12x", "numpy", "nvidia-cuda-nvrtc")
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def main() -> int:
@@ -283,9 +387,9 @@ def main() -> int:
     print(*ps_kernels.warm(), sep="\n")
     found: dict[str, Any] = {
         "device": "none" if options.dry_run else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
         "parameters": scale.parameters,
+        "rounds": scale.rounds,
+        **versions(),
     }
 
     def keep(rows: list[Row]) -> None:
