@@ -242,6 +242,40 @@ def test_the_likeliest_tokens_come_one_after_the_other(name: str) -> None:
     assert torch.equal(found, expected)
 
 
+def test_a_classifier_has_no_head_to_cut() -> None:
+    config = GPTConfig(shape=replace(gpt(2, 32, heads=4, vocabulary=50, positions=16), tied_head=False), head_tiles=4)
+    with pytest.raises(InvalidInput, match="head_tiles=4: a GPTClassifier has no head of words"):
+        GPTClassifier(config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-10m"])
+def test_logits_of_the_last_tokens(name: str) -> None:
+    model, ids = make(name).eval(), tokens(6)
+    whole = model(ids).logits
+    for count in (1, 3, 6, 9):
+        kept = model(ids, logits_to_keep=count).logits
+        assert kept.shape[1] == min(count, 6)
+        torch.testing.assert_close(kept, whole[:, -count:])
+    with pytest.raises(InvalidInput, match="logits_to_keep must be at least 0"):
+        model(ids, logits_to_keep=-1)
+
+
+def test_a_long_text_is_sampled_where_its_logits_would_not_fit() -> None:
+    """A head in tiles that trains within the budget, too."""
+    words, length = 8192, 64
+    shape = {"layers": 1, "hidden": 32, "heads": 2, "vocabulary": words, "positions": length, "tied_head": False}
+    budget = Budget(device="512KiB", host="64MiB")
+    model = build("gpt2", "meta", head_tiles=16, cpu_embedding=True, loss_chunk_tokens=8, **shape)
+    chunked(model, AdamW(), device="emulated", budget=budget, options=Options(group_bytes=2**15))
+    ids = torch.randint(words, (1, length))
+    try:
+        assert model.generate(ids[:, :-3], 3, temperature=0).shape == ids.shape
+        with torch.no_grad(), pytest.raises(DoesNotFit):
+            model(ids)
+    finally:
+        release(model)
+
+
 def test_sampling_repeats_with_its_generator_and_keeps_to_the_likeliest() -> None:
     model, ids = make("gpt2"), tokens(4)
     one, two, other = (model.generate(ids, 8, generator=torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))

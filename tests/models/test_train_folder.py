@@ -14,7 +14,7 @@ import pytest
 from _trainer import data, numbers, rows, train
 from ps_core import DoesNotFit
 from ps_core._units import format_bytes
-from ps_models.train import TrainOptions, main
+from ps_models.train import TrainOptions, _sample, main
 from ps_models.train._advice import advice, in_options
 from test_train import BUDGET, at_step, checkpoints, kill_at_once
 
@@ -157,6 +157,19 @@ def test_what_does_not_fit_names_the_options(tmp_path: Path, capsys: Capture) ->
         assert found is not None
         memory = found
     raise AssertionError("what is told is never enough")
+
+
+def test_a_sample_that_does_not_fit_ends_no_training(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(*_: object) -> str:
+        raise DoesNotFit(
+            tier="device", moment="a word", needed_bytes=2, available_bytes=1, proven=True, remedies=("x",)
+        )
+
+    monkeypatch.setattr(_sample, "written", written)
+    assert train(tmp_path / "run", "--steps", 1, "--sample", 3) == 0
+    assert "\nsample: none, does not fit: device needs 2 bytes at 'a word', " in capsys.readouterr().out
 
 
 def test_every_tier_likewise(tmp_path: Path, capsys: Capture) -> None:

@@ -28,8 +28,8 @@ class LanguageModel(Protocol):
     def train(self, mode: bool = True) -> Any:
         """Set it."""
 
-    def __call__(self, input_ids: Tensor) -> Any:
-        """What has ``logits`` of shape blv."""
+    def __call__(self, input_ids: Tensor, *, logits_to_keep: int) -> Any:
+        """What has ``logits`` of the last so many tokens, of shape blv."""
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def generate(
     try:
         ended = torch.zeros(len(input_ids), 1, dtype=torch.bool, device=input_ids.device)
         for _ in range(max_new_tokens):
-            logits_bv = self(input_ids[:, -self.config.shape.positions :]).logits[:, -1].float()
+            logits_bv = self(input_ids[:, -self.config.shape.positions :], logits_to_keep=1).logits[:, -1].float()
             new = _draw(logits_bv, temperature, top_k, generator)
             if end_token is not None:
                 new = new.masked_fill(ended, end_token)

@@ -58,8 +58,11 @@ def head_loss(
     return apply(x_nh, table_vh, bias_v, labels_n, rows, torch.is_grad_enabled()), None
 
 
-def all_logits(x_blh: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    """Of every token, shape blv."""
+def all_logits(x_blh: Tensor, tables: Sequence[Tensor], last: int = 0) -> Tensor:
+    """Of every token, or of the last so many of each row; shape blv."""
+    if last < 0:
+        raise InvalidInput(f"logits_to_keep must be at least 0 (of all tokens), found {last}")
+    x_blh = x_blh[:, -last:] if last else x_blh
     parts = [functional.linear(x_blh, table_vh) for table_vh in tables]
     return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ps_core import InvalidInput
 from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import GPT2_FILES
@@ -171,17 +172,19 @@ class GPT(Pretrained):
         attention_mask: Tensor | None = None,
         *,
         return_logits: bool = False,
+        logits_to_keep: int = 0,
     ) -> GPTOutput:
         """Without labels: logits of the token after each one. With labels, usually the input itself: the loss.
 
         Labels are shifted here: the logits at a token are held against the label of the next. Those of -100 do not
         count. ``attention_mask`` is 0 where a token is padding. With labels, logits are made a chunk at a time and not
-        returned, unless ``return_logits`` or the config's ``loss_chunk_tokens`` say otherwise.
+        returned, unless ``return_logits`` or the config's ``loss_chunk_tokens`` say otherwise. Without labels
+        ``logits_to_keep=1`` makes those of the last token only; 0 those of all.
         """
         x_blh, balance = self.transformer(input_ids, attention_mask)
         tables = words(self.lm_head, self.transformer.wte)
         if labels is None:
-            return GPTOutput(logits=all_logits(x_blh, tables))
+            return GPTOutput(logits=all_logits(x_blh, tables, logits_to_keep))
         return GPTOutput(
             *language_loss(x_blh, tables, labels, self.config, balance=balance, return_logits=return_logits)
         )
@@ -196,6 +199,11 @@ class GPTClassifier(Pretrained):
     classifies = True
 
     def __init__(self, config: GPTConfig, classes: int = 2) -> None:
+        if config.head_tiles > 1:
+            raise InvalidInput(
+                f"head_tiles={config.head_tiles}: a GPTClassifier has no head of words to cut, only scores of "
+                f"{classes} classes; leave head_tiles out, or build a GPT"
+            )
         super().__init__()
         self.config = config
         self.classes = classes

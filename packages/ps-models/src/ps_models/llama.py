@@ -170,12 +170,13 @@ class Llama(Pretrained):
         attention_mask: Tensor | None = None,
         *,
         return_logits: bool = False,
+        logits_to_keep: int = 0,
     ) -> GPTOutput:
         """As `GPT.forward`."""
         x_blh, balance = self.model(input_ids, attention_mask)
         tables = words(self.lm_head, self.model.embed_tokens)
         if labels is None:
-            return GPTOutput(logits=all_logits(x_blh, tables))
+            return GPTOutput(logits=all_logits(x_blh, tables, logits_to_keep))
         return GPTOutput(
             *language_loss(x_blh, tables, labels, self.config, balance=balance, return_logits=return_logits)
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ps_core import DeviceOutOfMemory, DoesNotFit
 from ps_models.train._data import Corpus
 from ps_models.train._loop import Managed
 from ps_models.train._options import TrainOptions
@@ -19,7 +20,14 @@ _NOTHING = "sample: none, for what the model gives is not finite"
 
 def sample(options: TrainOptions, data: Corpus, managed: Managed, task: Task) -> str:
     """The prompt, gone on with; of a BERT a held-back text, with what it makes of the gaps in it."""
-    return filled(options, data, managed, task) if isinstance(task, MaskedWords) else written(options, data, managed)
+    try:
+        if isinstance(task, MaskedWords):
+            return filled(options, data, managed, task)
+        return written(options, data, managed)
+    except (DoesNotFit, DeviceOutOfMemory) as error:  # what was trained is saved, and is not to look like a failure
+        if managed.peers.ranks > 1:
+            raise  # for the others wait
+        return f"sample: none, {str(error).splitlines()[0]}; try fewer tokens (--sample)"
 
 
 def written(options: TrainOptions, data: Corpus, managed: Managed) -> str:
@@ -33,7 +41,7 @@ def written(options: TrainOptions, data: Corpus, managed: Managed) -> str:
     ids = torch.tensor([start], device=managed.inputs)
     model.eval()
     with torch.no_grad():
-        if not model(ids).logits.isfinite().all():
+        if not model(ids, logits_to_keep=1).logits.isfinite().all():
             return _NOTHING
     tokens = model.generate(
         ids,
