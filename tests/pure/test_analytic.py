@@ -247,12 +247,15 @@ def test_bytes_of_the_options() -> None:
     assert gain("layer 0 mlp", fused=False) == 3 * 2 * tokens * 256
     assert gain("layer 0 mlp backward", fused=False) == 4 * 2 * tokens * 256
     assert gain("layer 0 mlp backward", gradient_buffers=False) == -2 * 64 * 256
-    assert gain("head", chunked_loss=True, loss_chunk_tokens=16) == -12 * (64 - 16) * 96
+    # A chunk's logits, or the gradients that are made at once: of hidden states, logits, and of the matrix and its sum.
+    assert gain("head", chunked_loss=True, loss_chunk_tokens=63) == -12 * 96
+    made = 2 * 64 * 64 + 2 * 16 * 96 + (2 + 4) * 96 * 64
+    assert gain("head", chunked_loss=True, loss_chunk_tokens=16) == made - 12 * 64 * 96
     assert gain("head", logit_bytes=10) == -2 * 64 * 96
-    # Two gradient buffers of the table, because a chunk's is added to that of those before it.
+    # The table's gradient and, in fp32, the sum that a chunk's is added to.
     small = replace(base, chunked_loss=True, loss_chunk_tokens=1)
     chunk = moment(analytic_trace(TINY, small), "head backward").nonmodel_bytes
-    assert chunk == peak("head backward") - 12 * 64 * 96 + 2 * 96 + 2 * 2 * 96 * 64
+    assert chunk == peak("head backward") - 12 * 64 * 96 + 2 * 96 + (2 + 4) * 96 * 64
     x, queries, keys = 2 * 64 * 64, 2 * 64 * 128, 2 * 64 * 64
     block = x + 2 * x + 2 * queries + 2 * keys + queries + keys + 64 * (8 + 4 * 4 + 4 * 6)
     block += x + 4 * 2 * 64 * 160 + 64 * 8

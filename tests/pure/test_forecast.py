@@ -92,8 +92,7 @@ class Scripted:
         self.answers = {False: plain, True: offloaded}
         self.asked: list[bool] = []
 
-    def __call__(self, trace: Trace, asked: Training) -> Forecast:
-        offload = bool(trace.activations)
+    def __call__(self, subject: Subject, asked: Training, *, offload: bool) -> Forecast:
         self.asked.append(offload)
         answer = self.answers[offload]
         if answer is None:
@@ -219,6 +218,8 @@ def apply(asked: Training, remedy: str) -> Training:
         elif word in ("--host-memory", "--device-memory"):
             size = int(words.pop(0).removesuffix("GiB")) * GIB
             cluster = replace(cluster, **{word[2:].replace("-", "_"): size})
+        elif word == "--head-tiles":
+            asked = replace(asked, head_tiles=int(words.pop(0)))
         elif word == "--disk":
             cluster = replace(cluster, disk=int(words.pop(0).removesuffix("TiB")) * 2**40)
         else:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ps_core._command.advice import advice, remedies
 from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
-from ps_core._command.forecast import Subject, Training, forecast
+from ps_core._command.forecast import Subject, Training, forecast, model_of
 from ps_core._command.line import make_parser
 from ps_core._command.scale import largest
 from ps_core._command.show import (
@@ -84,10 +84,11 @@ def _fail(status: int, error: Exception) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     place = _place(options)
-    subject = _subject(options)
+    training = _training(options, place)
+    subject = model_of(_subject(options), training)
     longer = options.hf is None and options.trace is None and options.seq > shape(options.model).positions
     assumed = (f"{options.seq} positions (--seq)",) if longer else ()
-    case = Case(subject, _training(options, place), place.assumed + assumed)
+    case = Case(subject, training, place.assumed + assumed)
     try:
         found = forecast(subject, case.training)
     except DoesNotFit as refusal:
@@ -264,6 +265,9 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
         checkpointing=options.checkpointing,
         offload_checkpoints=options.offload_checkpoints,
         chunked_loss=options.chunked_loss,
+        untied_head=options.untied_head,
+        cpu_embedding=options.cpu_embedding,
+        head_tiles=options.head_tiles,
         policy=Policy(options.policy),
         group_bytes=options.group_bytes,
     )

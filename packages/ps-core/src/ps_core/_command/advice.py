@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from ps_core._command.forecast import Forecast, Subject, Training, bounds, surely_fits
+from ps_core._command.forecast import Forecast, Subject, Training, bounds, model_of, surely_fits
 from ps_core._errors import InvalidInput
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
+from ps_core._workloads.shapes import Family, Part, placed_tensors
 
 _IDLE = 0.1
 """A part of the step the GPU may wait without a remark."""
@@ -25,13 +26,15 @@ _WAITS = {
 }
 _ROUND = 2**34
 """Memory is suggested in whole 16 GiB."""
+_TILES = 16
+"""Of a head, at the least."""
 _NODE = 8
 """GPUs that a node usually has room for."""
 
 
 def advice(found: Forecast) -> tuple[str, ...]:
     """What would make a plan that fits faster, and what its owner should know."""
-    told = found.planned.prediction
+    told = found.prediction
     said = list(found.planned.plan.notes)
     idle = told.stalled_s / told.step_time_s if told.step_time_s else 0.0
     if idle > _IDLE:
@@ -43,7 +46,10 @@ def advice(found: Forecast) -> tuple[str, ...]:
         )
     if found.offloads and not isinstance(found.training.offload_checkpoints, bool):
         said.append("checkpoints leave the GPU between forward and backward (--no-offload-checkpoints keeps them)")
-    full = [tier.name for tier in found.planned.plan.tiers if told.peak_bytes[tier.name] > _FULL * tier.capacity_bytes]
+    if found.training.cpu_embedding and found.table is None:
+        why = "where the CPU computes" if found.training.cluster.gpus == 1 else "with several processes"
+        said.append(f"--cpu-embedding changes nothing here: {why} the token table is a parameter like others")
+    full = [tier.name for tier in found.tiers if told.peak_bytes[tier.name] > _FULL * tier.capacity_bytes]
     if "host" in full:
         said.append("host memory is full to within 1 %: nothing else of size may run there (--reserve-host sets more)")
     return tuple(said)
@@ -63,7 +69,7 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
 
 def _changes(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
     """At most one change of each sort that fits, so that remedies are of different sorts."""
-    for sort in (_options, _batches, _memories, _clusters):
+    for sort in (_options, _apart, _batches, _memories, _clusters):
         for label, changed in sort(subject, training):
             if surely_fits(subject, changed):
                 yield label, changed
@@ -87,6 +93,29 @@ def _options(subject: Subject, training: Training) -> Iterator[tuple[str, Traini
         leaner = replace(leaner, offload_checkpoints=True)
         labels.append("--offload-checkpoints")
         yield " ".join(labels), leaner
+
+
+def _apart(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    """Where no matrix of a block is as large as the token table or the head: not all of these on the accelerator."""
+    if isinstance(subject, Trace) or subject.family is Family.BERT or not training.cluster.device_memory:
+        return
+    model = model_of(subject, training)
+    assert not isinstance(model, Trace), "a shape's model is a shape"
+    whole = [] if training.keeps_table_apart else [model.vocabulary]
+    whole += [] if model.tied_head else [model.vocabulary // training.head_tiles]
+    blocks = (tensor.numel for tensor in placed_tensors(model) if tensor.part in (Part.ATTENTION, Part.MLP))
+    if max(whole) * model.hidden <= max(blocks):
+        return
+    leaner = replace(training, untied_head=training.untied_head or model.tied_head, chunked_loss=True)
+    labels = ["--untied-head"] * model.tied_head + ["--chunked-loss"] * (not training.chunked_loss)
+    tiles = min(model.vocabulary, max(_TILES, 2 * training.head_tiles))
+    for looked_up, count in ((True, training.head_tiles), (False, tiles), (True, tiles)):
+        changed = replace(leaner, cpu_embedding=training.cpu_embedding or looked_up, head_tiles=count)
+        table = changed.keeps_table_apart and not training.keeps_table_apart
+        if (looked_up and not table) or (model.tied_head and count == 1):
+            continue
+        words = ["--cpu-embedding"] * table + [f"--head-tiles {count}"] * (count > training.head_tiles)
+        yield " ".join([*labels, *words]), changed
 
 
 def _batches(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:

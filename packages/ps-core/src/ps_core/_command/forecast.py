@@ -9,20 +9,25 @@ what the mathematics needs: three times the forward moments' operations, attenti
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
+from ps_core._command.tables import HostTable
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import lay_out
-from ps_core._planner.bounds import Need, largest_extent_bytes, lower_bounds
+from ps_core._plan import Tier
+from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
 from ps_core._planner.policy import Policy
 from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Precision, Program
+from ps_core._simulate.clock import Prediction
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase, Trace
 from ps_core._units import ALIGNMENT_BYTES
 from ps_core._workloads.analytic import Workload, analytic_trace
-from ps_core._workloads.shapes import TransformerShape
+from ps_core._workloads.apart import check_apart
+from ps_core._workloads.shapes import Family, TransformerShape, tensors
 
 _STALLED = 0.05
 """A plan that leaves the compute queue idle longer than this part of a step is worth a second try."""
@@ -42,19 +47,30 @@ class Training:
     offload_checkpoints: bool | None = False
     """None: whichever is faster, or fits."""
     chunked_loss: bool = False
+    untied_head: bool = False
+    """Give a model whose head is its token table a head of its own."""
+    cpu_embedding: bool = False
+    """Keep the token table in the host's memory; see `keeps_table_apart`."""
+    head_tiles: int = 1
     policy: Policy = Policy.BELADY
     group_bytes: int | None = None
     """Of computed weights; None: searched."""
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("batch", "seq", "accumulate"):
+        for key in ("batch", "seq", "accumulate", "head_tiles"):
             if getattr(self, key) < 1:
                 raise InvalidInput(f"{key} must be at least 1, found {getattr(self, key)}")
         if self.group_bytes is not None and self.group_bytes < self.weight_bytes:
             raise InvalidInput(f"a group of {self.group_bytes} bytes cannot hold one parameter")
         if self.offload_checkpoints and not self.checkpointing:
             raise InvalidInput("--offload-checkpoints needs --checkpointing")
+
+    @property
+    def keeps_table_apart(self) -> bool:
+        """Whether ``cpu_embedding`` changes anything: where processes share a model, or the CPU computes, the table is
+        a parameter like others."""
+        return self.cpu_embedding and self.cluster.gpus == 1 and self.cluster.device_memory > 0
 
     @property
     def weight_bytes(self) -> int:
@@ -75,6 +91,8 @@ class Training:
             checkpointing=self.checkpointing,
             offload_checkpoints=offload,
             chunked_loss=self.chunked_loss,
+            cpu_embedding=self.keeps_table_apart,
+            head_tiles=self.head_tiles,
         )
 
     def setup(self) -> Setup:
@@ -100,11 +118,29 @@ class Forecast:
     planned: Planned
     offloads: bool
     """Whether checkpoints may leave the compute tier."""
+    table: HostTable | None = None
+    """The token table, where it is in the host's memory: the plan does not know of it."""
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The plan's, and what the table adds."""
+        told = self.planned.prediction
+        return told if self.table is None else self.table.added_to(told, self.training.machine)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """What there is, the table's part included."""
+        return self.training.cluster.tiers()
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.trace.parameters + (self.table.numel if self.table is not None else 0)
 
     @property
     def step_time_s(self) -> float:
         """Of one optimizer step, all micro-batches included."""
-        return self.planned.prediction.step_time_s
+        return self.prediction.step_time_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,7 +150,7 @@ class Forecast:
     @property
     def tflops_per_gpu(self) -> float:
         """By the published convention; see [Note: two ways of counting TFLOPS]."""
-        return self._per_s(8 * self.trace.parameters * self.trace.tokens) / 1e12
+        return self._per_s(8 * self.parameters * self.trace.tokens) / 1e12
 
     @property
     def model_tflops_per_gpu(self) -> float:
@@ -134,13 +170,13 @@ def forecast(subject: Subject, training: Training) -> Forecast:
     """Plan the training of a model; `DoesNotFit` if there is no plan."""
     asked = training.offload_checkpoints
     if isinstance(subject, Trace) or asked is not None or not _may_offload(training):
-        return _forecast(trace_of(subject, training, offload=bool(asked)), training)
+        return _forecast(subject, training, offload=bool(asked))
     offloading = replace(training, offload_checkpoints=True)
     try:
-        plain = _forecast(trace_of(subject, training, offload=False), training)
+        plain = _forecast(subject, training, offload=False)
     except DoesNotFit:
         return forecast(subject, offloading)
-    told = plain.planned.prediction
+    told = plain.prediction
     if told.stalled_s <= _STALLED * told.step_time_s:
         return plain
     try:
@@ -150,24 +186,66 @@ def forecast(subject: Subject, training: Training) -> Forecast:
 
 
 def bounds(subject: Subject, training: Training) -> tuple[Need, ...]:
-    """What any plan with small groups needs at the least."""
-    return lower_bounds(_bound_program(subject, training), training.cluster.tiers())
+    """What any plan with small groups needs at the least, and what a table on the host does."""
+    table, tiers = table_of(subject, training), training.cluster.tiers()
+    if table is None:
+        return lower_bounds(_bound_program(subject, training), tiers)
+    own = _need_of(table, tiers)
+    if own.missing_bytes > 0:
+        return (own,)
+    compute, whole, *step = lower_bounds(_bound_program(subject, training), table.left(tiers))
+    both = whole.needed_bytes + table.held_bytes, whole.available_bytes + table.held_bytes
+    return (compute, Need(whole.where, whole.moment, *both), *step)
 
 
 def surely_fits(subject: Subject, training: Training) -> bool | None:
     """Whether there is a plan, by the planner's promise; None: too near the bound to say without planning."""
-    program, tiers = _bound_program(subject, training), training.cluster.tiers()
-    slack = largest_extent_bytes(program) + ALIGNMENT_BYTES
-    margins = [-need.missing_bytes for need in lower_bounds(program, tiers)]
-    if min(margins) < 0:
+    compute, *others = bounds(subject, training)
+    if max(need.missing_bytes for need in (compute, *others)) > 0:
         return False
-    compute, whole, *step = margins
-    return True if compute >= slack and whole >= slack * len(tiers) and min(step, default=slack) >= slack else None
+    whole, *more = others
+    slack = largest_extent_bytes(_bound_program(subject, training)) + ALIGNMENT_BYTES
+    step = [-need.missing_bytes for need in more]
+    roomy = -compute.missing_bytes >= slack and -whole.missing_bytes >= slack * len(training.cluster.tiers())
+    return True if roomy and min(step, default=slack) >= slack else None
+
+
+def model_of(subject: Subject, training: Training) -> Subject:
+    """The subject with the head that was asked for."""
+    apart = training.untied_head, training.cpu_embedding, training.head_tiles > 1
+    if isinstance(subject, Trace):
+        if any(apart):
+            raise InvalidInput(
+                "--untied-head, --cpu-embedding and --head-tiles make another model, and a trace is of the model it "
+                "was recorded of: give a NAME or --hf"
+            )
+        return subject
+    if training.untied_head and subject.family is Family.BERT:
+        raise InvalidInput(f"--untied-head: the head of {subject.name} is its token table, as every BERT's is here")
+    return replace(subject, tied_head=subject.tied_head and not training.untied_head)
+
+
+def table_of(subject: Subject, training: Training) -> HostTable | None:
+    """The token table, where it stays in the host's memory."""
+    if isinstance(subject, Trace) or not training.keeps_table_apart:
+        return None
+    return HostTable(
+        numel=tensors(subject)[0].numel,
+        width=subject.hidden,
+        tokens=training.batch * training.seq,
+        element_bytes=training.weight_bytes,
+        accumulate=training.accumulate,
+    )
 
 
 def trace_of(subject: Subject, training: Training, *, offload: bool) -> Trace:
     """The moments of one micro-batch."""
-    return subject if isinstance(subject, Trace) else analytic_trace(subject, training.workload(offload=offload))
+    subject = model_of(subject, training)
+    if isinstance(subject, Trace):
+        return subject
+    # Also where it changes nothing: a model that cannot have it would be refused by whoever builds it.
+    check_apart(subject, head_tiles=training.head_tiles, cpu_embedding=training.cpu_embedding)
+    return analytic_trace(subject, training.workload(offload=offload))
 
 
 def _may_offload(training: Training) -> bool:
@@ -197,6 +275,40 @@ def _typical_numel(trace: Trace) -> int:
     return 1
 
 
-def _forecast(trace: Trace, training: Training) -> Forecast:
-    planned = find_plan(trace, training.cluster.tiers(), training.machine, setup=training.setup())
-    return Forecast(training=training, trace=trace, planned=planned, offloads=bool(trace.activations))
+def _forecast(subject: Subject, training: Training, *, offload: bool) -> Forecast:
+    trace, table = trace_of(subject, training, offload=offload), table_of(subject, training)
+    if table is None:
+        planned = find_plan(trace, training.cluster.tiers(), training.machine, setup=training.setup())
+    else:
+        planned = _beside(table, trace, training)
+    return Forecast(training=training, trace=trace, planned=planned, offloads=bool(trace.activations), table=table)
+
+
+def _beside(table: HostTable, trace: Trace, training: Training) -> Planned:
+    """The best plan for what the table leaves of the host."""
+    tiers = training.cluster.tiers()
+    own = _need_of(table, tiers)
+    if own.missing_bytes > 0:
+        raise DoesNotFit(
+            tier=own.where,
+            moment=own.moment,
+            needed_bytes=own.needed_bytes,
+            available_bytes=own.available_bytes,
+            proven=True,
+        )
+    try:
+        return find_plan(trace, table.left(tiers), training.machine, setup=training.setup())
+    except DoesNotFit as refusal:
+        held = table.held_bytes if refusal.tier == ALL_TIERS else 0
+        raise DoesNotFit(
+            tier=refusal.tier,
+            moment=refusal.moment,
+            needed_bytes=refusal.needed_bytes + held,
+            available_bytes=refusal.available_bytes + held,
+            proven=refusal.proven,
+        ) from None
+
+
+def _need_of(table: HostTable, tiers: tuple[Tier, ...]) -> Need:
+    room = sum(tier.capacity_bytes for tier in tiers if tier.name == "host")
+    return Need("host", "between steps, with the token table", table.held_bytes, room)

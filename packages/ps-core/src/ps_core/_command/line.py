@@ -93,6 +93,10 @@ def _add_how(parser: argparse.ArgumentParser, *, chunked_loss: bool) -> None:
     add("--offload-checkpoints", action=flag, default=None, help=auto)
     word = "yes" if chunked_loss else "no"
     add("--chunked-loss", action=flag, default=chunked_loss, help=f"head and loss in chunks of rows (default: {word})")
+    add("--untied-head", action=flag, default=False, help="a head of its own, where the model's is its token table")
+    away = "look tokens up in host memory, where their table stays (default: no)"
+    add("--cpu-embedding", action=flag, default=False, help=away)
+    add("--head-tiles", type=_count, default=1, metavar="N", help="pieces of a head of its own (default: 1)")
     add("--vocab", type=_count, metavar="N", help="vocabulary (default: the model's)")
     add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
     add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ps_core._command.forecast import Forecast, Training, bounds, forecast
+from ps_core._command.forecast import Forecast, Training, bounds, forecast, model_of
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._workloads.apart import check_apart
 from ps_core._workloads.named import gpt, names, shape
-from ps_core._workloads.shapes import TransformerShape
+from ps_core._workloads.shapes import Family, TransformerShape
 
 HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)
 """Hidden sizes tried."""
@@ -60,11 +61,16 @@ class _Hunt:
         self._last = 0.0
 
     def run(self) -> Largest | None:
+        training = self._training
+        check_apart(self._shape(HIDDEN[0], 1), head_tiles=training.head_tiles, cpu_embedding=training.cpu_embedding)
         tops = [(hidden, self._most_layers(hidden)) for hidden in HIDDEN]
         for hidden, top in sorted(tops, key=lambda pair: -(pair[0] ** 2) * pair[1]):
             self._search(hidden, top)
         for name in names():
             named = shape(name, vocabulary=self._vocabulary)
+            if training.untied_head and named.family is Family.BERT:
+                continue
+            named = self._as_asked(named)
             if named.positions >= self._training.seq and named.parameters > self._enough():
                 self._try(named)
         if self._best is None:
@@ -75,7 +81,13 @@ class _Hunt:
 
     def _shape(self, hidden: int, layers: int) -> TransformerShape:
         found = gpt(layers, hidden, positions=max(1024, self._training.seq))
-        return found if self._vocabulary is None else replace(found, vocabulary=self._vocabulary)
+        return self._as_asked(found if self._vocabulary is None else replace(found, vocabulary=self._vocabulary))
+
+    def _as_asked(self, found: TransformerShape) -> TransformerShape:
+        """With a head of its own, where that is asked for."""
+        model = model_of(found, self._training)
+        assert isinstance(model, TransformerShape), "a shape's model is a shape"
+        return model
 
     def _enough(self) -> float:
         return self._best.shape.parameters * _GAIN if self._best else 0.0

@@ -31,15 +31,15 @@ class Case:
 
 def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Document:
     """`pstar plan --json` of a model that fits."""
-    told = found.planned.prediction
+    told = found.prediction
     return {
         "model": case.model,
-        "parameters": found.trace.parameters,
+        "parameters": found.parameters,
         "fits": True,
         "missing_bytes": 0,
         "tiers": {
             tier.name: {"budget_bytes": tier.capacity_bytes, "peak_bytes": told.peak_bytes[tier.name]}
-            for tier in found.planned.plan.tiers
+            for tier in found.tiers
         },
         "moved_bytes": dict(told.moved_bytes),
         "step_time_s": told.step_time_s,
@@ -55,6 +55,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "groups": len(found.planned.program.layout.groups),
         "resident_groups": _resident(found),
         "padding_bytes": _padding_bytes(found),
+        "host_table_bytes": found.table.held_bytes if found.table is not None else 0,
         "notes": list(found.planned.plan.notes),
         "predicted": True,
         **_setting(case),
@@ -113,6 +114,9 @@ def _setting(case: Case) -> Document:
         "accumulate": training.accumulate,
         "checkpointing": training.checkpointing,
         "chunked_loss": training.chunked_loss,
+        "untied_head": training.untied_head,
+        "cpu_embedding": training.cpu_embedding,
+        "head_tiles": training.head_tiles,
         "precision": training.precision.value,
         "policy": training.policy.value,
         "assumed": list(case.assumed),
@@ -137,10 +141,10 @@ def _padding_bytes(found: Forecast) -> int:
 
 def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only: bool) -> str:
     """`pstar plan` of a model that fits."""
-    told = found.planned.prediction
+    told = found.prediction
     lines = [*_heading(case), "it fits. Everything below is predicted.", ""]
     lines.append(f"  {'peak, each process':<20}{'used':>12}{'budget':>12}")
-    for tier in found.planned.plan.tiers:
+    for tier in found.tiers:
         peak = told.peak_bytes[tier.name]
         lines.append(
             f"  {tier.name:<20}{format_bytes(peak):>12}{format_bytes(tier.capacity_bytes):>12}"
@@ -162,6 +166,9 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         f"  {'packing':<20}{len(layout.groups):>12,}  groups, {_resident(found):,} of them wholly on "
         f"{found.planned.plan.tiers[0].name}; {format_bytes(_padding_bytes(found))} padding in all",
     ]
+    if found.table is not None:
+        held = format_bytes(found.table.held_bytes)
+        lines.append(f"  {'token table':<20}{held:>12}  of host for good, states and gradient included")
     lines += _bullets("note", found.planned.plan.notes)
     lines += _bullets("advice", advice)
     return "\n".join(lines) + "\n"

@@ -18,6 +18,8 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import Tier
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
+ALL_TIERS = "all tiers together"
+"""The whole hierarchy, as `DoesNotFit` has it."""
 STEP_TIER = "one tier with a processor"
 """Where a step happens, as `DoesNotFit` has it."""
 
@@ -43,7 +45,7 @@ def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
     total = sum(tier.capacity_bytes & -128 for tier in tiers)
     needs = [
         Need(tiers[0].name, compute[0], compute[1], tiers[0].capacity_bytes & -128),
-        Need("all tiers together", whole[0], whole[1], total),
+        Need(ALL_TIERS, whole[0], whole[1], total),
     ]
     update = _update_bytes(program)
     if update:

@@ -30,9 +30,13 @@ computed element, ``h`` hidden size, ``q`` and ``k`` width of all query heads an
     head, forward                 nx + 12RV; n = 2, BERT 4                    norm in and out (BERT's transform: four),
                                                                               logits and what the loss makes of them;
                                                                               R = T, or the chunk of a chunked loss
-    head, backward                nx + x + max(12RV, eRV + gradient buffer)   two buffers if chunked: sum and newest
+      chunked                     nx + max(12RV, x + eRV + gradient buffer)   whose gradients are made in forward
+    head, backward                nx + x + max(12RV, eRV + gradient buffer)   4Vh more where there are several chunks:
+                                                                              their sum in fp32
+    head in tiles                 [Note: the head in tiles]                   each tile is used by itself
     embedding, forward            2x + eSh                                    token and position rows, their sum
     embedding, backward           x + gradient buffer                         the table's gradient is dense
+    table on the host             no table: no gradient buffer for it         rows arrive, and leave as gradients
 
 With checkpointing a block keeps only its input; in backward it is recomputed, keeps everything, and gives it back
 as its parts are differentiated. Checkpoints alive count up in forward and down in backward. Offloaded, a checkpoint
@@ -53,6 +57,7 @@ from functools import cached_property
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
+from ps_core._workloads.apart import TiledHead, check_apart, in_tiles
 from ps_core._workloads.shapes import Family, Norm, Part, TransformerShape, placed_tensors
 
 
@@ -71,6 +76,10 @@ class Workload:
     chunked_loss: bool = False
     """Compute head and loss ``loss_chunk_tokens`` at a time, again in backward, instead of holding all logits."""
     loss_chunk_tokens: int = 1024
+    head_tiles: int = 1
+    """Cut a head of its own into so many tensors, each a part of the words and used by itself."""
+    cpu_embedding: bool = False
+    """Look tokens up in the host's memory: the table is in no moment, and not among the trace's tensors."""
     logit_bytes: int = 12
     """Bytes of all forms of one logit together."""
     materialised_attention: bool = False
@@ -195,22 +204,53 @@ class _Costs:
     def logits(self) -> int:
         return self.work.logit_bytes * self.loss_rows * self.shape.vocabulary
 
-    def buffer(self, numel: int, copies: int = 1) -> int:
+    def buffer(self, numel: int) -> int:
         """Bytes in which gradients of that many elements arrive."""
-        return self.work.precision_bytes * numel * copies if self.work.gradient_buffers else 0
+        return self.work.precision_bytes * numel if self.work.gradient_buffers else 0
 
     @cached_property
     def head_kept(self) -> int:
         """What the head keeps besides logits, its input included."""
-        return (4 if self.shape.post_norm else 2) * self.state
+        return (4 if self.shape.post_norm else 2) * self.state + self.norm_pieces(self.shape.hidden)
+
+    @cached_property
+    def tiled_head(self) -> TiledHead | None:
+        """None where the head is whole, or all logits are there at once."""
+        work = self.work
+        if work.head_tiles == 1 or not work.chunked_loss:
+            return None
+        return TiledHead(
+            shape=self.shape,
+            tiles=work.head_tiles,
+            tokens=work.tokens,
+            rows=self.loss_rows,
+            element_bytes=work.precision_bytes,
+            gradient_buffers=work.gradient_buffers,
+        )
+
+    @cached_property
+    def head_forward(self) -> int:
+        """A loss in chunks makes the gradients at once, so it may need as much as backward."""
+        if self.tiled_head is not None:
+            return self.head_kept + self.tiled_head.forward
+        made = self.state + self.head_gradient if self.work.chunked_loss else 0
+        return self.head_kept + max(self.logits, made)
 
     @cached_property
     def head_backward(self) -> int:
+        if self.tiled_head is not None:
+            return self.head_kept + self.state + self.tiled_head.backward
+        return self.head_kept + self.state + max(self.logits, self.head_gradient)
+
+    @cached_property
+    def head_gradient(self) -> int:
+        """Logits' gradient, and that of the head's matrix: several chunks' sum is in fp32, beside it the newest."""
         shape, work = self.shape, self.work
-        copies = 2 if self.loss_rows < work.tokens else 1
-        product = work.precision_bytes * self.loss_rows * shape.vocabulary
-        weight = self.buffer(shape.vocabulary * shape.hidden, copies)
-        return self.head_kept + self.state + max(self.logits, product + weight)
+        words = -(-shape.vocabulary // work.head_tiles)
+        weight = self.buffer(words * shape.hidden)
+        if self.loss_rows < work.tokens:
+            weight += 4 * weight // work.precision_bytes
+        return work.precision_bytes * self.loss_rows * shape.vocabulary + weight
 
     @cached_property
     def attention_flops(self) -> float:
@@ -237,12 +277,15 @@ def analytic_trace(shape: TransformerShape, workload: Workload) -> Trace:
     """What one micro-batch of that work on that shape touches: embedding, attention and MLP of each block, head."""
     if workload.seq > shape.positions:
         raise InvalidInput(f"{shape.name} has {shape.positions} positions, too few for a sequence of {workload.seq}")
+    check_apart(shape, head_tiles=workload.head_tiles, cpu_embedding=workload.cpu_embedding)
     builder = _Builder(shape, workload)
     blocks = range(shape.layers)
     moments = [builder.embedding()]
     for layer in blocks:
         moments += builder.block(layer)
-    moments += [builder.head(), builder.head_backward()]
+    tiles = range(workload.head_tiles)
+    moments += [builder.head(tile) for tile in tiles]
+    moments += [builder.head_backward(tile) for tile in reversed(tiles)]
     for layer in reversed(blocks):
         moments += builder.block_backward(layer)
     moments.append(builder.embedding_backward())
@@ -261,7 +304,9 @@ class _Builder:
     def __init__(self, shape: TransformerShape, work: Workload) -> None:
         self.work = work
         self.costs = costs = _Costs(shape, work)
-        placed = placed_tensors(shape)
+        placed = tuple(in_tiles(placed_tensors(shape), shape, work.head_tiles))
+        # The token table is the first tensor of every family.
+        placed = placed[1:] if work.cpu_embedding else placed
         self.tensors = tuple(Tensor(name=tensor.name, numel=tensor.numel) for tensor in placed)
         parts: dict[tuple[Part, int], list[int]] = {}
         for index, tensor in enumerate(placed):
@@ -273,8 +318,8 @@ class _Builder:
                 Activation(name=f"layer {layer} input", bytes=costs.state) for layer in range(shape.layers)
             )
         self.layers = shape.layers
-        self.embedding_tensors = self.parts[Part.EMBEDDING, -1]
-        # The token table is the first tensor of every family; tied, the head is computed with it.
+        self.embedding_tensors = self.parts.get((Part.EMBEDDING, -1), ())
+        # Tied, the head is computed with the token table.
         self.head_tensors = (*self.parts[Part.HEAD, -1], *(self.embedding_tensors[:1] if shape.tied_head else ()))
         # Looking rows up needs their numbers in backward, not the table; BERT's norm after it does need its weights.
         self.embedding_norm = tuple(index for index in self.embedding_tensors if "LayerNorm" in placed[index].name)
@@ -290,7 +335,7 @@ class _Builder:
 
     def largest(self, indices: tuple[int, ...]) -> int:
         """Bytes in which the largest of these tensors' gradients arrives."""
-        return self.costs.buffer(max(self.tensors[index].numel for index in indices))
+        return self.costs.buffer(max((self.tensors[index].numel for index in indices), default=0))
 
     def embedding(self) -> Moment:
         return Moment(
@@ -328,23 +373,33 @@ class _Builder:
             ),
         )
 
-    def head(self) -> Moment:
+    def head_part(self, tile: int) -> tuple[str, tuple[int, ...]]:
+        """A moment's name, and what it computes with: the whole head, or a tile (the norm is the first one's)."""
+        tiles = self.work.head_tiles
+        if tiles == 1:
+            return "head", self.head_tensors
+        first = len(self.head_tensors) - tiles
+        return f"head tile {tile}", (*self.head_tensors[: 0 if tile else first], self.head_tensors[first + tile])
+
+    def head(self, tile: int) -> Moment:
+        name, reads = self.head_part(tile)
         return Moment(
-            name="head",
+            name=name,
             phase=Phase.FORWARD,
-            reads=self.head_tensors,
-            nonmodel_bytes=self.kept(self.layers) + self.costs.head_kept + self.costs.logits,
-            flops=self.costs.head_flops,
+            reads=reads,
+            nonmodel_bytes=self.kept(self.layers) + self.costs.head_forward,
+            flops=self.costs.head_flops / self.work.head_tiles,
         )
 
-    def head_backward(self) -> Moment:
+    def head_backward(self, tile: int) -> Moment:
+        name, reads = self.head_part(tile)
         return Moment(
-            name="head backward",
+            name=f"{name} backward",
             phase=Phase.BACKWARD,
-            reads=self.head_tensors,
-            grads=self.head_tensors,
+            reads=reads,
+            grads=reads,
             nonmodel_bytes=self.kept(self.layers) + self.costs.head_backward,
-            flops=self.loss_runs * self.costs.head_flops,
+            flops=self.loss_runs * self.costs.head_flops / self.work.head_tiles,
         )
 
     def block_backward(self, layer: int) -> tuple[Moment, ...]:

@@ -1,0 +1,101 @@
+"""A token table that stays in the host's memory: what it takes there, what crosses the link, and how long that takes.
+
+[Note: a table on the host]
+No plan knows of it, as in the engine: it is charged to the host from the start, and whatever is done with it is waited
+for, so that bytes, seconds and its memory are added to what a plan promises. Per element, ``e`` bytes each:
+
+    held            weight e, master and moments 12 (in fp32 the weight is the master), the gradient on its way e;
+                    4 more where gradients are summed (accumulation, fp32): 16, or 20
+    a lookup        ids of 8 bytes down; rows gathered, copied for the link, and sent up
+    its gradient    rows down and copied; a dense gradient emptied (e) and added to (rows three times), measured, and
+                    written over the weight (e, 2e); or read and summed (e + 4, later 8), the sum measured once (4)
+    the step        as any other on the CPU, and before all others
+
+Bytes of memory traffic take `Machine.host_bandwidth`, those of a link its own; each wait takes a latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ps_core._layout import SHARD_ALIGNMENT_NUMEL
+from ps_core._plan import Tier
+from ps_core._simulate.clock import Prediction
+from ps_core._simulate.machine import Machine
+from ps_core._units import align_up
+
+UP, DOWN, CPU = "host->device", "device->host", "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTable:
+    """See [Note: a table on the host]."""
+
+    numel: int
+    width: int
+    tokens: int
+    """Looked up in one micro-batch."""
+    element_bytes: int
+    accumulate: int
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed in fp32."""
+        return self.element_bytes == 4 or self.accumulate > 1
+
+    @property
+    def held_bytes(self) -> int:
+        """In the host's memory, for good."""
+        return align_up(self.numel, SHARD_ALIGNMENT_NUMEL) * (20 if self.sums else 16)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Of one lookup."""
+        return self.tokens * self.width * self.element_bytes
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """Of one step."""
+        return {UP: self.accumulate * self.rows_bytes, DOWN: self.accumulate * (self.rows_bytes + 8 * self.tokens)}
+
+    def left(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        """The tiers without what the table has of the host's; less than nothing where it does not fit."""
+        return tuple(
+            replace(tier, capacity_bytes=tier.capacity_bytes - self.held_bytes * (tier.name == "host"))
+            for tier in tiers
+        )
+
+    def seconds(self, machine: Machine) -> tuple[float, float, float]:
+        """Of a step's lookups, gradients and its update, each waited for."""
+        host, rows, wait = machine.host_bandwidth, self.rows_bytes, machine.latency_s
+        up, down = (min(rate, host) for rate in (machine.h2d_bandwidth, machine.d2h_bandwidth))
+        lookups = self.accumulate * (8 * self.tokens / down + 4 * rows / host + rows / up + 2 * wait)
+        each, more = self.element_bytes, self.accumulate - 1
+        dense = self.numel * self.accumulate * each
+        if self.sums:
+            dense += self.numel * (self.accumulate * (each + 4) + 4 * more + 4)
+        else:
+            dense += self.numel * 3 * each
+        gradients = self.accumulate * (rows / down + 5 * rows / host + wait) + dense / host
+        update = self.numel * (24 + (4 if self.sums else each) + (0 if each == 4 else 2)) / host + wait
+        return lookups, gradients, update
+
+    def added_to(self, told: Prediction, machine: Machine) -> Prediction:
+        """What a plan without the table promises, with it."""
+        lookups, gradients, update = self.seconds(machine)
+        more, moved = lookups + gradients + update, self.moved_bytes
+        links = {UP: machine.h2d_bandwidth, DOWN: machine.d2h_bandwidth}
+        busy = {name: moved[name] / min(rate, machine.host_bandwidth) for name, rate in links.items()}
+        busy[CPU] = more - sum(busy.values())
+        return replace(
+            told,
+            step_time_s=told.step_time_s + more,
+            forward_s=told.forward_s + lookups,
+            backward_s=told.backward_s + gradients,
+            update_s=told.update_s + update,
+            stalled_s=told.stalled_s + more,
+            busy_s={name: count + busy.get(name, 0.0) for name, count in told.busy_s.items()},
+            moved_bytes={name: count + moved.get(name, 0) for name, count in told.moved_bytes.items()},
+            peak_bytes={name: count + self.held_bytes * (name == "host") for name, count in told.peak_bytes.items()},
+        )
