@@ -1,7 +1,7 @@
 #!/bin/sh
 # Tests and benchmarks that need a CUDA device, from a plain checkout: nothing is installed, nothing is downloaded.
 # Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT:
-# log.txt, summary.json, kernels.json, training.json, largest.json.
+# log.txt, summary.json, kernels.json, training.json, largest.json, machine.txt, and report.md, which says it all.
 # Where there is no device, and with --dry-run, the same parts run on the CPU with small arrays: that they run is all
 # that this shows.
 # PARTS names some of "tests kernels engine training ranks sanitizer largest" (default: all, in this order). All together
@@ -88,9 +88,16 @@ if [ "$device" = false ] || [ "${1:-}" = --dry-run ]; then
 else
     facts=name,driver_version,memory.total,clocks.sm,clocks.max.sm,pcie.link.gen.max,pcie.link.width.max,mig.mode.current
     timeout 20 nvidia-smi --query-gpu=$facts --format=csv 2>&1 || echo "nvidia-smi says nothing"
+fi >"$out/machine.txt"
+{
     grep -E 'MemTotal|MemAvailable' /proc/meminfo
     echo "processors: $(getconf _NPROCESSORS_ONLN)"
-fi
+    uname -sr
+    date -u '+%Y-%m-%d %H:%M UTC'
+    echo "commit: $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+    echo "command: ${PARTS:+PARTS=\"$PARTS\" }LIMIT=${LIMIT:-570} sh benchmarks/gpu/run.sh $*"
+} >>"$out/machine.txt"
+cat "$out/machine.txt"
 is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
 own="tests/gpu/test_cuda.py tests/gpu/test_kernels.py tests/gpu/test_properties.py"
 is_wanted tests && part tests 150 $pytest $own
@@ -104,6 +111,7 @@ is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$f
 is_wanted sanitizer && part sanitizer 150 env PS_SANITIZER_SECONDS=60 $pytest tests/gpu/test_sanitizer.py
 [ -z "$dry" ] && is_wanted largest &&
     part largest 500 "$python" benchmarks/gpu/engine.py $dry --largest --seconds @LEFT --json "$out/largest.json"
+timeout 20 "$python" benchmarks/gpu/report.py "$out" >"$out/report.md" || echo "no report.md"
 echo "== table"
 for each in kernels training largest; do
     log=$scratch/$each.log

@@ -36,6 +36,8 @@ class Case:
     vocabulary: int = 50304
     warm_ups: int = 3
     on: str = "cuda"
+    reshard: bool = True
+    """FSDP2: whether weights come anew for backward; kept on the device they are copied there once a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,7 @@ def with_fsdp2(case: Case, where: torch.device) -> Training:
         "mesh": device_mesh.init_device_mesh(where.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=where.type == "cuda"),
+        "reshard_after_forward": case.reshard,
     }
     for block in model.transformer.h:
         fully_shard(block, **options)

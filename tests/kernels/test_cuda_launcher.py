@@ -221,7 +221,8 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
         "exit_status": dict.fromkeys(names, 0),
     }
     trained = json.loads((tmp_path / "out/training.json").read_text("utf-8"))
-    assert [each["name"].partition(",")[0] for each in trained] == ["engine", "FSDP2 with CPU offload", "plain"]
+    contenders = ["engine", "FSDP2 with CPU offload", "FSDP2 so", "plain"]
+    assert [each["name"].partition(",")[0] for each in trained] == contenders
     assert all(each["tokens_per_s"] > 0 and len(each["turns_s"]) == 2 for each in trained)
     assert trained[1]["first_over_this"]
     rows = json.loads((tmp_path / "out/kernels.json").read_text("utf-8"))["rows"]
@@ -230,8 +231,12 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     for name in ("adam, bf16 in and out", "sum of squares, torch.bfloat16", "Pieces.gather 1,000 tensors"):
         assert name in {each["name"] for each in rows}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "kernels.json", "log.txt", "summary.json", "training.json",
+        "kernels.json", "log.txt", "machine.txt", "report.md", "summary.json", "training.json",
     ]  # fmt: skip
+    report = (tmp_path / "out/report.md").read_text("utf-8")
+    assert "DRY RUN" in report
+    assert "| adam, bf16 in and out |" in report
+    assert "| FSDP2 with CPU offload, dry |" in report
 
 
 @pytest.fixture

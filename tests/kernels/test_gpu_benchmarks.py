@@ -1,0 +1,107 @@
+"""What the script for a CUDA device decides and writes, without one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+GIB = 2**30
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The scripts by name; they import each other as what lies beside them."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in ("engine", "trainer", "report"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "fits", "tried"), [(79, 39, [35, 38, 42]), (139, 43, [46, 40]), (79, 0, [35, 30, 26])]
+)
+def test_the_largest_model_is_looked_for_from_where_the_bytes_end(
+    script: Any, monkeypatch: pytest.MonkeyPatch, device_gib: int, fits: int, tried: list[int]
+) -> None:
+    engine, clock = script("engine"), [0.0]
+    kept: list[int] = []
+    layers: list[int] = []
+
+    def together(group: Any, limit_s: float) -> list[Any]:
+        (case,) = group.cases
+        layers.append(case.layers)
+        if len(layers) == 3:
+            clock[0] = 450.0  # what is left is no use
+        return [{"name": case.name} | ({} if case.layers <= fits else {"failed": "DoesNotFit"})]
+
+    monkeypatch.setattr(engine, "together", together)
+    monkeypatch.setattr(engine, "host_bytes", lambda: 120 * GIB)
+    monkeypatch.setattr(engine, "device_bytes", lambda: device_gib * GIB)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    rows = engine.largest(500.0, lambda found: kept.append(len(found)))
+    assert layers == tried
+    assert ["failed" in row for row in rows] == [each > fits for each in tried]
+    assert kept == [1, 2, 3][: len(tried)], "what was measured is written at once"
+
+
+def test_an_error_is_named_by_its_own_line(script: Any) -> None:
+    engine = script("engine")
+    lines = ["Traceback", "ps_core._errors.DoesNotFit: does not fit: host needs 7 bytes", "  try: half the batch"]
+    assert engine.blamed(lines) == lines[1]
+    assert engine.blamed(["[rank0]: RuntimeError: no NCCL", "[rank0]: more"]) == "[rank0]: RuntimeError: no NCCL"
+    assert engine.blamed(["Killed"]) == "Killed"
+
+
+ROWS = [
+    {"name": "a copy of as many bytes", "ms": 2.5, "ms_range": [2.4, 2.6], "GB/s": 3000.0, "ratio": 1.0},
+    {"name": "adam, bf16 in and out", "ms": 2.7, "ms_range": [2.6, 3], "GB/s": 2778.0, "ratio": 0.926,
+     "ratio_range": [0.92, 0.93]},
+    {"name": "adam, 4 elements, 256 threads, 64 blocks", "ms": 2.7, "GB/s": 2778.0, "ratio": 0.925},
+    {"name": "adam, 8 elements, past caches, 256 threads, 64 blocks", "ms": 2.6, "GB/s": 2884.0, "ratio": 0.961},
+    {"name": "RuntimeError: no | link"},
+]  # fmt: skip
+
+
+def test_the_report_says_what_was_measured_and_what_was_not(script: Any, tmp_path: Path) -> None:
+    report = script("report")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    facts = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "parameters": 5, "rows": ROWS}
+    (first / "kernels.json").write_text(json.dumps(facts), "utf-8")
+    (first / "summary.json").write_text(json.dumps({"device": True, "exit_status": {"kernels": 1}}), "utf-8")
+    (first / "machine.txt").write_text("driver 580\n", "utf-8")
+    (second / "kernels.json").write_text("{half", "utf-8")
+    trained = [
+        {"name": "engine", "parameters": 13e8, "turns_s": [0.4, 0.6, 0.5], "step_s": 0.5, "tokens_per_s": 16384.0,
+         "tflops": 170.4, "reserved_peak_bytes": 12 * GIB},
+        {"name": "FSDP2", "turns_s": [], "failed": "not done in time", "first_over_this": None},
+    ]  # fmt: skip
+    (second / "training.json").write_text(json.dumps(trained), "utf-8")
+    text = report.report([first, second, tmp_path / "absent"], "2026-01-31")
+    lines = text.splitlines()
+    assert lines[0] == "# NVIDIA H100 80GB HBM3, 2026-01-31"
+    assert "DRY RUN" not in text
+    assert "Versions: torch 2.11.0." in lines
+    assert "driver 580" in lines
+    assert "Parts: kernels ended with 1." in lines
+    assert "Adam's rate over a copy's of as many bytes: 0.926 (0.920 to 0.930); the aim of 0.90 is met." in lines
+    assert "Best way through memory: 8 elements, past caches, 256 threads, 64 blocks, 0.961; by itself" in text
+    assert "| adam, bf16 in and out | 2.700 (2.600 to 3.000) | 2778.0 | 0.926 (0.920 to 0.930) |" in lines
+    assert "- FAILED: RuntimeError: no | link" in lines
+    assert "| engine | 1.30 | 0.500 (0.400 to 0.600) | 16384 | 170.4 |  | 12.0 |  |" in lines
+    assert "| FSDP2 | 0.00 |  |  |  |  |  | not done in time |" in lines
+    assert "How large a model can be" not in text
+    (first / "summary.json").write_text(json.dumps({"device": False, "exit_status": {}}), "utf-8")
+    assert "DRY RUN" in report.report([first], "2026-01-31")
+    assert report.report([tmp_path / "absent"], "2026-01-31").startswith("# No figures of kernels")
