@@ -38,7 +38,8 @@ class Asking:
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
-        trace = recording.trace(self._model_name, records, engine.groups, engine.constant_bytes, batch.tokens)
+        constant = engine.constant_bytes + self._waiting_bytes(recording)
+        trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
         if not engine.store.device.lazy:
             trace = level(trace, spare_bytes)
         layout, order = lay_groups(groups, records, trace)
@@ -47,6 +48,15 @@ class Asking:
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
         return EnginePlan(planned, order, recording.beats)
+
+    def _waiting_bytes(self, recording: Recording) -> int:
+        """What earlier passes of a step leave on the compute tier: gradients of what never leaves it.
+
+        A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
+        """
+        if recording.beats[0].work is None or not self._setup.training or self._setup.accumulate == 1:
+            return 0
+        return 4 * sum(group.numel for group in self._engine.groups if group.fixed == 0 and group.trainable)
 
     def _find(self, trace: Trace, layout: Layout) -> Planned:
         tiers, setup, folder = self._tiers(), self._setup, self._folder

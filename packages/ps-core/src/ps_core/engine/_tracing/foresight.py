@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core._trace import Phase, Trace
+from ps_core._trace import Amounts, Phase, Trace
 from ps_core.engine._moments import Beat, Recording
 from ps_core.engine._records import TensorRecord
 from ps_core.engine._tracing.child import ChildFailed, in_child
@@ -56,13 +56,19 @@ def foresee(
 
 def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording:
     found = [record_of.get(tensor.name) for tensor in trace.tensors]
-    recording = Recording()
+    recording, above, besides = Recording(), 0, Amounts()
     for moment in trace.moments:
         reads = [record for index in moment.reads if (record := found[index]) is not None]
         grads = [record for index in moment.grads if (record := found[index]) is not None]
         groups = dict.fromkeys(record.group.index for record in reads if not record.group.pinned)
         gains = dict.fromkeys(record.group.index for record in grads if not record.group.pinned)
-        if not groups and not gains:
+        if (
+            not groups and not gains
+        ):  # what is always there begins no moment: all this is the last one's, or the first's
+            above = max(above, moment.nonmodel_bytes)
+            besides = besides.plus(moment.amounts)
+            if recording.beats:
+                above, besides = _add(recording.beats[-1], above, besides)
             continue
         recording.beats.append(
             Beat(
@@ -77,4 +83,12 @@ def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording
                 work=moment.amounts,
             )
         )
+        above, besides = _add(recording.beats[-1], above, besides)
     return recording
+
+
+def _add(beat: Beat, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
+    """More of a moment; nothing is left of it."""
+    assert beat.work is not None, "a fake pass counts it"
+    beat.nonmodel_bytes, beat.work = max(beat.nonmodel_bytes, nonmodel_bytes), beat.work.plus(work)
+    return 0, Amounts()
