@@ -12,11 +12,11 @@ from ps_core.engine._store import Home, Slot, Store
 
 
 def arrange(engine: Engine, plan: EnginePlan) -> bool:
-    """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
+    """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory there."""
     store, residency = engine.store, engine.residency
-    if held_by_somebody(plan.order) is not None:
+    if held_by_somebody(plan.order) is not None or not _has_its_places(store, plan):
         return False
-    pending = [held for held in plan.plan.home if not _in_place(plan.home(held.extent).slot, held)]
+    pending = [held for held in plan.plan.home if not in_place(plan.home(held.extent).slot, held)]
     for held in pending:
         group = plan.order[held.extent.index]
         for record in group.tensors:
@@ -40,7 +40,22 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
     return True
 
 
-def _in_place(slot: Slot, held: Held) -> bool:
+def _has_its_places(store: Store, plan: EnginePlan) -> bool:
+    """Whether nothing but homes is where the plan has them: sums that it does not know of, say."""
+    slots = {id(slot): slot for held in plan.plan.home for slot in (plan.home(held.extent).slot,)}
+    others = list(store.used_bytes)
+    for slot in slots.values():
+        others[slot.tier] -= slot.bytes
+    for held in plan.plan.home:
+        if held.tier:
+            others[held.tier] += held.bytes
+        elif any(id(slot) not in slots for slot in store.overlapping(held.offset, held.bytes)):
+            return False
+    return all(used <= tier.capacity_bytes for used, tier in list(zip(others, store.tiers, strict=True))[1:])
+
+
+def in_place(slot: Slot, held: Held) -> bool:
+    """Whether a home is where a plan has it."""
     return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
 
 

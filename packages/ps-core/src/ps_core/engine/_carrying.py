@@ -31,6 +31,7 @@ from ps_core._plan import (
 from ps_core._program import Kind, SegmentName
 from ps_core.engine._counters import Counters
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._lent import take_back
 from ps_core.engine._plans import EnginePlan
 from ps_core.engine._records import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._residency import Residency
@@ -160,7 +161,8 @@ class Carrier:
         """The optimizer decides, in ``step()``."""
 
     def _reserve(self, instr: Instr, op: Reserve) -> None:
-        if op.tier == 0 and self._store.overlapping(op.offset, op.bytes):
+        store, tier = self._store, op.tier
+        if store.overlapping(op.offset, op.bytes) if tier == 0 else store.free_bytes(tier) < op.bytes:
             raise Diverged("the plan's place is taken")
         self._slots[op.slot] = self._store.reserve(op.tier, op.bytes, op.offset)
         self._places[op.slot] = op.tier, op.offset
@@ -196,22 +198,19 @@ class Carrier:
 
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
-        size = op.bytes
-        if op.extent.kind is Kind.GRAD:
-            group = self._plan.order[op.extent.index]
+        group, kind = self._plan.order[op.extent.index], op.extent.kind
+        if kind is not Kind.GRAD and source.stamp != group.homes[kind].stamp:
+            raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
+        self._store.copy(instr.queue, target, source, op.bytes)  # where that fails, the target holds nothing new
+        if kind is Kind.GRAD:
             if group in self._staged:
                 self._staged[group] = (target, self._staged[group][1])
         else:
-            home = self._plan.home(op.extent)
-            if source.stamp != home.stamp:
-                raise Diverged(
-                    f"the plan copies an older {op.extent.kind.value} of {self._plan.order[op.extent.index].name}"
-                )
+            home = group.homes[kind]
             if target is not home.slot and home.newest(target.tier) is None:
                 home.copies[target.tier] = target  # else one is still in use; see `_settle_in`
             target.extent, target.stamp = home.extent, home.stamp
-        self._store.copy(instr.queue, target, source, size)
-        self._residency.watcher.moved(source.tier, target.tier, size)
+        self._residency.watcher.moved(source.tier, target.tier, op.bytes)
         if target.tier == 0 and self._moments:
             self._counters.fetches += 1
             self._counters.prefetch_hits += instr.visit > self.moment
@@ -269,11 +268,12 @@ class Carrier:
 
     def abandon(self) -> None:
         """Keep what is of use to demand; slots of the plan's own are given back."""
+        staged = [slot for slot, _ in self._staged.values()]
+        take_back(self._plan, self._slots, self._places, staged, broken=self._residency.broken)
         for slot, records in self._staged.values():
             for record in records:
                 self._gradients.sum_staged(record, slot)
         self._staged.clear()
-        self.settle_homes()
         kept = {id(slot) for group in self._plan.order for slot in group.home.copies.values() if slot.tier == 0}
         homes = {id(home.slot) for group in self._plan.order for home in group.homes.values()}
         for slot in {id(slot): slot for slot in self._slots.values()}.values():
@@ -305,20 +305,5 @@ class Carrier:
             del home.copies[slot.tier]
 
     def settle_homes(self) -> None:
-        """Homes that a tight plan lent out are the copies that came back to their places."""
-        at = {place: self._slots[number] for number, place in self._places.items() if number in self._slots}
-        for held in self._plan.plan.home:
-            home, group = self._plan.home(held.extent), self._plan.order[held.extent.index]
-            if home.slot.memory.numel() or not home.bytes:
-                continue
-            if home.alive:
-                back = home.copies.pop(held.tier, None)
-                home.slot = back or self._residency.copy_to(home, self._store.reserve(held.tier, home.bytes))
-            else:
-                lost = home.extent.kind is not Kind.ACC or Gradient.SUMMED in {row.gradient for row in group.tensors}
-                assert not lost, "only sums that a step has used up may be nowhere"
-                there = at.get((held.tier, held.offset))
-                if there is None or there.extent not in (None, held.extent):
-                    there = self._store.reserve(held.tier, home.bytes)
-                home.slot = there
-                home.changed(home.slot)
+        """At the end: homes that a tight plan lent out are the slots that came back to their places."""
+        take_back(self._plan, self._slots, self._places)

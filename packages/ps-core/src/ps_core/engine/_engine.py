@@ -301,6 +301,11 @@ class Engine:
     # Passes.
 
     @undisturbed
+    def await_forward(self) -> None:
+        """The root module is called: what is looked at from here on is of the pass that this belongs to."""
+        self.passes.end_open()
+
+    @undisturbed
     def enter(self) -> None:
         """The root module's forward begins."""
         self.collected()

@@ -29,6 +29,10 @@ BESIDE_NUMEL = 2**16
 """So many elements of small gradients are put together at the most, for no budget counts the copy."""
 
 
+_PIECE_NUMEL = 2**14
+"""So many elements of a gradient go down at a time where there is no room for all of it."""
+
+
 def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as a vector, in the memory order of the parameter."""
     if gradient.stride() == record.stride:
@@ -158,16 +162,42 @@ class GradientKeeper:
         home = self.accumulator(record.group)
         flat = flatten(record, gradient)
         tier = self._store.work_tier(home.slot.tier)
-        if tier and not record.group.on_host:
-            stage = self._store.reserve(tier, max(1, flat.nbytes))
-            staged = stage.memory[: flat.nbytes].view(flat.dtype)
-            self._residency.await_all(Queue.D2H)
-            self._store.device.copy(Queue.D2H, staged, flat)
-            self._residency.watcher.moved(0, tier, flat.nbytes)
-            self._add_home(record, staged, home)
-            self._residency.give_back(stage)
-        else:
+        if not tier or record.group.on_host:
             self._add_home(record, flat, home)
+        elif self._store.free_bytes(tier) < flat.nbytes:
+            self._add_in_pieces(record, flat, home, tier)
+        else:
+            stage = self._store.reserve(tier, max(1, flat.nbytes))
+            self._add_home(record, self._put_down(flat, stage.memory, tier), home)
+            self._residency.give_back(stage)
+
+    def _put_down(self, flat: torch.Tensor, memory: torch.Tensor, tier: int) -> torch.Tensor:
+        """A vector of the compute tier in memory of another."""
+        staged = memory[: flat.nbytes].view(flat.dtype)
+        self._residency.await_all(Queue.D2H)
+        self._store.device.copy(Queue.D2H, staged, flat)
+        self._residency.watcher.moved(0, tier, flat.nbytes)
+        return staged
+
+    def _add_in_pieces(self, record: TensorRecord, flat: torch.Tensor, home: Home, tier: int) -> None:
+        """Add to the sums where their tier is full: by way of a little beside the budget, as the disk's buffers are."""
+        fresh, on_disk = record.gradient is not Gradient.SUMMED, home.slot.place is not None
+        total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
+        beside = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
+        for start in range(0, flat.numel(), _PIECE_NUMEL):
+            part = slice(start, start + _PIECE_NUMEL)
+            staged, sums = self._put_down(flat[part], beside, tier), total[part]
+            self._residency.await_all(Queue.CPU)
+            self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (staged, sums), (sums,))
+            if fresh:
+                sums.copy_(staged)
+            else:
+                ps_kernels.accumulate(sums, staged)
+        if on_disk:
+            self._residency.replace(record, Kind.ACC, total)
+        else:
+            home.changed(home.slot)
+        record.gradient, record.part = Gradient.SUMMED, _measured(total) if on_disk else None
 
     def _add_home(self, record: TensorRecord, flat: torch.Tensor, home: Home) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
@@ -187,8 +217,17 @@ class GradientKeeper:
 
     def sum_staged(self, record: TensorRecord, slot: Slot) -> None:
         """Add a gradient that lies in a slot of its own."""
-        flat = self._residency.part_of(slot, record, record.dtype)
-        self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
+        flat, home = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
+        tier = self._store.work_tier(home.slot.tier)
+        if slot.tier and not tier:
+            self._residency.await_all(Queue.H2D)
+            above = torch.empty_like(flat, device=self._store.device.torch_device)
+            self._store.device.copy(Queue.H2D, above, flat)
+            flat = above
+        if slot.tier:
+            self._add_home(record, flat, home)
+        else:
+            self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     def add_flat(self, record: TensorRecord, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
         """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""

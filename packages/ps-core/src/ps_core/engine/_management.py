@@ -137,6 +137,7 @@ class Management:
         self._blocks.refresh(model)
         if self._running:
             return self._call(call, args, kwargs)
+        self.engine.await_forward()
         self.pilot.prepare(model, args, kwargs)
         depth = self.engine.saved.depth
         try:

@@ -49,6 +49,9 @@ class Guide(Protocol):
     def choose(self, training: bool) -> Driver:
         """Who drives the pass that begins now."""
 
+    def left(self) -> None:
+        """The plan that was followed was left amid the pass; homes may be elsewhere now."""
+
     def observe(self, recording: Recording) -> None:
         """A pass ran to its end."""
 
@@ -72,6 +75,9 @@ class Unguided:
         """Always the same."""
         self._demand.training = training
         return self._demand
+
+    def left(self) -> None:
+        """There is no plan to leave."""
 
     def observe(self, recording: Recording) -> None:
         """Nothing is learned."""
@@ -138,8 +144,8 @@ class Passes:
 
     # The root module's forward.
 
-    def enter_forward(self) -> None:
-        """It begins."""
+    def end_open(self) -> None:
+        """End a pass that was left open, if a forward that comes now cannot belong to it."""
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
         recording = self.recording
@@ -147,10 +153,14 @@ class Passes:
             unfinished = recording.beats and recording.beats[-1].backward
             if unfinished or not any(record.handles for record in self._records):
                 self.finish()
-            else:
-                recording.regular = False
+
+    def enter_forward(self) -> None:
+        """It begins."""
+        self.end_open()
         if self.recording is None:
             self._begin(backward=False)
+        else:
+            self.recording.regular = False
         self._clock.turn("forward")
 
     def leave_forward(self) -> None:
@@ -222,9 +232,12 @@ class Passes:
             self.recording.regular = False
         self._counters.diverged(str(why))
         with torch.no_grad():
-            replay.abandon()
-        self.demand.adopt(self._groups)
-        self.tide.start()
+            try:
+                replay.abandon()
+                self.guide.left()
+            finally:
+                self.demand.adopt(self._groups)
+                self.tide.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[TensorRecord]:
         """Settle what the moment leaves behind; the parameters that are held on to. ``strict``: keep to the budget."""

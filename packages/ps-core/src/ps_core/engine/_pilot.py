@@ -21,6 +21,7 @@ from ps_core._planner.search import Planned, Setup
 from ps_core._program import Precision, SegmentName
 from ps_core.engine._asking import Asking
 from ps_core.engine._batches import Batch, batch_of, within_a_module
+from ps_core.engine._carrying import Diverged
 from ps_core.engine._cuda.room import spare_bytes
 from ps_core.engine._engine import Engine
 from ps_core.engine._estimates import as_foreseen, begins_as_foreseen
@@ -176,8 +177,9 @@ class Pilot:
             self._make_way(training)
             return demand
         demand.highest_tide_bytes = plan.planned.program.trace.peak_nonmodel_bytes
+        demand.finish()  # what somebody held on to when the last pass ended
         why = self._unready(training)
-        if not why and self._homes.low and not self._homes.arrange(plan):
+        if not why and self._homes.elsewhere and not self._homes.arrange(plan):
             why = "somebody holds on to memory that homes have to be moved to"
         if why:
             engine.counters.diverged(why)
@@ -224,6 +226,11 @@ class Pilot:
                 return f"a gradient lies over {group.name}"
         return ""
 
+    def left(self) -> None:
+        """The plan in force was left amid a pass."""
+        if self._plan is not None:
+            self._homes.left(self._plan)
+
     def observe(self, recording: Recording) -> None:
         """Remember what to plan from."""
         batch, self._served = self._served, None
@@ -256,15 +263,26 @@ class Pilot:
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out the plan's step, if it is the step that is wanted."""
-        plan = self._plan
-        if plan is None or self._homes.low or not self._fits_step(plan):
+        plan, homes = self._plan, self._homes
+        if homes.astray and (plan is None or not homes.arrange(plan)):
+            homes.lower()
+        if plan is None or homes.elsewhere or not self._fits_step(plan):
             return False
         engine = self._engine
         replay = Replay(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
         for group in engine.groups:
             if group.pinned and any(record.gradient is not Gradient.NONE for record in group.tensors):
                 engine.updater.step_one(group, settings_of, factor)
-        replay.step(settings_of, factor)
+        try:
+            replay.step(settings_of, factor)
+        except BaseException as why:
+            engine.passes.demand.adopt(engine.groups)
+            engine.passes.demand.finish()
+            homes.left(plan)
+            if not isinstance(why, Diverged):
+                raise
+            engine.counters.diverged(str(why))
+            return False
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:

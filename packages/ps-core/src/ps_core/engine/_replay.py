@@ -98,9 +98,13 @@ class Replay:
         self._events.clear()  # a device uses them again
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
-        """Carry out the step segment."""
+        """Carry out the step segment; where that breaks off, what was stepped stays so."""
         self._carrier.prepare_steps(settings_of, factor)
-        self.finish()
+        try:
+            self.finish()
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Finish what was issued and keep what is of use to demand; slots of the plan's own are given back."""

@@ -95,7 +95,7 @@ class Residency:
 
     def copy_to(self, home: Home, slot: Slot) -> Slot:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
-        source, queue = home.source(), None
+        source, queue = self._source(home), None
         apart = abs(source.tier - slot.tier)
         if apart > 1 or (source.place is not None and slot.place is not None):
             self._by_way_of_memory(source, slot, home.bytes)
@@ -142,6 +142,12 @@ class Residency:
         """Have the newest bytes at home; but not on a disk that failed."""
         if home.dirty and not (home.slot.place is not None and self.broken):
             self.copy_to(home, home.slot)
+
+    def _source(self, home: Home) -> Slot:
+        """A slot with the newest bytes; where a disk that failed had the only ones, this raises that again."""
+        if not home.alive:
+            self.check_disk()
+        return home.source()
 
     def check_disk(self) -> None:
         """Raise again if the disk tier has failed."""
@@ -230,7 +236,7 @@ class Residency:
 
     def _near(self, home: Home) -> Slot:
         """The newest bytes of an extent with a home on the disk, there or in host memory."""
-        source = home.source()
+        source = self._source(home)
         if source.place is None and source.tier == 0 and self.store.tiers[0].name != "host":
             self.write_home(home)
             return home.slot if not home.dirty else source

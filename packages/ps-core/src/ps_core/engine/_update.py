@@ -40,7 +40,7 @@ class Updater:
         if any(record.gradient is Gradient.SUMMED for record in group.tensors):
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.homes[Kind.P32].slot.tier)
-        slots = {kind: self._on(group, kind, tier) for kind in kinds}
+        slots = self._all_on(group, kinds, tier)
         queue = Queue.CPU if tier else Queue.COMPUTE
         self._residency.await_all(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
@@ -49,6 +49,18 @@ class Updater:
                 group.homes[kind].changed(slot)
         for kind, slot in slots.items():
             self._put_back(group.homes[kind], slot)
+
+    def _all_on(self, group: GroupRecord, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
+        """The newest bytes of these on a tier; where there is no room for all of them, all is as it was."""
+        slots: dict[Kind, Slot] = {}
+        try:
+            for kind in kinds:
+                slots[kind] = self._on(group, kind, tier)
+        except BaseException:
+            for kind, slot in slots.items():
+                self._put_back(group.homes[kind], slot)
+            raise
+        return slots
 
     def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
         """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
