@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ps_core._command.forecast import Forecast, Training, forecast
+from ps_core._command.forecast import Forecast, Training, bounds, forecast
 from ps_core._command.scale import largest
 from ps_core._errors import DoesNotFit
 from ps_core._planner.policy import Policy
 from ps_core._planner.search import with_policy
-from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.cluster import DEVICE_RESERVE_BYTES, Cluster
 from ps_core._simulate.machine import MACHINES, default_machine
 from ps_core._units import format_bytes, format_count
 from ps_core._workloads.named import shape
@@ -169,6 +169,14 @@ nearly the forward pass mirrored, and on a mirrored sequence the least recently 
 is why LRU often does as well. With accumulation, tied weights and unequal moments they part.
 """
 
+APART = """
+## Table and head apart
+
+`llama-8b` has a vocabulary of 128,256: a token table and a head of 1.0 GB each in 16 bits. What a card of 8 GiB (rates
+of `rtx4060`, batch 4, 192 GiB of host memory) does with them whole, and with `--cpu-embedding` and `--head-tiles 16`.
+*Least* is the device memory below which there is no plan, the reserve of 0.6 GB included; checkpoints leave the GPU.
+"""
+
 TAIL = """
 ## What the model leaves out
 
@@ -185,6 +193,36 @@ TAIL = """
 - **The machine files are cautious readings** of data sheets and published runs. Change them (`--machine FILE`) to
   what you measure; [the machine format](command.md#machine-files) is small.
 """
+
+
+CARD = Server(label="", machine="rtx4060", device=8 * GIB, host=192 * GIB)
+
+
+def apart_row(*, cpu_embedding: bool, head_tiles: int) -> str:
+    """One way to have table and head."""
+    training = replace(CARD.training(1), cpu_embedding=cpu_embedding, head_tiles=head_tiles, offload_checkpoints=True)
+    model = shape("llama-8b")
+    least = bounds(model, training)[0].needed_bytes + DEVICE_RESERVE_BYTES
+    found = forecast(model, training)
+    moved = found.prediction.moved_bytes
+    return _row(
+        "host" if cpu_embedding else "anywhere",
+        head_tiles,
+        format_bytes(least),
+        format_bytes(moved["host->device"]),
+        format_bytes(moved["device->host"]),
+        f"{found.step_time_s:.1f}",
+        f"{found.tokens_per_s:,.0f}",
+    )
+
+
+def apart() -> Iterator[str]:
+    """All four ways."""
+    yield _row("table", "head tiles", "least", "up", "down", "step, s", "tokens/s")
+    yield "| --- | --: | --: | --: | --: | --: | --: |"
+    for tiles in (1, 16):
+        for away in (False, True):
+            yield apart_row(cpu_embedding=away, head_tiles=tiles)
 
 
 # GiB of the card, GiB of RAM, batch.
@@ -220,6 +258,8 @@ def page() -> Iterator[str]:
     yield from _header("model", "batch", "policy", "up", "down", "wire", "step, s", "TFLOPS per GPU")
     for server, gpus, nodes, model, batch, *published in SPEEDS:
         yield from speed_rows(server, gpus, nodes, model, batch, published)
+    yield APART
+    yield from apart()
     yield TAIL.rstrip("\n")
 
 
