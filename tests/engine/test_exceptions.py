@@ -15,7 +15,7 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import Budget, Options
 from ps_core._plan import Queue
-from ps_core.engine import statistics
+from ps_core.engine import chunked, statistics
 from ps_core.engine._emulated.standin import StandIn
 from ps_core.engine._management import management_of
 
@@ -276,3 +276,22 @@ def test_what_fake_tensors_told_still_holds_after_a_pass_that_broke_off(where: s
         found = statistics(model)
         assert management_of(model).pilot.planned is told
         assert (found.planned_passes, found.divergences) == (3 * accumulate, 1), found.last_divergence
+
+
+class Guarded(nn.Sequential):
+    """Lets nobody hear of state dicts that were loaded."""
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        raise Boom
+
+
+def test_what_was_hung_on_before_something_failed_is_taken_off() -> None:
+    model = Guarded(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(Boom):
+        chunked(model, ADAMW)
+    for module in model.modules():
+        hung = [name for name, value in vars(module).items() if "hook" in name and isinstance(value, dict) and value]
+        assert not hung, f"{type(module).__name__} still has {hung}"
+    for parameter in model.parameters():
+        assert type(parameter) is nn.Parameter
+        assert not parameter._post_accumulate_grad_hooks

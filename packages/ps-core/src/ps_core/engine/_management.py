@@ -57,21 +57,17 @@ class Management:
         assert model is not None, "it is being put under management"
         self._around = Around(model, self._run)
         self._blocks.refresh(model)
-        untyped: Any = model  # half of torch's registering methods have no types
-        self._handles += [
-            untyped.register_state_dict_pre_hook(self._collect),
-            untyped.register_state_dict_post_hook(partial(self._collected)),  # torch marks the function it is given
-            untyped.register_load_state_dict_pre_hook(self._load),
-            untyped.register_load_state_dict_post_hook(self._loaded),
-        ]
+        hang = self._handles.append  # each at once: what comes after it may fail
         for module in model.modules():
-            if module is not model:
-                part: Any = module
-                self._handles.append(part.register_state_dict_pre_hook(self._collect))
-                self._handles.append(part.register_state_dict_post_hook(partial(self._collected)))
+            part: Any = module  # half of torch's registering methods have no types
+            hang(part.register_state_dict_pre_hook(self._collect))
+            hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
+            if module is model:
+                hang(part.register_load_state_dict_pre_hook(self._load))
+                hang(part.register_load_state_dict_post_hook(self._loaded))
         for record in self.engine.records:
             if record.parameter.requires_grad:
-                self._handles.append(_first_hook(record.parameter, _gradient))
+                hang(_first_hook(record.parameter, _gradient))
             else:
                 self._frozen.append(record)
         self._watch(model)
