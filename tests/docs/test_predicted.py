@@ -69,6 +69,12 @@ def test_speed_rows_are_still_so(predicted: ModuleType) -> None:
     assert not is_told(rows[0].replace("belady", "magic"), page)
 
 
+def test_a_row_of_table_and_head_apart_is_still_so(predicted: ModuleType) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert predicted.APART.strip() in page
+    assert is_told(predicted.apart_row(cpu_embedding=True, head_tiles=16), page)
+
+
 def test_the_readme_table_is_still_so(predicted: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert is_told(predicted.card_row(*predicted.CARDS[0]), readme)
