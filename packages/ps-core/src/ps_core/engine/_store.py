@@ -8,6 +8,8 @@ one raises. Nothing is read from a slot that is behind.
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ import torch
 
 from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier, link
+from ps_core._planner.holds import Span, lowest
 from ps_core._program import Extent
 from ps_core.engine._device import Device
 from ps_core.engine._disk.file import DiskFile, Place
@@ -355,6 +358,18 @@ class Store:
         """Whether the arena has a hole of that size below a line."""
         return self._find(size, line) is not None
 
+    def has_holes(self, sizes: Iterable[int]) -> bool:
+        """Whether the compute tier has room for slots of these sizes, reserved one after the other."""
+        if self._arena is None:
+            return sum(sizes) <= self.free_bytes(0) + self.spare.bytes
+        spans, end = self._spans(), self.tiers[0].capacity_bytes
+        for size in sizes:
+            start = lowest(spans, size)
+            if start + size > end:
+                return False
+            insort(spans, (start, start + size))
+        return True
+
     def highest_hole(self, size: int) -> int | None:
         """Where in the arena the last hole of that size ends, less the size."""
         end = self.tiers[0].capacity_bytes
@@ -375,12 +390,11 @@ class Store:
         return offset
 
     def _find(self, size: int, line: int) -> int | None:
-        start = 0
-        for slot in self._taken:
-            if slot.offset - start >= size:
-                break
-            start = max(start, slot.offset + slot.bytes)
+        start = lowest(self._spans(), size)
         return start if start + size <= line else None
+
+    def _spans(self) -> list[Span]:
+        return [(slot.offset, slot.offset + slot.bytes) for slot in self._taken]
 
     def _insert(self, slot: Slot) -> None:
         end = slot.offset + slot.bytes

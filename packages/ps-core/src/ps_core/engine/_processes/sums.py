@@ -218,16 +218,12 @@ class ShardUpdater(Updater):
         super().__init__(residency, gradients, groups)
         self._shards = residency
 
-    def step(self, settings_of: SettingsOf, factor: float) -> None:
-        """Step every shard that has a gradient."""
-        super().step(settings_of, factor)
-        self._shards.risers.rise()
-
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard; what was gathered is old now."""
-        missing = sum(home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier)
-        if not self._store.work_tier(group.homes[Kind.P32].slot.tier):
-            self._shards.risers.sink(missing - self._store.free_bytes(0))
+        while not self._store.work_tier(group.homes[Kind.P32].slot.tier):
+            missing = [home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier]
+            if self._store.has_holes(missing) or not self._shards.risers.sink(1):
+                break
         super().step_one(group, settings_of, factor)
         group.home.stamp += 1
 
@@ -247,6 +243,7 @@ class ShardUpdater(Updater):
             super()._put_back(home, slot)
 
     def free_sums(self) -> None:
-        """After a step."""
+        """After a step; what these had is room to rise to."""
         super().free_sums()
         self._shards.forget()
+        self._shards.risers.rise()
