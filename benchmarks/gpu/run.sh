@@ -84,7 +84,7 @@ if [ "$device" = false ] || [ "${1:-}" = --dry-run ]; then
     echo "DRY RUN: every part on the CPU, with small arrays; the figures mean nothing."
     dry=--dry-run
     # On a device that the CPU plays: a few of the engine's, which take a while there.
-    few="figures or fp16-1-True or one-bf16"
+    few="figures or fp16-1-True or one-bf16 or meta_alone"
 else
     facts=name,driver_version,memory.total,clocks.sm,clocks.max.sm,pcie.link.gen.max,pcie.link.width.max,mig.mode.current
     timeout 20 nvidia-smi --query-gpu=$facts --format=csv 2>&1 || echo "nvidia-smi says nothing"

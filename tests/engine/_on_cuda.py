@@ -66,14 +66,25 @@ def warm_up(*streams: Any) -> None:
     torch.cuda.synchronize()
 
 
+class Norm(nn.LayerNorm):
+    """Computed in what its weights have: PyTorch's on CUDA does not take single-precision ones beside 16-bit inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Block(nn.Module):
     """Sizes that keep every tensor of a group on a boundary of 128 bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = Norm(WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
+
+    def reset_parameters(self) -> None:
+        """For those who build it on meta."""
+        self.get_buffer("scale").fill_(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(functional.gelu(self.wide(self.norm(x)))) * self.scale.to(x.dtype)
@@ -86,7 +97,7 @@ class Model(nn.Module):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = Norm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.table.weight
         self.checkpointing = checkpointing

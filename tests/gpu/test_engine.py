@@ -195,6 +195,21 @@ def test_on_streams_of_the_users_own() -> None:
 # What users see.
 
 
+def test_from_meta_alone() -> None:
+    """Buffers too, and what stays in single precision."""
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = on.Model()
+    options = Options(group_bytes=32 * 1024, keep_fp32=("*norm*",))
+    with on.managed(model, ADAMW, ROOMY, precision="bf16", options=options) as (made, optimizer, _):
+        assert all(bool((buffer == 1).all()) and buffer.device == on.WHERE for buffer in made.buffers())
+        losses = [on.train_step(made, optimizer, index) for index in range(4)]
+        assert {name for name, p in made.named_parameters() if p.dtype == torch.float32} == {
+            name for name, _ in made.named_parameters() if "norm" in name
+        }
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.skipif(on.FAKE, reason="it has no name")
 def test_by_name_from_meta_and_from_the_device() -> None:
     for build_on, name in (("meta", "cuda"), ("cuda", "cuda:0")):
