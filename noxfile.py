@@ -22,15 +22,24 @@ ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate",
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 """For tests whose tensors are so small that one process leaves most of a machine idle."""
-TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "hatchling", "packaging")
+TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "packaging")
+BUILD = ("hatchling", "editables")
 DOCS = ("mkdocs-material",)
 NVRTC = tuple(f"{name} ; sys_platform == 'linux'" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))
 """CUDA's compilers, which need no device: the newest, and the last that knows sm_70."""
 
 
-def install(session: nox.Session, *what: str) -> None:
-    """One pip call, so that the packages, which no index has, find each other."""
-    session.install("--quiet", "-c", "constraints.txt", *what)
+def install(session: nox.Session, *what: str, isolated: bool = False) -> None:
+    """One pip call, so that the packages, which no index has, find each other.
+
+    Of what is installed only what is imported is compiled, then. ``isolated``: as users install, with an environment
+    of its own for each package's build.
+    """
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
+    if not isolated:
+        session.install("--quiet", "-c", "constraints.txt", *BUILD)
+        what = ("--no-build-isolation", *what)
+    session.install("--quiet", "--no-compile", "-c", "constraints.txt", *what)
 
 
 def pytest(session: nox.Session, *where: str, options: tuple[str, ...] = ()) -> None:
@@ -75,12 +84,12 @@ def run_meta(session: nox.Session) -> None:
 
 def run_docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--quiet", "--strict", "--site-dir", str(Path(session.create_tmp()) / "site"))
-    pytest(session, "tests/docs")
+    pytest(session, "tests/docs", options=SIDE_BY_SIDE)
 
 
 def run_bench_once(session: nox.Session) -> None:
     """Every benchmark once, untimed, so that none of them rots."""
-    pytest(session, "benchmarks", options=("--benchmark-disable",))
+    pytest(session, "benchmarks", options=(*SIDE_BY_SIDE, "--benchmark-disable"))
 
 
 def run_gpu(session: nox.Session) -> None:
@@ -115,12 +124,12 @@ def imports(session: nox.Session) -> None:
 @nox.session
 def pure(session: nox.Session) -> None:
     """The pure core, where neither torch nor numpy is installed; every branch of it."""
-    install(session, *CORE, *PYTEST)
+    install(session, *CORE, *PYTEST, isolated=True)
     unwanted = ("torch", "numpy", "cupy", "ps_kernels")
     absent = f"from importlib.util import find_spec; assert not [n for n in {unwanted} if find_spec(n)]"
     session.run("python", "-c", absent)
     gate = () if session.posargs else ("--cov", "--cov-report=term-missing", "--cov-fail-under=100")
-    pytest(session, "tests/pure", options=gate)
+    pytest(session, "tests/pure", options=(*SIDE_BY_SIDE, *gate))
 
 
 @nox.session
@@ -168,9 +177,10 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """What the project does: train a GPT in less than half of its model data, then forecast a large one."""
-    install(session, *PACKAGES, "torch", "numpy")
+    install(session, *PACKAGES, "torch", "numpy", isolated=True)
     shutil.rmtree(ROOT / "out" / "demo", ignore_errors=True)  # or a second call would find the run finished
-    session.run("pstar-train", "--model", "gpt-10m", "--device-memory", "48MiB", "--steps", "200", "--out", "out/demo")
+    case = ("--model", "gpt-10m", "--device-memory", "48MiB", "--steps", "200", "--out", "out/demo")
+    session.run("pstar-train", *case, *session.posargs)
     case = ("--gpus", "8", "--device-memory", "32GiB", "--host-memory", "240GiB", "--batch", "8")
     session.run("pstar", "plan", "gpt-18b", *case)
     session.run("python", "-m", "ps_core.demo", "out/tide.svg")
@@ -193,8 +203,8 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs on each change."""
-    for name in ("pure", "demo"):
-        session.notify(name)
+    session.notify("pure")
+    session.notify("demo", ("--steps", "40", "--eval-every", "20", "--checkpoint-every", "20"))  # the same, but shorter
     install(session, *ALL, *PYTEST, *TOOLS, *NVRTC)
     checks = (run_lint, run_types, run_imports, run_kernels, run_engine, run_dist, run_models, run_meta, run_docs)
     failed = []
