@@ -108,7 +108,7 @@ is_wanted engine && part engine 210 $played $pytest tests/gpu/test_engine.py -k 
 is_wanted training &&
     part training 400 "$python" benchmarks/gpu/engine.py $dry --seconds @LEFT --json "$out/training.json"
 is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$few"
-is_wanted sanitizer && part sanitizer 150 env PS_SANITIZER_SECONDS=60 $pytest tests/gpu/test_sanitizer.py
+is_wanted sanitizer && part sanitizer 230 env PS_SANITIZER_SECONDS=105 $pytest tests/gpu/test_sanitizer.py
 [ -z "$dry" ] && is_wanted largest &&
     part largest 500 "$python" benchmarks/gpu/engine.py $dry --largest --seconds @LEFT --json "$out/largest.json"
 timeout 20 "$python" benchmarks/gpu/report.py "$out" >"$out/report.md" || echo "no report.md"

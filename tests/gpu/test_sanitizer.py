@@ -24,24 +24,17 @@ OPTIONS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ("--racecheck
 """PyTorch asks the driver for what it may not have, and goes on without: that is no error of a kernel's."""
 
 
+ONLY = tuple(f"kns={start}" for start in ("adam_", "sgd_", "accumulate_", "norm_", "copy_pieces"))
+"""Names begin so. PyTorch's kernels are not watched: that takes its time, and what they report is not ours to mend."""
+
+
 @pytest.mark.parametrize("tool", OPTIONS)
 def test_every_kernel(tool: str) -> None:
-    command = [
-        "compute-sanitizer",
-        "--tool",
-        tool,
-        *OPTIONS[tool],
-        "--error-exitcode",
-        "9",
-        sys.executable,
-        str(EXERCISE),
-    ]
     limit_s = float(os.environ.get("PS_SANITIZER_SECONDS", "120"))
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each tensor's end is an allocation's
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment, errors="replace"
-        )
+        done = watched(tool, ONLY, limit_s)
+        if "every kernel ran" not in done.stdout and "option" in done.stdout + done.stderr:
+            done = watched(tool, (), limit_s)  # another release, which does not know the filter
     except subprocess.TimeoutExpired:
         pytest.skip(f"{tool} was not done after {limit_s:.0f} s, so it says nothing")
     said = done.stdout + done.stderr
@@ -49,3 +42,14 @@ def test_every_kernel(tool: str) -> None:
         pytest.skip(f"compute-sanitizer does not take this device: {said.strip().splitlines()[0]}")
     assert done.returncode == 0, said[-4000:]
     assert "every kernel ran" in done.stdout
+
+
+def watched(tool: str, only: tuple[str, ...], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """All kernels once under a tool."""
+    names = [word for name in only for word in ("--kernel-name", name)]
+    command = ["compute-sanitizer", "--tool", tool, *OPTIONS[tool], *names, "--error-exitcode", "9"]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each tensor's end is an allocation's
+    return subprocess.run(
+        [*command, sys.executable, str(EXERCISE)], capture_output=True, text=True, check=False, timeout=limit_s,
+        env=environment, errors="replace",
+    )  # fmt: skip
