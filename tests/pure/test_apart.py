@@ -154,6 +154,11 @@ def test_a_table_s_bytes_and_seconds(each: int, micro: int, held: int, traffic: 
     assert lookups == pytest.approx(micro * (56 / 10 + 4 * rows / 1e3 + rows / 100))
     assert gradients == pytest.approx(micro * (rows / 10 + 5 * rows / 1e3) + 1000 * traffic / 1e3)
     assert update == pytest.approx(1000 * step / 1e3)
+    many, fast = 2**25, replace(machine, host_bandwidth=1e12)
+    for large, rate in ((many // each, 1e12), (many // each + 64, 4e9)):
+        dense = replace(table, numel=large).seconds(fast)[1] - table.seconds(fast)[1]
+        new, old = large - 1000, micro * each
+        assert dense == pytest.approx(large * old / rate + new * (traffic - old) / 1e12, rel=1e-3)
     late = table.seconds(replace(machine, latency_s=1.0))
     assert [b - a for a, b in zip(table.seconds(machine), late, strict=True)] == pytest.approx([2 * micro, micro, 1])
 

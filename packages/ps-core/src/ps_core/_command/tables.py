@@ -11,7 +11,9 @@ for, so that bytes, seconds and its memory are added to what a plan promises. Pe
                     written over the weight (e, 2e); or read and summed (e + 4, later 8), the sum measured once (4)
     the step        as any other on the CPU, and before all others
 
-Bytes of memory traffic take `Machine.host_bandwidth`, those of a link its own; each wait takes a latency.
+Bytes of memory traffic take `Machine.host_bandwidth`, those of a link its own; each wait takes a latency. A dense
+gradient of more than `_KEPT_BYTES` is in memory that the system hands out anew each time, page by page as it is
+emptied: that goes at `_FRESH_BANDWIDTH`, by one thread.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from ps_core._simulate.clock import Prediction
 from ps_core._simulate.machine import Machine
 from ps_core._units import align_up
 
+_KEPT_BYTES = 32 * 2**20
+"""Of memory given back, glibc keeps no larger pieces."""
+_FRESH_BANDWIDTH = 4e9
+"""A page of 4 KiB in a microsecond, as usual computers have it; one in a virtual machine took three."""
 UP, DOWN, CPU = "host->device", "device->host", "cpu"
 
 
@@ -72,12 +78,10 @@ class HostTable:
         up, down = (min(rate, host) for rate in (machine.h2d_bandwidth, machine.d2h_bandwidth))
         lookups = self.accumulate * (8 * self.tokens / down + 4 * rows / host + rows / up + 2 * wait)
         each, more = self.element_bytes, self.accumulate - 1
-        dense = self.numel * self.accumulate * each
-        if self.sums:
-            dense += self.numel * (self.accumulate * (each + 4) + 4 * more + 4)
-        else:
-            dense += self.numel * 3 * each
-        gradients = self.accumulate * (rows / down + 5 * rows / host + wait) + dense / host
+        empty = min(host, _FRESH_BANDWIDTH) if self.numel * each > _KEPT_BYTES else host
+        dense = self.accumulate * (each + 4) + 4 * more + 4 if self.sums else 3 * each
+        gradients = self.accumulate * (rows / down + 5 * rows / host + wait + self.numel * each / empty)
+        gradients += self.numel * dense / host
         update = self.numel * (24 + (4 if self.sums else each) + (0 if each == 4 else 2)) / host + wait
         return lookups, gradients, update
 
