@@ -85,6 +85,9 @@ class FakeEngine:
         for record, grad in zip(self.records, grads, strict=True):
             record.gradient, record.factor = None if grad is None else grad * scale, 1.0
 
+    def check_usable(self) -> None:
+        """It always is."""
+
     def has_gradient(self, record: FakeRecord) -> bool:
         return record.gradient is not None
 

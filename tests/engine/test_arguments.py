@@ -19,6 +19,7 @@ MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     [
         ({"optimizer": MODEL_SGD}, r"SGD\(...\) of ps_core, or None; found torch.optim.sgd.SGD"),
         ({"optimizer": torch.optim.AdamW}, "or None; found torch.optim.adamw.AdamW"),
+        ({"optimizer": AdamW}, r"or None; found the class AdamW, not yet called: AdamW\(\)"),
         ({"optimizer": "adamw"}, "or None; found 'adamw'"),
         ({"budget": "1MiB"}, "budget must be a ps_core.Budget, .* found '1MiB'"),
         ({"options": {"prefetch": 2}}, "options must be a ps_core.Options, .* found builtins.dict"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ps_core import AdamW, Budget, UnsupportedParameter
-from ps_core.engine import chunked, release
+from ps_core import SGD, AdamW, Budget, Group, InvalidInput, UnsupportedParameter
+from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, statistics
 
 DEVICES = ("cpu", "emulated")
 NO_TRAINING = (
@@ -115,4 +116,65 @@ def test_an_optimizer_of_pytorch_beside_ours(device: str) -> None:
     backward(model)
     with pytest.raises(UnsupportedParameter, match=r"step the one that chunked\(model, AdamW\(...\)\) returns"):
         other.step()
+    release(model)
+
+
+def test_a_wrong_number_in_one_group_steps_none() -> None:
+    groups = (Group(match=lambda name, _: name.startswith("1"), lr=0.1),)
+    model, optimizer = chunked(two(), SGD(lr=0.1, groups=groups), budget=budget_for("cpu"))
+    assert optimizer is not None
+    before = model.state_dict()
+    optimizer.param_groups[1]["lr"] = -0.1
+    backward(model)
+    with pytest.raises(InvalidInput, match=r"lr must be a finite number of at least 0 .*found -0\.1"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    release(model)
+
+
+def test_an_optimizer_of_a_released_model_says_so() -> None:
+    """Although there is no gradient: those that backward makes now are the parameters' own."""
+    model, optimizer = chunked(two(), AdamW(), budget=budget_for("cpu"))
+    assert optimizer is not None
+    optimizer.step()  # nothing to do
+    release(model)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(InvalidInput, match="this model was released: call chunked"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("mine", "theirs", "absent"), [(AdamW(), "SGD", "betas"), (SGD(), "AdamW", "momentum")])
+def test_the_state_of_another_optimizer(mine: AdamW | SGD, theirs: str, absent: str) -> None:
+    """Which has no moments yet, so that nothing but its numbers tells."""
+    state = getattr(torch.optim, theirs)(two().parameters(), lr=0.5).state_dict()
+    model, optimizer = chunked(two(), mine, budget=budget_for("cpu"))
+    assert optimizer is not None
+    with pytest.raises(InvalidInput, match=rf"param_groups\[0\] has no '{absent}': is it {type(mine).__name__}'s"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == mine.lr
+    release(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda path: release(None), "None"),
+        (lambda path: statistics(two), "a function"),
+        (lambda path: load_checkpoint(two(), path, None), "a PosixPath"),
+        (lambda path: save_checkpoint(two(), None, str(path)), "None"),
+    ],
+)
+def test_something_else_in_a_models_place(call: Callable[[Path], object], found: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=f"expected a model .* found {found}"):
+        call(tmp_path)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_pickled_weights_are_called_so(new: bool, tmp_path: Path) -> None:
+    """Not damaged."""
+    model, _ = chunked(two(), None, budget=budget_for("cpu"))
+    torch.save(two().state_dict(), tmp_path / "model.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(InvalidInput, match=r"model\.pt is of torch\.save, expected safetensors"):
+        load_weights(model, tmp_path / "model.pt")
     release(model)

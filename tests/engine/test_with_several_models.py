@@ -198,6 +198,28 @@ def test_who_does_not_fit_beside_another_leaves_it_as_it_was() -> None:
     release(first)
 
 
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_what_is_told_when_another_joins_is_enough_for_both(device: str) -> None:
+    """A model that was alone in its budget is asked to leave most of it to a larger one."""
+    tier = {"device": 40_000} if device == "emulated" else {}
+    budget, asked = Budget(host=300_000, **tier), list[DoesNotFit]()
+    for _ in range(3):
+        told = {"device": device, "precision": "bf16", "budget": budget, "options": OPTIONS}
+        first, _ = chunked(models.stack(), SPEC, **told)
+        try:
+            second, _ = chunked(models.Language(layers=2), SPEC, **told)
+        except DoesNotFit as refused:
+            asked.append(refused)
+            budget = eval(refused.remedies[0].partition(": ")[0])
+        else:
+            release(second)
+            break
+        finally:
+            release(first)
+    assert (asked[0].tier, asked[0].moment) == ("host", "making room for another model")
+    assert len(asked) <= 2
+
+
 def test_a_part_that_is_too_small_names_the_budget_that_all_need() -> None:
     """Who follows what is said gets there, for every number is larger than the last."""
     size, sizes, (batch,) = 400_000, [0], tokens(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -48,6 +50,7 @@ def test_a_match_sees_the_parameter():
         lambda: AdamW(groups=[Group(match=is_bias)]),
         lambda: AdamW(groups=({"match": is_bias},)),
         lambda: AdamW(groups=(Group(match="bias"),)),
+        lambda: AdamW(groups=(Group(match=lambda name: True),)),
         lambda: AdamW(groups=(Group(match=is_bias, momentum=0.9),)),
         lambda: SGD(groups=(Group(match=is_bias, betas=(0.9, 0.9)),)),
         lambda: SGD(groups=(Group(match=is_bias, lr=-1.0),)),
@@ -79,6 +82,36 @@ def test_what_cannot_work_is_refused_in_one_line(make):
     assert "\n" not in str(caught.value)
 
 
+def test_a_match_that_tells_nothing_of_its_arguments_is_taken():
+    groups = (Group(match=max, lr=0.1),)
+    assert AdamW(groups=groups).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Budget("8GB"), r"Budget takes values by name, as in Budget\(device='8GiB'\); found '8GB' without one"),
+        (
+            lambda: AdamW(iter(())),
+            r"as in AdamW\(lr=1e-3\), for the parameters of the model .*; found a tuple_iterator",
+        ),
+        (lambda: SGD(0.1), r"as in SGD\(lr=1e-3\), for .*; found 0\.1 without one"),
+        (lambda: Options({}), r"as in Options\(prefetch=2\); found a dict without one"),
+        (lambda: Group(is_bias, lr=1), r"as in Group\(match=lambda name, _: .*; found a function without one"),
+        (lambda: Budget(device_memory="8GB"), "Budget has no 'device_memory'; it has device, host, disk, disk_dir$"),
+        (lambda: Adam(amsgrad=True), "Adam has no 'amsgrad'; it has lr, betas, eps, weight_decay, groups$"),
+    ],
+)
+def test_values_are_given_by_their_names(make, words):
+    with pytest.raises(InvalidInput, match=words):
+        make()
+
+
+def test_they_are_copied_as_they_are():
+    for value in (Budget(device="1MiB"), AdamW(lr=0.1, groups=(Group(match=is_bias, lr=1),)), Options(prefetch=1)):
+        assert copy.deepcopy(value) == pickle.loads(pickle.dumps(value)) == replace(value) == value
+
+
 def test_sizes_may_be_numbers_or_texts():
     budget = Budget(device="1.5GiB", host=4096, disk="2GB", disk_dir="scratch")
     assert (budget.device_bytes, budget.host_bytes, budget.disk_bytes) == (3 << 29, 4096, 2 * 10**9)
@@ -106,5 +139,5 @@ def test_defaults():
 def test_options_are_frozen_and_keyword_only():
     with pytest.raises(FrozenInstanceError):
         Options().poison = True  # type: ignore[misc]
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidInput):
         AdamW(1e-3)  # type: ignore[misc]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 from ps_core._errors import InvalidInput
 from ps_core._units import parse_bytes
@@ -17,9 +18,31 @@ Match: TypeAlias = Callable[[str, Any], bool]
 POLICIES = ("belady", "lru", "fifo", "static")
 
 
+class _ByName:
+    """Values are given by name."""
+
+    __slots__ = ()
+    _as_in: ClassVar[str]
+    """How one is written."""
+
+    def __new__(cls, *given: object, **named: object) -> Self:
+        """Refuse what the constructor would not understand."""
+        if given:
+            raise InvalidInput(
+                f"{cls.__name__} takes values by name, as in {cls._as_in}; found {_kind(given[0])} without one"
+            )
+        known = [row.name for row in fields(cls)]  # type: ignore[arg-type]  # one of the dataclasses below
+        for name in named:
+            if name not in known:
+                raise InvalidInput(f"{cls.__name__} has no {name!r}; it has {', '.join(known)}")
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(_ByName):
     """Other values for the parameters that ``match(name, parameter)`` is true for; None: as for all others."""
+
+    _as_in = "Group(match=lambda name, _: name.endswith('bias'), weight_decay=0.0)"
 
     match: Match
     lr: float | None = None
@@ -36,8 +59,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
+class Adam(_ByName):
     """Adam; weight decay, if any, is added to the gradient."""
+
+    _as_in = "Adam(lr=1e-3), for the parameters of the model that chunked is given"
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,8 +76,10 @@ class Adam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
+class AdamW(_ByName):
     """Adam with decoupled weight decay."""
+
+    _as_in = "AdamW(lr=1e-3), for the parameters of the model that chunked is given"
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -66,8 +93,10 @@ class AdamW:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
+class SGD(_ByName):
     """Gradient descent with momentum; weight decay is added to the gradient."""
+
+    _as_in = "SGD(lr=1e-3), for the parameters of the model that chunked is given"
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -91,13 +120,15 @@ def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class Budget:
+class Budget(_ByName):
     """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
     ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
     processes of a node share it. ``disk`` None: no disk tier. Several models that are given the same object keep to it
     together, each to a part by the bytes of its model data; `split` gives other parts.
     """
+
+    _as_in = "Budget(device='8GiB')"
 
     device: int | str | None = None
     host: int | str | None = None
@@ -144,8 +175,10 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(_ByName):
     """Everything else, with defaults that need no thought."""
+
+    _as_in = "Options(prefetch=2)"
 
     group_bytes: int | str | None = None
     """Size of a group's 16-bit parameters; None: searched."""
@@ -195,6 +228,10 @@ def _bytes(what: str, size: int | str | None, least: int = 0) -> None:
         raise InvalidInput(f"{what} must be at least {least}, found {size!r}")
 
 
+def _kind(value: object) -> str:
+    return repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+
+
 def _number(what: str, value: object, *, below: float = math.inf) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
     if not good:
@@ -211,10 +248,25 @@ def _check(optimizer: object, lr: object, weight_decay: object, groups: object) 
     for group in groups:
         if not callable(group.match):
             raise InvalidInput(f"Group.match must be a function of name and parameter, found {group.match!r}")
+        _check_takes_two(group.match)
         for name in group.overrides:
             if name not in known:
                 raise InvalidInput(f"{type(optimizer).__name__} has no {name!r} for a Group to set")
         replace(optimizer, groups=(), **group.overrides)  # type: ignore[type-var]  # checks the values
+
+
+def _check_takes_two(match: Match) -> None:
+    try:
+        signature = inspect.signature(match)
+    except ValueError:  # some that are written in C
+        return
+    try:
+        signature.bind("name", None)
+    except TypeError:
+        raise InvalidInput(
+            f"Group.match is called with a parameter's name and the parameter, as lambda name, parameter: ...; found "
+            f"one of {signature}"
+        ) from None
 
 
 def _check_adam(betas: object, eps: object) -> None:

@@ -186,6 +186,8 @@ def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) ->
         if given is not None and not right:
             kind = given if isinstance(given, type) else type(given)
             found = repr(given) if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
+            if given is kind and kind in FIXED:
+                found = f"the class {kind.__name__}, not yet called: {kind.__name__}()"
             raise InvalidInput(f"{name} must be {what}, or None; found {found}")
 
 

@@ -309,8 +309,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+def _found(given: object) -> str:
+    return repr(given) if given is None or isinstance(given, str) else f"a {type(given).__name__}"
+
+
 def management_of(model: nn.Module) -> Management:
     """Who manages a model; `InvalidInput` if nobody does."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
     for parameter in model.parameters():
         if isinstance(parameter, ManagedParameter):
             keeper = parameter._keeper

@@ -82,6 +82,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 "step(closure) cannot be: a closure runs the model between updates of single parameters; run forward "
                 "and backward first, then call step()"
             )
+        self._gradients.check_usable()
         settings_of = self.settings()
         if not any(self._gradients.has_gradient(record) for record in self._records()):
             return
@@ -166,16 +167,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _read(self, group: dict[str, Any]) -> Settings:
         """Values may be tensors (a learning rate that a compiled loop changes)."""
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        lr, decay = _float("lr", group["lr"]), _float("weight_decay", group["weight_decay"])
         if self._rule is Rule.SGD:
-            return Settings(kind=Rule.SGD, lr=lr, weight_decay=decay, momentum=float(group["momentum"]))
-        first, second = (float(beta) for beta in group["betas"])
+            return Settings(kind=Rule.SGD, lr=lr, weight_decay=decay, momentum=_float("momentum", group["momentum"]))
+        first, second = (_float("betas", beta) for beta in group["betas"])
         return Settings(
             kind=Rule.ADAM,
             lr=lr,
             weight_decay=decay,
             betas=(first, second),
-            eps=float(group["eps"]),
+            eps=_float("eps", group["eps"]),
             decoupled=self._fixed["decoupled_weight_decay"],
         )
 
@@ -246,6 +247,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         matched = []
         for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
             self._check_fixed(f"the state's param_groups[{index}]", theirs)
+            absent = [key for key in NUMBERS if key in own and key not in theirs]
+            if absent:
+                raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self._name}'s?")
             names = {key: own[key] for key in ("params", "param_names")}
             numbers = {key: value for key, value in theirs.items() if key not in names}
             matched.append({**own, **deepcopy(numbers), **names})
@@ -326,6 +330,14 @@ def _group(source: object, members: Sequence[TensorRecord]) -> dict[str, Any]:
     # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
     parameters, names = [record.parameter for record in members], [record.name for record in members]
     return {"params": parameters, "param_names": names, **_numbers(source)}
+
+
+def _float(name: str, value: Any) -> float:
+    """Of what somebody has put into a group (any: a number, or a tensor of one)."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(f"{name} must be a number when the optimizer steps, found {value!r}") from None
 
 
 def _check_max_norm(value: object) -> None:

@@ -32,9 +32,13 @@ def size(count: int) -> str:
     return f"{count / MIB:,.1f} MiB" if count >= MIB // 10 else f"{count:,} bytes"
 
 
-def larger(store: Store, tier: int, needed_bytes: int) -> str:
-    """The Budget with which so many bytes of a tier are there, and how much more that is."""
-    name, part, whole = store.tiers[tier].name, store.tiers[tier].capacity_bytes, store.whole[tier].capacity_bytes
+def larger(store: Store, tier: int, needed_bytes: int, part: int | None = None) -> str:
+    """The Budget with which so many bytes of a tier are there, and how much more that is.
+
+    ``part``: what there is of it for this model, or is to be.
+    """
+    name, whole = store.tiers[tier].name, store.whole[tier].capacity_bytes
+    part = store.tiers[tier].capacity_bytes if part is None else part
     asked, given, suffix = align_up(needed_bytes), store.given, ""
     if part != whole:
         asked, suffix = -(-asked * whole // max(1, part)), " for all models that share it"

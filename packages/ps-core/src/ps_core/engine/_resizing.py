@@ -9,7 +9,7 @@ from ps_core._plan import Tier
 from ps_core.engine._arrange import clear, held_by_somebody, move, put_aside
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import alone
-from ps_core.engine._refusals import everything_too_large
+from ps_core.engine._refusals import part_too_small
 
 
 @alone
@@ -48,8 +48,9 @@ def _check_lower(engine: Engine, tiers: tuple[Tier, ...]) -> None:
     if engine.still:
         store_used[0] += store.highest_tide_bytes
     first = 0 if engine.still else 1
-    if any(used > tier.capacity_bytes for used, tier in zip(store_used[first:], tiers[first:], strict=True)):
-        raise everything_too_large(store, engine.groups, sum(store_used))
+    for index, (used, tier) in enumerate(zip(store_used, tiers, strict=True)):
+        if index >= first and used > tier.capacity_bytes:
+            raise part_too_small(store, index, used, tier.capacity_bytes)
 
 
 def _apply(engine: Engine, tiers: tuple[Tier, ...]) -> None:

@@ -59,6 +59,10 @@ class Outcome:
 class Gradients(Protocol):
     """The engine, as its optimizer sees it. Gradients are as backward made them: they still hold the loss scale."""
 
+    def check_usable(self) -> None:
+        """Raise where nothing can be trained any more."""
+        ...
+
     def has_gradient(self, record: TensorRecord) -> bool:
         """Whether a gradient waits for the step."""
         ...
@@ -94,5 +98,5 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def _finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise InvalidInput(f"{name} must be a finite number when the optimizer steps, found {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise InvalidInput(f"{name} must be a finite number of at least 0 when the optimizer steps, found {value!r}")

@@ -43,6 +43,8 @@ TYPES = {
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 LENGTH_BYTES, LARGEST_TABLE, _ALIGNED = 8, 100_000_000, 8
 """The format's own: how the table's length is written, the longest a reader takes, and what tables are filled up to."""
+_PICKLED = (b"PK\x03\x04", b"\x80\x02")
+"""How files of ``torch.save`` begin."""
 METADATA = {"format": "pt"}
 """What readers of model files look for."""
 
@@ -106,8 +108,14 @@ def read_table(path: Path) -> tuple[int, list[Entry]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            first = file.read(LENGTH_BYTES)
+            length = int.from_bytes(first, "little")
             if not 2 <= length <= min(LARGEST_TABLE, size - LENGTH_BYTES):
+                if first.startswith(_PICKLED):
+                    raise InvalidInput(
+                        f"{path} is of torch.save, expected safetensors: pickled weights are not read; save them anew, "
+                        "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+                    )
                 raise damaged(path, f"its table would have {length:,} bytes, the file has {size:,}: it is cut short")
             text = file.read(length)
     except OSError as error:
