@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from _budgets import near, record, this_test
 from _reference import SEED, Loop, Result, Settings, Spec, differences, plain
 from ps_core import AdamW, Budget, DoesNotFit, PatrickStarError
 from ps_core._units import align_up
@@ -73,26 +74,35 @@ def kept_by(names: dict[int, str], optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def tightest(attempt: Callable[[int], T], rounds: int = ROUNDS) -> tuple[int, T]:
+def tightest(attempt: Callable[[int], T], rounds: int = ROUNDS, name: str = "", floor: int = 0) -> tuple[int, T]:
     """The smallest device budget (to an eighth, after three rounds) for which an attempt does not raise `DoesNotFit`.
 
-    Up in doublings, or to what a refusal says is needed; then halve the way back down.
+    Where the test found one before, it begins there; otherwise low, and up in doublings, or to what a refusal says is
+    needed. Then back down, halving the way to the last one refused; if none was, then just below what fitted.
+    ``floor``: no less is tried.
     """
-    low, size = 0, 1024
-    for _ in range(ATTEMPTS):
+    name = name or this_test()
+    known = 0 if floor else near(name)
+    low, size = max(floor - 1, 0), known or floor or 1024
+    for index in range(ATTEMPTS):
         try:
             found = attempt(size)
             break
         except DoesNotFit as error:
-            low, size = size, max(align_up(error.needed_bytes), 2 * size)
+            more = size >> max(3 - index, 0) if known else size
+            low, size = size, max(align_up(error.needed_bytes), size + more)
     else:
         raise AssertionError(f"{ATTEMPTS} budgets up to {low:,} bytes were refused")
-    for _ in range(rounds):
-        middle = (low + size) // 2
+    parts = 2**rounds
+    for _ in range(ATTEMPTS):
+        if parts * (size - low) <= low:
+            break
+        middle = (low + size) // 2 if low else -(-parts * size // (parts + 1))
         try:
             size, found = middle, attempt(middle)
         except DoesNotFit:
             low = middle
+    record(name, size)
     return size, found
 
 

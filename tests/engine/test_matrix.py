@@ -6,9 +6,9 @@ SGD, because Adam hides a gradient that is wrong by a factor; and a rate large e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -57,7 +57,20 @@ def loop(kind: str, spec: Spec, *, micro_batches: int, checkpointing: bool) -> C
     return train
 
 
-EVERY = list(product(PRECISIONS, MICRO_BATCHES, CLIP, (False, True), ("emulated", "cpu"), KINDS))
+def rows() -> Iterator[tuple[Any, ...]]:
+    """On the CPU all there are; under a budget every second one, so that any four of the five ways meet in all values.
+
+    For each precision and kind of parameters those of the other three with an even sum, or those with an odd one.
+    """
+    numbers = (range(len(each)) for each in (PRECISIONS, MICRO_BATCHES, CLIP, (False, True), KINDS))
+    for way in product(*numbers):
+        precision, micro_batches, clip, checkpointing, kind = way
+        row = PRECISIONS[precision], MICRO_BATCHES[micro_batches], tuple(CLIP)[clip], bool(checkpointing)
+        for device in ("cpu", "emulated")[: 1 + (sum(way) % 2 == 0)]:
+            yield *row, device, KINDS[kind]
+
+
+EVERY = list(rows())
 
 
 def name(row: tuple[Any, ...]) -> str:
@@ -77,6 +90,15 @@ def test_as_the_resident_reference(row: tuple[Any, ...]) -> None:
     size, got = tightest(lambda size: managed(run, settings, stand_in, Budget(device=size, host=HOST)), rounds=2)
     check_same(run, settings, got)
     assert got.evictions > 0, f"nothing was ever evicted under {size:,} bytes"
+
+
+def test_any_four_ways_meet_under_a_budget() -> None:
+    under = [row[:4] + row[5:] for row in EVERY if row[4] == "emulated"]
+    assert len(under) == 36
+    every = (PRECISIONS, MICRO_BATCHES, tuple(CLIP), (False, True), KINDS)
+    for chosen in combinations(range(5), 4):
+        wanted = set(product(*(every[index] for index in chosen)))
+        assert {tuple(row[index] for index in chosen) for row in under} == wanted
 
 
 def test_the_reference_clips_skips_and_steps() -> None:

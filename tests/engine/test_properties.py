@@ -28,7 +28,8 @@ GROUP_BYTES = 2048
 def tight(precision: str, rounds: int = 3) -> int:
     """The smallest device budget for the language model."""
     run = Settings(precision=precision)
-    return tightest(lambda size: managed(LANGUAGE.run, run, stand_in, Budget(device=size, host=HOST)), rounds)[0]
+    name = f"language, {precision}, {rounds} rounds"
+    return tightest(lambda size: managed(LANGUAGE.run, run, stand_in, Budget(device=size, host=HOST)), rounds, name)[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,9 @@ def test_1_placement_never_changes_the_result(
     told = Settings(precision=precision, options=Options(**choices))
 
     def attempt(size: int) -> Result:
-        budget = Budget(device=max(size, int(room * smallest[precision])), host=HOST)
-        return managed(LANGUAGE.run, told, lambda: StandIn(check=True, seed=seed), budget)
+        return managed(LANGUAGE.run, told, lambda: StandIn(check=True, seed=seed), Budget(device=size, host=HOST))
 
-    _, got = tightest(attempt, rounds=2)
+    _, got = tightest(attempt, rounds=2, floor=int(room * smallest[precision]))
     check_same(LANGUAGE.run, told, got)
 
 
