@@ -102,7 +102,7 @@ is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
 own="tests/gpu/test_cuda.py tests/gpu/test_kernels.py tests/gpu/test_properties.py"
 is_wanted tests && part tests 150 $pytest $own
 [ -n "$dry" ] && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
-is_wanted kernels && part kernels 120 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
+is_wanted kernels && part kernels 150 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
 played="env PS_FAKE_CUDA=${dry:+1}"
 is_wanted engine && part engine 210 $played $pytest tests/gpu/test_engine.py -k "$few"
 is_wanted training &&
