@@ -311,7 +311,7 @@ def test_a_remedy_names_them_and_works() -> None:
     tied = replace(MODEL, tied_head=True)
     with pytest.raises(DoesNotFit):
         forecast(tied, asked)
-    words = "--untied-head --cpu-embedding --head-tiles 16 (predicted: fits; "
+    words = "--untied-head --cpu-embedding --head-tiles 16 (predicted: fits, as another model; "
     assert any(remedy.startswith(words) for remedy in remedies(tied, asked))
     found = forecast(tied, replace(asked, untied_head=True, cpu_embedding=True, head_tiles=16))
     assert found.parameters == MODEL.parameters

@@ -60,8 +60,9 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
     said = []
     for label, changed in islice(_changes(subject, training), most):
         need = max(bounds(subject, changed), key=lambda need: need.needed_bytes / need.available_bytes)
+        other = ", as another model" if changed.untied_head and not training.untied_head else ""
         said.append(
-            f"{label} (predicted: fits; {need.where} then needs at least "
+            f"{label} (predicted: fits{other}; {need.where} then needs at least "
             f"{format_bytes(need.needed_bytes)} of {format_bytes(need.available_bytes)})"
         )
     return tuple(said)
