@@ -30,6 +30,7 @@ from ps_core.engine._processes.schedule import (
     next_schedule,
 )
 from ps_core.engine._processes.shards import ShardResidency
+from ps_core.engine._processes.space import Space
 from ps_core.engine._processes.steps import GatherWatcher, Steps
 from ps_core.engine._processes.sums import ShardGradients, ShardUpdater
 from ps_core.engine._processes.talks import Talks
@@ -38,10 +39,6 @@ from ps_core.engine._processes.turns import Staged, Step, Turns
 from ps_core.engine._records import GroupRecord, TensorRecord
 from ps_core.engine._store import Store
 
-_MARGIN = 2
-"""Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""
-_AHEAD = 2
-"""Groups gathered ahead of need, as long as there are shards that had better have the room."""
 _TRAINING, _LATE = 1, 2
 """Kinds of passes: bits. A late one begins with backward, for a graph that an earlier pass left."""
 
@@ -74,13 +71,13 @@ class ShardDriver(Demand):
         prefetch: int | None,
     ) -> None:
         super().__init__(residency, gradients)
-        self._shards, self._sums, self._watcher, self._prefetch = residency, gradients, watcher, prefetch
+        self._shards, self._sums, self._watcher = residency, gradients, watcher
         self._turns = Turns(together, residency.groups, residency.beside)
         self._steps = Steps(residency, gradients, self._turns)
         self._talks = Talks(residency, self._steps, self._turns, together.process)
         residency.settle = self._talks.settle
+        self._space = Space(residency, self._steps, self._talks, prefetch)
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
-        self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
         self._schedules: dict[int, list[Entry]] = {}
         """By kind of pass."""
         self._expected: dict[int, dict[int, int]] = {}
@@ -194,7 +191,7 @@ class ShardDriver(Demand):
                 return None
             step = self._make_sum(group, position)
         else:
-            wanted = wanted or (self._wants(group, mine=mine) and self._has_room_ahead(group))
+            wanted = wanted or (self._wants(group, mine=mine) and self._may_come_ahead(group))
             step = self._steps.gather(group, position, wanted=wanted)
         self._steps.on_way.append(step)
         self._turns.follow(step)
@@ -208,7 +205,7 @@ class ShardDriver(Demand):
         while self._turns.following:
             act, mine = self._turns.schedule[self._turns.prepared]
             group = self._shards.groups[act.group]
-            if act.turn is Turn.GATHER and self._wants(group, mine=mine) and not self._has_room_ahead(group):
+            if act.turn is Turn.GATHER and self._wants(group, mine=mine) and not self._may_come_ahead(group):
                 return
             there = group in self._in or group in self._steps.ahead
             if act.turn is Turn.GATHER and mine and there and not self._keeps:
@@ -221,19 +218,17 @@ class ShardDriver(Demand):
         there = group in self._steps.ahead or group.home.newest(0) is not None
         return mine and not there and not self._bound
 
-    def _has_room_ahead(self, group: GroupRecord) -> bool:
+    def _may_come_ahead(self, group: GroupRecord) -> bool:
         """Whether a group may be gathered before it is used."""
-        if self._shards.unknown or (self._prefetch is not None and len(self._steps.ahead) >= self._prefetch):
+        if self._shards.unknown:
             return False
-        size = 0 if self._store.spare.has(group.home.bytes) else group.home.bytes
-        if self._keeps:
-            return self._steps.roomy(size)
-        if self._prefetch is None and self._shards.risers.waiting and len(self._steps.ahead) >= _AHEAD:
-            return False
-        besides = max(0, self._store.highest_tide_bytes - self._store.tide_bytes)
-        if self._kind is None or self._kind & _TRAINING:  # what a moment of backward takes besides
-            besides += self._largest_bytes + self._steps.sum_bytes(group)
-        return self._steps.roomy(size, besides)
+        return self._space.has_ahead(
+            group, trains=self._kind is None or bool(self._kind & _TRAINING), keeps=bool(self._keeps)
+        )
+
+    def _clear_way(self, size: int) -> None:
+        """Try to have so much room on the compute tier."""
+        self._space.clear_way(size, backward=self._backward, bound=self._bound)
 
     def _let_go(self, group: GroupRecord) -> None:
         self._shards.drop(group)
@@ -288,35 +283,6 @@ class ShardDriver(Demand):
             self._let_go(group)
         return step
 
-    def _clear_way(self, size: int) -> None:
-        """Try to have so much room on the compute tier: by waiting for sums, or else by having one taken early.
-
-        What the tide may need besides is left, as far as waiting, or taking shards back that have risen, can do it.
-        """
-        give_in = self._shards.risers.give_in
-        while not self._steps.has_room(size, self._swell_bytes()):
-            if not (self._wait_for_sum() or give_in(size)):
-                break
-        while not self._steps.finds_unused(size):
-            if self._wait_for_sum() or give_in(size):
-                continue
-            if not self._steps.staged or self._bound:
-                return
-            self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
-
-    def _swell_bytes(self) -> int:
-        """How much higher the tide may get before more is wanted: on the way back it falls from moment to moment."""
-        store = self._store
-        most = max(0, store.highest_tide_bytes - store.tide_bytes)
-        return min(most, store.highest_swell_bytes) if self._backward else most
-
-    def _wait_for_sum(self) -> bool:
-        """Wait for one that is under way, if there is any."""
-        under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
-        if under_way is not None:
-            self._talks.wait(under_way)
-        return under_way is not None
-
     # The end.
 
     def finish(self) -> None:
@@ -348,7 +314,7 @@ class ShardDriver(Demand):
         """Do what others want, until all are at the end of the pass."""
         self._turns.end()
         while True:
-            choice, words = self._talks.say(Turn.END, room=self._room())
+            choice, words = self._talks.say(Turn.END, room=self._space.beyond())
             if choice.turn is Turn.END:
                 break
             if choice.turn is Turn.FOLLOW:
@@ -368,16 +334,6 @@ class ShardDriver(Demand):
         while self._steps.on_way:
             self._talks.wait(self._steps.on_way[0])
         self._learn(words)
-
-    def _room(self) -> Room:
-        """Beyond what passes took so far."""
-        store, groups = self._store, self._shards.groups
-        states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
-        besides = _MARGIN * (store.peak_bytes[0] - states)
-        if states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes:
-            return Room.ALL
-        ahead = self._prefetch != 0 and store.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
-        return Room.NEXT if ahead else Room.TIGHT
 
     def _learn(self, words: Sequence[Word]) -> None:
         """What was done is the schedule of the next pass of the kind."""

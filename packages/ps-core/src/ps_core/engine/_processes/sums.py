@@ -177,25 +177,36 @@ class ShardGradients(GradientKeeper):
         """The same for these; sums over shards in the order of the shards, in double precision."""
         missing = [record for record in records if record.part is None]
         if missing:
-            mine = [value for part in numbers([self._measure_piece(each) for each in missing]) for value in part]
+            self._measure_homes([record for record in missing if record not in self._measured])
+            mine = [value for part in numbers([self._measured.pop(each) for each in missing]) for value in part]
             rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
             for place, record in enumerate(missing):
                 squares = sum(row[2 * place] for row in rows)
                 record.part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
         return [record.part for record in records if record.part is not None]
 
-    def _measure_piece(self, record: TensorRecord) -> torch.Tensor:
-        part = self._measured.pop(record, None)
-        if part is None:
+    def _measure_homes(self, records: list[TensorRecord]) -> None:
+        """Where they lie, in one call for each group; what is on the disk is read one by one."""
+        rows: dict[Home, list[TensorRecord]] = {}
+        for record in records:
             home = record.group.homes[Kind.P16 if record.gradient is Gradient.OVER else Kind.ACC]
-            part = _measured(self._shards.load(home, record.piece))
-        return part
+            rows.setdefault(home, []).append(record)
+        for home, found in rows.items():
+            if home.slot.place is None:
+                self._measure_pieces(found, self._shards.load(home, slice(0, found[0].group.shard_numel)))
+            else:
+                self._measured.update({each: _measured(self._shards.load(home, each.piece)) for each in found})
 
     def _measure_all(self, records: list[TensorRecord], slot: Slot) -> None:
         """While it is on the compute tier."""
-        self._store.device.work(Queue.COMPUTE, f"norms of {records[0].group.name}", (slot.memory,), ())
-        for record in records:
-            self._measured[record] = _measured(self._shards.part_of(slot, record, record.dtype))
+        group = records[0].group
+        self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
+        self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
+
+    def _measure_pieces(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
+        parts = torch.zeros(len(records), 2, device=flat.device)
+        ps_kernels.sumsq_finite(flat, parts, spans=[(each.piece.start, each.piece.stop) for each in records])
+        self._measured.update(zip(records, parts.unbind(), strict=True))
 
 
 def _measured(flat: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,65 @@
+"""Norms of a shared model: each process measures its shard of a group in one call, to the bit as tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ps_kernels
+from _threads import Together, run
+from ps_core import SGD, Budget, Options
+from ps_core.engine import chunked, release
+from ps_core.engine._management import management_of
+from ps_core.engine._processes.sums import ShardGradients
+
+SIZES = (3, 700, 41, 20_000, 128)
+"""Of tensors, of which some lie in one shard wholly and some in both."""
+
+
+class Rows(nn.Module):
+    """As many vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size)) for size in SIZES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(row.float() * x).square().sum() for row in self.rows]).sum()
+
+
+def measured(each: Together, precision: str, accumulate: int) -> None:
+    model, optimizer = chunked(
+        Rows(), SGD(lr=0.1), device="emulated", precision=precision, accumulation_steps=accumulate, collectives=each,
+        budget=Budget(device="4MiB", host="4MiB"), options=Options(group_bytes=2**20, poison=True),
+    )  # fmt: skip
+    assert optimizer is not None
+    engine = management_of(model).engine
+    gradients = engine.gradients
+    assert isinstance(gradients, ShardGradients)
+    spans, plain = list[list[tuple[int, int]]](), gradients._measure_pieces
+
+    def watched(records: Any, flat: torch.Tensor) -> None:
+        plain(records, flat)
+        for record in records:
+            alone = torch.zeros(2)
+            if record.piece.stop > record.piece.start:
+                ps_kernels.sumsq_finite(flat[record.piece], alone)
+            assert torch.equal(gradients._measured[record], alone)
+        spans.append([(record.piece.start, record.piece.stop) for record in records])
+
+    gradients._measure_pieces = watched  # type: ignore[method-assign]
+    for _ in range(accumulate):
+        model(torch.tensor(1.5 + each.rank)).backward()
+    optimizer.step()
+    assert len(spans) == len(engine.groups) == 1
+    assert len(spans[0]) == len(SIZES)
+    assert any(stop == start for start, stop in spans[0]), "some are not in this shard"
+    release(model)
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
+def test_a_group_is_measured_in_one_call(precision: str, accumulate: int) -> None:
+    run(2, measured, precision, accumulate)
