@@ -63,6 +63,9 @@ def test_the_last_divergence_says_why() -> None:
         x = rows(0)[0]
         square(model, x.repeat(2, *[1] * (x.dim() - 1))).backward()
         assert statistics(model).last_divergence == "a batch larger than the plan's"
+        optimizer.step()
+        square(model[0], x.bfloat16()).backward()
+        assert statistics(model).last_divergence == "a part of the model is called by itself"
 
 
 KERNELS = {"cuda": "available", "avx512": "no such processor", "avx2": "available", "torch": "available"}

@@ -173,7 +173,8 @@ class Pilot:
             self._homes.lower(self._bytes_to_read())
             return demand
         if not self._planned_for.covers(self._served):
-            engine.counters.diverged("a batch larger than the plan's")
+            part = "a part of the model is called by itself"
+            engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
             self._make_way(training)
             return demand
         demand.highest_tide_bytes = plan.planned.program.trace.peak_nonmodel_bytes
