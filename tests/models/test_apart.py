@@ -83,7 +83,7 @@ def trained(name: str, size: int, asked: Training) -> Iterator[tuple[Any, dict[s
         release(model)
 
 
-WAYS = {"plain": (False, 1), "table": (True, 1), "tiles": (False, 8), "both": (True, 8)}
+WAYS = {"plain": (False, 1), "table": (True, 1), "tiles": (False, 4), "both": (True, 4)}
 
 
 @pytest.mark.parametrize(("name", "way"), [*(("gpt2", way) for way in WAYS), ("llama-10m", "both")])
@@ -103,7 +103,7 @@ def test_with_room_for_everything_peaks_and_moved_bytes_are_those_promised(name:
 
 @pytest.mark.parametrize(("precision", "micro"), [(Precision.BF16, 2), (Precision.FP32, 1)])
 def test_the_table_s_part_in_every_precision(precision: Precision, micro: int) -> None:
-    shape, asked = promised("gpt2", ROOMY, cpu_embedding=True, head_tiles=8, precision=precision, accumulate=micro)
+    shape, asked = promised("gpt2", ROOMY, cpu_embedding=True, head_tiles=2, precision=precision, accumulate=micro)
     table = forecast(shape, asked).table
     assert table is not None
     with trained("gpt2", ROOMY, asked) as (model, moved):
@@ -132,7 +132,7 @@ def test_the_least_that_a_plan_needs_is_that_of_the_engine_s_own(way: str, preci
 
 
 def test_a_budget_in_which_only_both_have_a_plan() -> None:
-    shape, asked = promised("gpt2", ROOMY, cpu_embedding=True, head_tiles=8, group_bytes=32768)
+    shape, asked = promised("gpt2", ROOMY, cpu_embedding=True, head_tiles=4, group_bytes=32768)
     needed = {
         way: bounds(shape, replace(asked, cpu_embedding=away, head_tiles=tiles))[0].needed_bytes
         for way, (away, tiles) in WAYS.items()
