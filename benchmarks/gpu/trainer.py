@@ -115,8 +115,9 @@ def with_fsdp2(case: Case, where: torch.device) -> Training:
         "mesh": device_mesh.init_device_mesh(where.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=where.type == "cuda"),
-        "reshard_after_forward": case.reshard,
     }
+    if not case.reshard:  # else the default: all but the outermost module's
+        options["reshard_after_forward"] = False
     for block in model.transformer.h:
         fully_shard(block, **options)
     fully_shard(model, **options)
