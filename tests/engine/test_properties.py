@@ -28,7 +28,7 @@ GROUP_BYTES = 2048
 def tight(precision: str, rounds: int = 3) -> int:
     """The smallest device budget for the language model."""
     run = Settings(precision=precision)
-    name = f"language, {precision}, {rounds} rounds"
+    name = f"test_properties.py::tight[{precision}, {rounds} rounds]"
     return tightest(lambda size: managed(LANGUAGE.run, run, stand_in, Budget(device=size, host=HOST)), rounds, name)[0]
 
 
