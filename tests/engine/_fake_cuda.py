@@ -101,6 +101,8 @@ class Allocator(Tide):
 class FakeRuntime:
     """Give it to a `CudaDevice`, and train within ``with runtime:``. ``deaf``: nothing waits for anything."""
 
+    name = "a device that the CPU plays"
+
     def __init__(self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True) -> None:
         self.torch_device = torch.device("cpu")
         self.deaf, self.watched = deaf, watched

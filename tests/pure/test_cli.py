@@ -234,6 +234,9 @@ def test_what_is_here_is_the_default(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(cli, "host_memory", lambda: (0, 0, 0))
     _, found = document(capsys, *words)
     assert found["tiers"]["host"]["budget_bytes"] == pytest.approx((48 * gib - 9e9) / 2, abs=128)
+    monkeypatch.setattr(cli, "accelerators", lambda: (Accelerator("NVIDIA H100 80GB HBM3", 80 * gib),))
+    assert document(capsys, *words)[1]["machine"] == "h100"
+    monkeypatch.setattr(cli, "accelerators", lambda: (Accelerator("A", 16 * gib), Accelerator("B", 15 * gib)))
     _, found = document(capsys, *words, "--machine", "v100", "--nodes", "2")
     assert (found["machine"], found["gpus"], found["nodes"]) == ("v100", 2, 2)
     assert found["tiers"]["device"]["budget_bytes"] == pytest.approx(32 * gib - 1.2e9, abs=128)

@@ -119,6 +119,24 @@ def test_the_nearest_machine_by_memory(gib: int, name: str) -> None:
     assert default_machine(gib * GIB).name == name
 
 
+@pytest.mark.parametrize(
+    ("gib", "device", "name"),
+    [
+        (80, "NVIDIA H100 80GB HBM3", "h100"),
+        (94, "NVIDIA H100 NVL", "h100"),
+        (80, "NVIDIA A100-SXM4-80GB", "a100-80"),
+        (40, "NVIDIA A100-PCIE-40GB", "a100-40"),
+        (16, "Tesla V100-SXM2-16GB", "v100"),
+        (24, "NVIDIA GeForce RTX 4090", "rtx4090"),
+        (8, "NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4060"),
+        (80, "NVIDIA H1000", "a100-80"),
+        (80, "", "a100-80"),
+    ],
+)
+def test_an_accelerators_name_tells_its_kind_and_memory_the_rest(gib: int, device: str, name: str) -> None:
+    assert default_machine(gib * GIB, device).name == name
+
+
 def test_no_accelerator_is_a_cpu_and_much_memory_an_h200() -> None:
     assert default_machine(0).name == "cpu"
     assert default_machine(139 * GIB).name == "h200"

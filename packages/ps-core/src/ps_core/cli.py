@@ -221,12 +221,13 @@ def _place(options: argparse.Namespace) -> _Place:
     here = accelerators() if named is None and options.device_memory is None else ()
     assumed = []
     device = options.device_memory
+    kind = ""
     if device is None:
         device = (named or MACHINES[ASSUMED_MACHINE]).memory_bytes
         if here:
-            device = min(gpu.memory_bytes for gpu in here)
+            device, kind = min((gpu.memory_bytes, gpu.name) for gpu in here)
         assumed.append(f"GPUs of {format_bytes(device)} (--device-memory)" if device else "no GPU (--device-memory)")
-    chosen = named or default_machine(device)
+    chosen = named or default_machine(device, kind)
     if named is None:
         assumed.append(f"the rates of {chosen.name!r} (--machine)")
     gpus = options.gpus or len(here) or options.nodes

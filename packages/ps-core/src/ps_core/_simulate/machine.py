@@ -6,6 +6,7 @@ A file has the names of `Machine`'s figures; `Machine.to_toml` prints one to sta
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -59,9 +60,15 @@ def machine(name_or_path: str) -> Machine:
     return machine_from_toml(text, source=name_or_path)
 
 
-def default_machine(device_memory_bytes: int) -> Machine:
-    """The built-in machine whose accelerator memory is nearest, by ratio; no accelerator: the CPU."""
+def default_machine(device_memory_bytes: int, device_name: str = "") -> Machine:
+    """The built-in machine of the accelerator's kind; where no name tells it, of all kinds; no accelerator: the CPU.
+
+    Of several, the one whose accelerator memory is nearest, by ratio. A laptop's has less than its name says.
+    """
     if device_memory_bytes <= 0:
         return MACHINES["cpu"]
-    accelerators = [entry for entry in MACHINES.values() if entry.memory_bytes]
-    return min(accelerators, key=lambda entry: abs(math.log(device_memory_bytes / entry.memory_bytes)))
+    every = [entry for entry in MACHINES.values() if entry.memory_bytes]
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if "laptop" not in words:
+        every = [one for one in every if one.name.partition("-")[0].removeprefix("rtx") in words] or every
+    return min(every, key=lambda entry: abs(math.log(device_memory_bytes / entry.memory_bytes)))

@@ -73,10 +73,11 @@ def _of_a_device(device: torch.device, rows: list[Row], measure: Callable[[], No
     step, bf16, fp32 = StepRate(device), OnADevice(device, torch.bfloat16), OnADevice(device, torch.float32)
     rows += [[step.probe], bf16.probes, fp32.probes]
     measure()
-    whole = torch.cuda.get_device_properties(device).total_memory
+    found = torch.cuda.get_device_properties(device)
+    whole = found.total_memory
     rate, overhead = bf16.fit()
     return replace(
-        default_machine(whole),
+        default_machine(whole, found.name),
         memory_bytes=whole,
         matmul_flops=rate,
         matmul_flops_fp32=fp32.fit()[0],

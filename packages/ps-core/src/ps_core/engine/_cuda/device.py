@@ -92,7 +92,7 @@ class CudaDevice:
     @property
     def machine(self) -> Machine:
         """The built-in machine that is most like this one."""
-        return default_machine(self._runtime.free_bytes()[1])
+        return default_machine(self._runtime.free_bytes()[1], self._runtime.name)
 
     def memory_bytes(self) -> tuple[int, int]:
         """What could be allocated now, and the whole device's memory."""

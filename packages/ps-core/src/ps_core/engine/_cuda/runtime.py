@@ -49,6 +49,10 @@ class Runtime(Protocol):
     torch_device: torch.device
     """With its index."""
 
+    @property
+    def name(self) -> str:
+        """What the device calls itself."""
+
     def stream(self) -> Stream:
         """Another stream."""
 
@@ -100,6 +104,11 @@ class TorchRuntime:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
+
+    @property
+    def name(self) -> str:
+        """Such as NVIDIA H100 80GB HBM3."""
+        return torch.cuda.get_device_name(self.torch_device)
 
     def stream(self) -> Stream:
         """Another stream, which does not wait for the default one by itself."""
