@@ -278,3 +278,8 @@ def test_a_group_beyond_the_host(device: int, what: str, needed: int, tmp_path: 
         "model.get_parameter('layers.0.weight').requires_grad_(False): before chunked; it has no states then",
     )
     attempt(needed)
+
+
+def test_no_memory_to_speak_of() -> None:
+    with pytest.raises(DoesNotFit, match=r"Budget\(device=\d+\)(.|\n)*TiledLinear\(64, 64, "):
+        chunked(nn.Sequential(nn.Linear(64, 64, bias=False)), AdamW(), device="emulated", budget=Budget(device=24))

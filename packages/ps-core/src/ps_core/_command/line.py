@@ -65,7 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where").add_argument
-    add("--machine", metavar="NAME|FILE", help="rates: built-in or a TOML file (default: as here, or of such memory)")
+    kinds = "rates: a built-in machine or a TOML file (default: by the name of the GPU here, else nearest by memory)"
+    add("--machine", metavar="NAME|FILE", help=kinds)
     add("--gpus", type=_count, metavar="N", help="GPUs in all (default: those found here, else one a node)")
     add("--nodes", type=_count, default=1, metavar="N", help="nodes they are spread over (default: 1)")
     found = "(default: what is found here, else the machine's)"

@@ -226,9 +226,11 @@ class Carrier:
 
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
         group = self._plan.order[op.group]
+        sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
+        if sums.stamp != home.stamp and any(record.gradient is Gradient.SUMMED for record in group.tensors):
+            raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
-        sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
         self._gradients.add_staged(group, records, flat, sums, instr.queue)
         if records and sums is not home.slot:
             home.copies[sums.tier] = sums

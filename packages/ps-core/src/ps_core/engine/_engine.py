@@ -16,6 +16,7 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._counters import Counters
+from ps_core.engine._deciding import Deciding
 from ps_core.engine._eager import Eager
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
@@ -29,7 +30,7 @@ from ps_core.engine._refusals import changed_in_place, not_trained, whole_table
 from ps_core.engine._saved import Kept, SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
-from ps_core.engine._stepping import Decision, SettingsOf, decide
+from ps_core.engine._stepping import Decision, SettingsOf
 from ps_core.engine._store import Store
 from ps_core.engine._tables import Tables
 
@@ -65,6 +66,7 @@ class Engine:
             parts = sharded(store, groups, self.counters, together, overwrites=overwrites, prefetch=prefetch)
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
+        self._deciding = Deciding(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners)
         self.tables = Tables(self)
         self.eager: Eager | None = None
@@ -266,6 +268,7 @@ class Engine:
     @undisturbed
     def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
         """A gradient came."""
+        self._deciding.forget()
         self.check_usable()
         passes, group, eager = self.passes, record.group, self.eager
         if eager is not None:
@@ -338,6 +341,7 @@ class Engine:
 
     def scale_gradient(self, record: TensorRecord, factor: float) -> None:
         """Have the step multiply by this too."""
+        self._deciding.forget()
         record.factor *= factor
 
     @undisturbed
@@ -379,15 +383,16 @@ class Engine:
         if self.eager is not None:
             return self.eager.finish(settings, self.records)
         pending = [record for record in self.records if record.gradient is not Gradient.NONE]
-        decision = decide(pending, self.gradients.parts(pending), max_norm, loss_scale)
-        if decision.skip:
-            self.gradients.discard(pending)
-        elif not self.passes.guide.step(settings, decision.factor):
-            self.updater.step(settings, decision.factor)
+        with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
+            if decision.skip:
+                self.gradients.discard(pending)
+            elif not self.passes.guide.step(settings, decision.factor):
+                self.updater.step(settings, decision.factor)
         return decision
 
     def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape."""
+        self.finish_pass()
         return self.updater.read(record, kind)
 
     @undisturbed

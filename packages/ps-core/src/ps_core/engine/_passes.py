@@ -344,4 +344,10 @@ class Passes:
                 recording.regular = False
                 self._diverge(why)
                 self.driver.finish()
+            except BaseException as why:  # memory that ran out, say: the plan is left, or its homes stayed lent
+                if self.driver is not self.demand:
+                    recording.regular = False
+                    self._diverge(Diverged(str(why)))
+                    self.driver.finish()
+                raise
         self._counters.replayed += self.driver is not self.demand

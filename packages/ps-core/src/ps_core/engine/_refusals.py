@@ -66,7 +66,7 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
         return f"{options_as(store, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
     names = {record.name for group in groups for record in group.tensors}
     tiles = 2
-    while 16 * weight > tiles * store.tiers[0].capacity_bytes:
+    while 16 * weight > tiles * store.tiers[0].capacity_bytes and tiles < weight:  # there may be no memory at all
         tiles *= 2
     said = {}
     for group in movable:
@@ -74,7 +74,8 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
         looked_up = any(issubclass(owner, nn.Embedding) for owner in record.owners)
         read_whole = not all(issubclass(owner, nn.Embedding) for owner in record.owners)
         if looked_up and read_whole:
-            told = f"a head that is not {record.name}, in tiles (of ps_models: tied_head=False, head_tiles={tiles})"
+            most = min(tiles, record.shape[0])
+            told = f"a head that is not {record.name}, in tiles (of ps_models: tied_head=False, head_tiles={most})"
             said["head"] = Way("", told)
         if looked_up and not group.gathered and store.tiers[0].name == "device":
             said.setdefault("table", on_the_host(record))
