@@ -54,7 +54,7 @@ def test_a_group_beyond_the_device() -> None:
     assert refusal(device=2**16, host=2**23) == (
         "does not fit: device needs 131,072 bytes at 'forward of 0.weight', more than the 65,536 bytes it has\n"
         "  try: Budget(device=262144, host=8388608): 0.2 MiB more, and what activations take\n"
-        "  try: model.set_submodule('0', TiledLinear(256, 32, lambda width: nn.Linear(256, width, bias=False))): "
+        "  try: model.set_submodule('0', TiledLinear.from_linear(model.get_submodule('0'), 32)): "
         "before chunked; 0.weight in tiles (TiledLinear of ps_models)\n"
         "  try: a smaller batch or sequence: less non-model data, of which nothing is known yet"
     )
@@ -207,7 +207,7 @@ def test_a_table_and_a_head_beyond_the_device(words: int, bias: bool) -> None:
 
     _, said, _ = remedies_for(make(), 2**18)
     table = "model.set_submodule('table', HostEmbedding.from_embedding(model.get_submodule('table')))"
-    assert said.startswith(f"{table}; model.set_submodule('head', TiledLinear({words}, ")
+    assert said.startswith(f"{table}; model.set_submodule('head', TiledLinear.from_linear(")
     assert said.endswith(
         "HostEmbedding in place of nn.Embedding for table.weight; head.weight in tiles (TiledLinear of ps_models)"
     )
@@ -281,5 +281,7 @@ def test_a_group_beyond_the_host(device: int, what: str, needed: int, tmp_path: 
 
 
 def test_no_memory_to_speak_of() -> None:
-    with pytest.raises(DoesNotFit, match=r"Budget\(device=\d+\)(.|\n)*TiledLinear\(64, 64, "):
+    with pytest.raises(
+        DoesNotFit, match=r"Budget\(device=\d+\)(.|\n)*TiledLinear\.from_linear\(model\.get_submodule\('0'\), 64\)"
+    ):
         chunked(nn.Sequential(nn.Linear(64, 64, bias=False)), AdamW(), device="emulated", budget=Budget(device=24))

@@ -110,6 +110,19 @@ def test_tiles_are_one_linear_map(kind: Any) -> None:
     assert torch.allclose(tiled(x), whole(x), atol=1e-6)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_is_cut_with_its_weights(bias: bool) -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 10, bias=bias, dtype=torch.float64).requires_grad_(False)
+    tiled = TiledLinear.from_linear(whole, 3)
+    assert torch.equal(torch.cat([tile.weight for tile in tiled.tiles]), whole.weight)
+    assert not any(each.requires_grad or each.is_set_to(whole.weight) for each in tiled.parameters())
+    x = torch.randn(2, 6, dtype=torch.float64)
+    assert torch.allclose(tiled(x), whole(x))
+    assert len(list(tiled.parameters())) == (6 if bias else 3)
+    assert all(each.is_meta for each in TiledLinear.from_linear(whole.to("meta"), 2).parameters())
+
+
 def test_an_operator_larger_than_the_budget_trains_in_tiles() -> None:
     """The MLP's matrices take 256 KiB each."""
     sizes = {"layers": 1, "hidden": 64, "heads": 2, "ffn": 1024, "vocabulary": 64, "positions": 16}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +119,16 @@ class TiledLinear(nn.Module):
         made = [make(each) for each in self.widths]
         self.cut = made[0].cut if isinstance(made[0], Linear | Projection) else 0
         self.tiles = nn.ModuleList(made)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, tiles: int) -> TiledLinear:
+        """The same map, cut: tiles hold copies of its rows. Where it is on ``meta``, so are they."""
+        make = partial(nn.Linear, linear.in_features, bias=linear.bias is not None, device="meta")
+        cut = cls(linear.out_features, tiles, make)
+        for name, whole in linear.named_parameters():
+            for tile, rows in zip(cut.tiles, torch.split(whole.detach(), cut.widths), strict=True):
+                setattr(tile, name, nn.Parameter(rows.clone(), requires_grad=whole.requires_grad))
+        return cut
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) to (..., outputs)."""

@@ -64,7 +64,6 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
     movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
     if not movable:
         return f"{options_as(store, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
-    names = {record.name for group in groups for record in group.tensors}
     tiles = 2
     while 16 * weight > tiles * store.tiers[0].capacity_bytes and tiles < weight:  # there may be no memory at all
         tiles *= 2
@@ -81,7 +80,7 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
             said.setdefault("table", on_the_host(record))
         if read_whole and not looked_up:
             linear = all(issubclass(owner, nn.Linear) for owner in record.owners) and len(record.shape) == 2
-            said.setdefault("head", in_tiles(record, tiles, names) if linear else in_pieces(record))
+            said.setdefault("head", in_tiles(record, tiles) if linear else in_pieces(record))
     return ways(list(said.values()) or [in_pieces(_largest(movable[0]))])
 
 
@@ -109,7 +108,7 @@ def everything_too_large(
         moment="between steps",
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
-        proven=True,
+        proven=needed_bytes > capacity,  # else there is room in all, but not for whole groups
         remedies=(
             _enough(store, groups, needed_bytes) + (_SO_FAR if so_far else ""),
             *less,

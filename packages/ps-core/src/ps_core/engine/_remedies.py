@@ -83,15 +83,15 @@ def on_the_host(record: TensorRecord) -> Way:
     return Way("", text + " (cpu_embedding=True of ps_models)")
 
 
-def in_tiles(record: TensorRecord, tiles: int, names: set[str]) -> Way:
-    """Let the matrix of an ``nn.Linear`` be several parameters. ``names``: of all parameters."""
-    module, (outputs, inputs) = record.name.rpartition(".")[0], record.shape
-    tiles = min(tiles, outputs)
+def in_tiles(record: TensorRecord, tiles: int) -> Way:
+    """Let the matrix of an ``nn.Linear`` be several parameters."""
+    module, tiles = record.name.rpartition(".")[0], min(tiles, record.shape[0])
     if record.owners == {nn.Linear} and module:
-        bias = "" if f"{module}.bias" in names else ", bias=False"
-        made = f"TiledLinear({outputs}, {tiles}, lambda width: nn.Linear({inputs}, width{bias}))"
+        made = f"TiledLinear.from_linear(model.get_submodule({module!r}), {tiles})"
         return Way(f"model.set_submodule({module!r}, {made})", f"{record.name} in tiles (TiledLinear of ps_models)")
-    return Way("", f"{record.name} in tiles, each a parameter (head_tiles={tiles} of ps_models)")
+    return Way(
+        "", f"{record.name} in tiles, each a parameter (of ps_models: tiles={tiles}, a head's head_tiles={tiles})"
+    )
 
 
 def in_pieces(record: TensorRecord) -> Way:
