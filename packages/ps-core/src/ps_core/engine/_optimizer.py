@@ -336,7 +336,7 @@ def _float(name: str, value: Any) -> float:
     """Of what somebody has put into a group (any: a number, or a tensor of one)."""
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InvalidInput(f"{name} must be a number when the optimizer steps, found {value!r}") from None
 
 

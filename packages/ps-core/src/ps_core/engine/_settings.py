@@ -40,10 +40,10 @@ class Settings:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "eps", "momentum"):
-            _finite(name, getattr(self, name))
-        for beta in self.betas:
-            _finite("betas", beta)
+        for name in ("lr", "weight_decay", "eps"):
+            _within(name, getattr(self, name), math.inf, "a finite number of at least 0")
+        for name, share in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
+            _within(name, share, 1, "a number of at least 0 and less than 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,6 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-def _finite(name: str, value: float) -> None:
-    if not math.isfinite(value) or value < 0:
-        raise InvalidInput(f"{name} must be a finite number of at least 0 when the optimizer steps, found {value!r}")
+def _within(name: str, value: float, end: float, meant: str) -> None:
+    if not 0 <= value < end:
+        raise InvalidInput(f"{name} must be {meant} when the optimizer steps, found {value!r}")
