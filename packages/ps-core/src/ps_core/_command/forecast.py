@@ -288,14 +288,7 @@ def _beside(table: HostTable, trace: Trace, training: Training) -> Planned:
     """The best plan for what the table leaves of the host."""
     tiers = training.cluster.tiers()
     own = _need_of(table, tiers)
-    if own.missing_bytes > 0:
-        raise DoesNotFit(
-            tier=own.where,
-            moment=own.moment,
-            needed_bytes=own.needed_bytes,
-            available_bytes=own.available_bytes,
-            proven=True,
-        )
+    own.check()
     try:
         return find_plan(trace, table.left(tiers), training.machine, setup=training.setup())
     except DoesNotFit as refusal:

@@ -38,6 +38,17 @@ class Need:
         """What is lacking; at most 0 if nothing is."""
         return self.needed_bytes - self.available_bytes
 
+    def check(self) -> None:
+        """Raise `DoesNotFit` if anything is: then no plan can exist."""
+        if self.missing_bytes > 0:
+            raise DoesNotFit(
+                tier=self.where,
+                moment=self.moment,
+                needed_bytes=self.needed_bytes,
+                available_bytes=self.available_bytes,
+                proven=True,
+            )
+
 
 def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
     """The greatest need of the compute tier, of the whole hierarchy, and of a step."""
@@ -56,15 +67,7 @@ def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
 
 def check_fits(program: Program, tiers: tuple[Tier, ...]) -> None:
     """Raise `DoesNotFit` if no plan can exist."""
-    worst = max(lower_bounds(program, tiers), key=lambda need: need.missing_bytes)
-    if worst.missing_bytes > 0:
-        raise DoesNotFit(
-            tier=worst.where,
-            moment=worst.moment,
-            needed_bytes=worst.needed_bytes,
-            available_bytes=worst.available_bytes,
-            proven=True,
-        )
+    max(lower_bounds(program, tiers), key=lambda need: need.missing_bytes).check()
 
 
 def largest_extent_bytes(program: Program) -> int:

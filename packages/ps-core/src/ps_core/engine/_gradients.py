@@ -186,13 +186,7 @@ class GradientKeeper:
         beside = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
             part = slice(start, start + _PIECE_NUMEL)
-            staged, sums = self._put_down(flat[part], beside, tier), total[part]
-            self._residency.await_all(Queue.CPU)
-            self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (staged, sums), (sums,))
-            if fresh:
-                sums.copy_(staged)
-            else:
-                ps_kernels.accumulate(sums, staged)
+            self._sum_into(total[part], self._put_down(flat[part], beside, tier), record, fresh=fresh)
         if on_disk:
             self._residency.replace(record, Kind.ACC, total)
         else:
@@ -206,14 +200,18 @@ class GradientKeeper:
             return
         fresh = record.gradient is not Gradient.SUMMED
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
-        self._residency.await_all(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, total), (total,))
-        if fresh:
-            total.copy_(flat)
-        else:
-            ps_kernels.accumulate(total, flat)
+        self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
         record.gradient, record.part = Gradient.SUMMED, _measured(total)
+
+    def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: TensorRecord, *, fresh: bool) -> None:
+        """Begin the record's sums with a vector, or add it to them, where the CPU works."""
+        self._residency.await_all(Queue.CPU)
+        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
+        if fresh:
+            sums.copy_(flat)
+        else:
+            ps_kernels.accumulate(sums, flat)
 
     def sum_staged(self, record: TensorRecord, slot: Slot) -> None:
         """Add a gradient that lies in a slot of its own."""
