@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,9 @@ from ps_core.engine._emulated.standin import StandIn
 from ps_core.engine._management import management_of
 from ps_core.engine._pilot import Pilot
 from ps_models import build
+from regime import check_regime
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINK_BYTES_PER_S = 400e6
 VOCABULARY = 1024
 WARM_UPS, STEPS = 3, 7
@@ -73,13 +75,24 @@ class OneThread:
         self._slept_s += seconds
 
 
+def made(case: Case, where: str) -> Any:
+    """A case's model."""
+    return build("gpt2", where, layers=case.layers, hidden=case.hidden, heads=8, vocabulary=VOCABULARY,
+                 positions=case.length, checkpoint_blocks=True)  # fmt: skip
+
+
+def drawn(case: Case, index: int) -> torch.Tensor:
+    """The tokens of a step."""
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(VOCABULARY, (case.batch, case.length), generator=generator)
+
+
 class Training:
     """A case in one of its budgets."""
 
     def __init__(self, case: Case, budget: str, clock: OneThread | None) -> None:
         torch.manual_seed(0)
-        model = build("gpt2", "meta", layers=case.layers, hidden=case.hidden, heads=8, vocabulary=VOCABULARY,
-                      positions=case.length, checkpoint_blocks=True)  # fmt: skip
+        model = made(case, "meta")
         device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
         self._now: Callable[[], float] = time.perf_counter
         if clock is not None:
@@ -93,8 +106,7 @@ class Training:
 
     def step(self) -> None:
         """One more."""
-        generator = torch.Generator().manual_seed(len(self._times))
-        tokens = torch.randint(VOCABULARY, (self._case.batch, self._case.length), generator=generator)
+        tokens = drawn(self._case, len(self._times))
         start = self._now()
         self._model(tokens, labels=tokens).loss.backward()
         self._optimizer.step()
@@ -124,6 +136,8 @@ def main(words: list[str]) -> None:
         ps_kernels.set_threads(1)
     files = [word for word in words if not word.startswith("--")]
     case = next((case for word, case in CASES.items() if word in words), CASES["--large-bf16"])
+    plain, tokens = made(case, "cpu").to(DTYPES[case.precision]), drawn(case, 0)
+    check_regime(plain, lambda: plain(tokens, labels=tokens).loss, VOCABULARY)
     trainings = [Training(case, budget, clock) for budget in case.budgets]
 
     def steps() -> None:

@@ -26,6 +26,7 @@ from torch import nn
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint
 from ps_core.engine._checkpoint.contents import largest_chunk_bytes
+from turns import ratios, spread
 
 WIDTH = 1024
 BLOCK = "bs=8M"
@@ -68,12 +69,6 @@ def forget(folder: Path) -> None:
         os.close(file)
 
 
-def spread(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = numbers.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
 def figures(folder: Path, millions: float, rounds: int) -> dict[str, float]:
     """Print rates and ratios; their medians."""
     model, optimizer = make(millions)
@@ -107,9 +102,9 @@ def figures(folder: Path, millions: float, rounds: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for ours, yardsticks in (("save", list(contenders)[:2]), ("load", ["dd iflag=direct"])):
         for name in yardsticks:
-            ratios = [one / other for one, other in zip(seconds[name], seconds[ours], strict=True)]
-            print(f"  {ours} / {name}: {spread(ratios)}")
-            found[f"{ours} / {name}"] = numbers.median(ratios)
+            rates = ratios(seconds[name], seconds[ours])
+            print(f"  {ours} / {name}: {spread(rates)}")
+            found[f"{ours} / {name}"] = numbers.median(rates)
         print(f"  {ours} took at most {extra[ours] / chunk:.2f} chunks of memory besides")
         found[f"{ours}, chunks"] = extra[ours] / chunk
     release(model)

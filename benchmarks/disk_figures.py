@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from engine_figures import GPT, Shape, batches, parameters_of, peak_of_activations, spread
+from engine_figures import GPT, Shape, batches, check, parameters_of, peak_of_activations
 from ps_core import AdamW, Budget
 from ps_core._plan import Copy
 from ps_core._program import SegmentName
@@ -35,6 +35,7 @@ from ps_core.engine import chunked, release, statistics
 from ps_core.engine._disk.file import DiskFile
 from ps_core.engine._disk.streams import DiskStreams
 from ps_core.engine._management import management_of
+from turns import ratios, spread
 
 BYTES_PER_PARAMETER = 14
 MIB = 2**20
@@ -130,6 +131,7 @@ def apart(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
 
 def compare(told: argparse.Namespace, shape: Shape) -> None:
     """Run both, and print."""
+    check(shape, "bf16")
     peak, count = peak_of_activations(shape, "bf16"), parameters_of(shape)
     data = BYTES_PER_PARAMETER * count
     host = peak + int(told.part * data)
@@ -150,15 +152,15 @@ def compare(told: argparse.Namespace, shape: Shape) -> None:
     beyond = got["resident_bytes"] - host
     print(f"resident set: {got['resident_bytes'] / MIB:.0f} MiB beyond imports, budget and {beyond / MIB:.0f} MiB")
     if told.malloc:
-        ratios = [one / other for one, other in zip(got["seconds"][2:], plain["seconds"][2:], strict=True)]
+        costs = ratios(got["seconds"][2:], plain["seconds"][2:])
         extra = (plain["resident_bytes"] - host) / MIB
-        print(f"  without malloc's settings: budget and {extra:.0f} MiB; with / without in time {spread(ratios)}")
+        print(f"  without malloc's settings: budget and {extra:.0f} MiB; with / without in time {spread(costs)}")
     least, moved = 2 * (data - int(told.part * data)), got["moved"][-1]
     print(f"a step's bytes: {moved}, {sum(moved.values()) / least:.3f} of the least, {least / 1e6:.0f} MB")
     seconds = got["seconds"][2:]
     alone = [link_alone(got["sizes"], told.directory) for _ in seconds]
     print(f"a step {spread(seconds)} s; its reads and writes alone {spread(alone)} s")
-    print(f"  the disk's own time / the step's: {spread([a / b for a, b in zip(alone, seconds, strict=True)])}")
+    print(f"  the disk's own time / the step's: {spread(ratios(alone, seconds))}")
     if whole:
         print(f"  a step with everything in memory: {spread(whole['seconds'][2:])} s")
 

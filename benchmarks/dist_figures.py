@@ -15,12 +15,10 @@ import logging
 import os
 import resource
 import statistics as numbers
-import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,11 +27,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_dist
+from engine_figures import GPT, Shape, Step, batches, check, make
 from ps_core import AdamW
 from ps_core.engine import chunked, statistics
-
-sys.path.insert(0, str(Path(__file__).parent))
-from engine_figures import GPT, Shape, Step, batches, make, spread, take_turns
+from turns import ratios, spread, take_turns
 
 KIB = 1024
 Contender = Callable[[Shape, ps_dist.TorchCollectives], Step]
@@ -155,8 +152,8 @@ def show(shape: Shape, taken: Figures, spent: Figures, peaks: list[float]) -> No
     for one, other in RATIOS:
         if one in taken and other in taken:
             for what, rows in (("speed", taken), ("processor time", spent)):
-                ratios = [theirs / mine for mine, theirs in zip(rows[one], rows[other], strict=True)]
-                print(f"  {one} / {other}, by {what}: {spread(ratios)} of {len(ratios)} rounds")
+                found = ratios(rows[other], rows[one])
+                print(f"  {one} / {other}, by {what}: {spread(found)} of {len(found)} rounds")
     if len(taken) == 1:
         print(f"  peak resident set, all ranks: {sum(peaks) / KIB:.0f} MiB")
 
@@ -169,8 +166,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="to see that it runs")
     told = parser.parse_args()
     torch.set_num_threads(1)
-    together = ps_dist.connect(timeout_s=300)
     shape = Shape(layers=2, hidden=64, heads=2, vocabulary=96, batch=4, length=16) if told.small else Shape()
+    if not told.only:  # which is for the peak of one contender's memory, and of nothing before it
+        check(shape, "fp32")
+    together = ps_dist.connect(timeout_s=300)
     names = [told.only] if told.only else told.among.split(",") if told.among else list(CONTENDERS)
     missing = [name for name in names if name.startswith("DeepSpeed") and find_spec("deepspeed") is None]
     if missing and together.rank == 0:

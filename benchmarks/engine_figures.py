@@ -3,7 +3,7 @@
     python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 9] [--precision fp32 bf16]
 
 Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
-both. Printed are medians, and the quartiles of the ratios.
+both. Printed are medians, and the quartiles and the range of the ratios.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._emulated.standin import StandIn
 from ps_core.engine._tide import Tide
+from regime import check_regime
+from turns import ratios, spread, take_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 14}
@@ -43,6 +45,13 @@ class Shape:
     vocabulary: int = 16384
     batch: int = 4
     length: int = 256
+
+
+class Table(nn.Embedding):
+    """An embedding whose rows are drawn as GPT-2's are; see `regime` for what rows from N(0, 1) would do to a head."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
 
 
 class Block(nn.Module):
@@ -70,8 +79,8 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.places = nn.Embedding(shape.length, shape.hidden)
+        self.tokens = Table(shape.vocabulary, shape.hidden)
+        self.places = Table(shape.length, shape.hidden)
         self.blocks = nn.Sequential(*[Block(shape) for _ in range(shape.layers)])
         self.norm = nn.LayerNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
@@ -108,6 +117,12 @@ def training(model: nn.Module, optimizer: Any, shape: Shape, *, autocast: bool =
     return step
 
 
+def check(shape: Shape, precision: str) -> None:
+    """End the program with one line unless the model trains as models do."""
+    model, batch = make(shape).to(DTYPES[precision]), next(batches(shape))
+    check_regime(model, lambda: model(batch), shape.vocabulary)
+
+
 def plain(shape: Shape, dtype: torch.dtype, *, autocast: bool = False) -> Step:
     model = make(shape).to(dtype)
     return training(model, torch.optim.AdamW(model.parameters(), fused=True), shape, autocast=autocast)
@@ -115,6 +130,7 @@ def plain(shape: Shape, dtype: torch.dtype, *, autocast: bool = False) -> Step:
 
 def plain_ways(shape: Shape, precision: str) -> dict[str, Step]:
     """The plain loops to compare with; of several, the faster counts."""
+    check(shape, precision)
     if precision == "fp32":
         return {"plain fp32": plain(shape, torch.float32)}
     return {
@@ -133,35 +149,14 @@ def under(shape: Shape, precision: str, **told: Any) -> Iterator[tuple[nn.Module
         release(model)
 
 
-def take_turns(steps: dict[str, Step], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of each contender's step in each round; who begins changes from round to round."""
-    for step in steps.values():
-        for _ in range(warm_up):
-            step()
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            steps[name]()
-            taken[name].append(time.perf_counter() - start)
-    return taken
-
-
-def spread(values: list[float]) -> str:
-    """Median and quartiles."""
-    low, middle, high = numbers.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
 def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
     """Print tokens a second, and the ratio to the faster plain loop; returns its median."""
     for name, seconds in taken.items():
         print(f"  {name:24} {shape.batch * shape.length / numbers.median(seconds):8.0f} tokens/s")
     best = min((name for name in taken if name.startswith("plain")), key=lambda name: numbers.median(taken[name]))
-    ratios = [one / other for one, other in zip(taken[best], taken[ours], strict=True)]
-    print(f"  {ours} / {best}: {spread(ratios)} of {len(ratios)} rounds")
-    return numbers.median(ratios)
+    found = ratios(taken[best], taken[ours])
+    print(f"  {ours} / {best}: {spread(found)} of {len(found)} rounds")
+    return numbers.median(found)
 
 
 def peak_of_activations(shape: Shape, precision: str) -> int:
@@ -280,6 +275,7 @@ def bytes_moved(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
 def bookkeeping(layers: int, rounds: int) -> dict[str, float]:
     """Microseconds a call of a module with parameters, forward and backward together, where these hardly compute."""
     shape = Shape(layers=layers, hidden=16, heads=2, vocabulary=32, batch=1, length=4)
+    check(shape, "fp32")
     batch = next(batches(shape))
     plain_model, model = make(shape), make(shape)
     calls = sum(bool(module._parameters) for module in model.modules())

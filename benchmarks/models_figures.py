@@ -3,8 +3,9 @@
     python benchmarks/models_figures.py [--rounds 9] [--precision fp32 bf16] [--processor-time]
 
 Contenders take turns, a training step each (forward, backward, fused AdamW); a ratio is taken within a round, so that
-what disturbs the machine disturbs both. Printed are medians, and the quartiles of the ratios. With ``--processor-time``
-it is one thread's seconds on the processor that count, for where other programs keep the machine busy.
+what disturbs the machine disturbs both. Printed are medians, and the quartiles and the range of the ratios. With
+``--processor-time`` it is one thread's seconds on the processor that count, for where other programs keep the machine
+busy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch.nn import functional
 
 import ps_kernels
 from ps_models import build
+from regime import check_regime
+from turns import ratios, spread, take_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -81,9 +84,14 @@ class Plain(nn.Module):
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.flatten(), ignore_index=-1)
 
 
+def following(ids: Tensor) -> Tensor:
+    """The token after each; -1, which does not count, after the last."""
+    return torch.cat([ids[:, 1:], torch.full((len(ids), 1), -1)], dim=1)
+
+
 def plain(shape: Shape, dtype: torch.dtype, ids: Tensor) -> Callable[[], Tensor]:
     model = Plain(shape).to(dtype)
-    targets = torch.cat([ids[:, 1:], torch.full((len(ids), 1), -1)], dim=1)
+    targets = following(ids)
     return stepping(model, lambda: model(ids, targets))
 
 
@@ -124,22 +132,16 @@ def compare(
     """Medians of our tokens a second as a part of the others'."""
     dtype = DTYPES[precision]
     ids = torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=torch.Generator().manual_seed(0))
+    watched = Plain(shape).to(dtype)
+    check_regime(watched, lambda: watched(ids, following(ids)), shape.vocabulary)
     contenders = {
         "ours": ours(shape, dtype, ids),
         "ours, whole logits": ours(shape, dtype, ids, loss_chunk_tokens=None),
         "plain PyTorch": plain(shape, dtype, ids),
         "transformers": theirs(shape, dtype, ids),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(rounds + 1):
-        # Each round begins with another, so that none always follows the same one.
-        order = list(contenders)[index % len(contenders) :] + list(contenders)[: index % len(contenders)]
-        for name in order:
-            start = clock()
-            loss = contenders[name]()
-            if index:  # the first is warm-up
-                seconds[name].append(clock() - start)
-            assert loss.isfinite(), name
+    seconds = take_turns(contenders, rounds, warm_up=1, clock=clock)
+    assert all(step().isfinite() for step in contenders.values())
     tokens = shape.batch * shape.length
     print(f"{precision}: {shape}, {rounds} rounds")
     for name, taken in seconds.items():
@@ -147,10 +149,9 @@ def compare(
     found = {}
     for name in ("ours", "ours, whole logits"):
         for other in ("plain PyTorch", "transformers"):
-            ratios = [theirs / mine for theirs, mine in zip(seconds[other], seconds[name], strict=True)]
-            low, middle, high = numbers.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            found[f"{name} / {other}"] = middle
-            print(f"  {name} / {other}: {middle:.3f} ({low:.3f}-{high:.3f})")
+            rates = ratios(seconds[other], seconds[name])
+            found[f"{name} / {other}"] = numbers.median(rates)
+            print(f"  {name} / {other}: {spread(rates)}")
     return found
 
 

@@ -6,31 +6,16 @@ kernels_step.py, whose contenders are timed here too.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import kernels_step as step
 import ps_kernels
 
-
-def beside(name: str) -> ModuleType:
-    """A module of this folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-step = beside("kernels_step")
 NUMEL = int(os.environ.get("PS_BENCH_NUMEL", "4194304"))
 SMALL_NUMEL, SMALL_COUNT = 1 << 12, 1000
 THREADS = sorted({1, min(2, torch.get_num_threads())})

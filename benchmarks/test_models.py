@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("transformers")
-SPEC = importlib.util.spec_from_file_location("models_figures", Path(__file__).with_name("models_figures.py"))
-assert SPEC is not None
-assert SPEC.loader is not None
-figures = sys.modules["models_figures"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(figures)
+import models_figures as figures
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

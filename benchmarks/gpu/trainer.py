@@ -11,9 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from regime import check_first_loss, check_regime
 
 Row = dict[str, Any]
 MARK = "@@ "
@@ -58,6 +62,18 @@ def build(case: Case, on: str) -> Any:
     return make("gpt2", on, checkpoint_blocks=True, vocabulary=case.vocabulary, positions=case.length, **shape)
 
 
+def check(case: Case, where: torch.device) -> None:
+    """End the process with one line unless the model trains as models do."""
+    model = build(case, where.type)
+    tokens = torch.randint(case.vocabulary, (case.batch, case.length), device=where)
+
+    def loss_of() -> Any:
+        with torch.autocast(where.type, torch.bfloat16):
+            return model(tokens, labels=tokens).loss
+
+    check_regime(model, loss_of, case.vocabulary)
+
+
 def with_engine(case: Case, where: torch.device) -> Training:
     from ps_core import AdamW, Budget
     from ps_core.engine import chunked, statistics
@@ -99,6 +115,10 @@ def with_torch(model: Any, where: torch.device, *, autocast: bool) -> Training:
 
 def with_plain(case: Case, where: torch.device) -> Training:
     """fp32 weights under autocast."""
+    check(case, where)
+    if where.type == "cuda":  # the memory of the check is not the training's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return with_torch(build(case, "cpu").to(where), where, autocast=True)
 
 
@@ -144,11 +164,15 @@ def main() -> None:
     start = time.perf_counter()
     training = {"engine": with_engine, "plain": with_plain, "fsdp2": with_fsdp2}[case.how](case, where)
     answer({"parameters": training.parameters, "built_s": time.perf_counter() - start})
-    generator = torch.Generator().manual_seed(1)
+    generator, first = torch.Generator().manual_seed(1), True
     for line in sys.stdin:
         word, _, count = line.strip().partition(" ")
         if word == "turn":
-            answer(turn(training, case, where, int(count), generator))
+            row = turn(training, case, where, int(count), generator)
+            if first:
+                check_first_loss(row["losses"][0], case.vocabulary)
+            first = False
+            answer(row)
         elif word == "facts":
             peak = torch.cuda.max_memory_reserved() if where.type == "cuda" else None
             answer({"reserved_peak_bytes": peak, **training.facts()})

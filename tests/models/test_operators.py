@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import models_figures as figures
+
 LENGTH, VOCABULARY = 16, 64
-
-
-def _figures() -> Any:
-    """What the benchmark compares with."""
-    path = Path(__file__).parents[2] / "benchmarks" / "models_figures.py"
-    spec = importlib.util.spec_from_file_location("models_figures", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-FIGURES = _figures()
 
 
 class Counted(TorchDispatchMode):
@@ -48,7 +32,7 @@ class Counted(TorchDispatchMode):
 
 def operators(make: Callable[..., Callable[[], Any]], layers: int, dtype: torch.dtype) -> Counter[str]:
     """Of a whole step: forward, backward and optimizer."""
-    shape = FIGURES.Shape(layers=layers, hidden=32, heads=2, vocabulary=VOCABULARY, batch=2, length=LENGTH)
+    shape = figures.Shape(layers=layers, hidden=32, heads=2, vocabulary=VOCABULARY, batch=2, length=LENGTH)
     step = make(shape, dtype, torch.zeros(2, LENGTH, dtype=torch.long))
     step()
     with Counted() as counted:
@@ -58,7 +42,7 @@ def operators(make: Callable[..., Callable[[], Any]], layers: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_is_a_plain_block(dtype: torch.dtype) -> None:
-    plain, ours = (operators(make, 3, dtype) - operators(make, 2, dtype) for make in (FIGURES.plain, FIGURES.ours))
+    plain, ours = (operators(make, 3, dtype) - operators(make, 2, dtype) for make in (figures.plain, figures.ours))
     assert ours == plain
     assert ours["addmm"] == 4
     assert sum(ours.values()) < 32
@@ -66,15 +50,15 @@ def test_a_block_is_a_plain_block(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_logits_cost_no_more_than_their_change_of_type(dtype: torch.dtype) -> None:
-    whole = partial(FIGURES.ours, loss_chunk_tokens=None)
-    beyond = operators(whole, 1, dtype) - operators(FIGURES.plain, 1, dtype)
+    whole = partial(figures.ours, loss_chunk_tokens=None)
+    beyond = operators(whole, 1, dtype) - operators(figures.plain, 1, dtype)
     there_and_back = 0 if dtype is torch.float32 else 2
     assert beyond == Counter({"constant_pad_nd": 1, "_to_copy": there_and_back}) + Counter()
 
 
 def test_chunks_multiply_the_loss_alone() -> None:
     """One more chunk costs its own product with the table, both gradients', and what is small beside them."""
-    counts = [operators(partial(FIGURES.ours, loss_chunk_tokens=rows), 1, torch.bfloat16) for rows in (16, 8)]
+    counts = [operators(partial(figures.ours, loss_chunk_tokens=rows), 1, torch.bfloat16) for rows in (16, 8)]
     beyond = counts[1] - counts[0]
     assert beyond["mm"] == 2 * 3
     assert sum(beyond.values()) <= 2 * 28
