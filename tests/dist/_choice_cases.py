@@ -71,7 +71,7 @@ def choose(
 ) -> tuple[str | None, str, int]:
     """What is said, what memory travels by from then on, and how often NCCL was dropped."""
     played = Played(each, fault, at_rank)
-    choice = Choice(transport, played, each._watch._store, deadline_s)
+    choice = Choice(transport, played, each._watchdog._store, deadline_s)
     with ExitStack() as stack:
         stack.enter_context(as_if_each_had_a_card(each))
         stack.callback(played.over.set)

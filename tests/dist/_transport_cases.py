@@ -239,5 +239,5 @@ def lags(each: ps_dist.TorchCollectives) -> str:
 
 def given_up(each: ps_dist.TorchCollectives) -> bool:
     """Whether another rank has said that it failed."""
-    store: Any = each._watch._store
+    store: Any = each._watchdog._store
     return bool(store.check(["state/0"]) and b'"error": "rank' in store.get("state/0"))

@@ -20,7 +20,7 @@ from ps_dist import _choice, _groups
 from ps_dist._attempt import Attempt
 from ps_dist._choice import Choice, blamed, hindrance
 from ps_dist._mesh import Mesh
-from ps_dist._watch import Patience
+from ps_dist._timeouts import Timeouts
 
 HOST = "what processes send from CUDA devices goes by way of the host's memory: "
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_let_go_of_is_waited_for_once(monkeypatch: pytest.MonkeyP
     ))  # fmt: skip
     monkeypatch.setattr(_groups, "_OPEN", {})
     monkeypatch.setattr(_groups, "_DROP_S", 0.0 if stuck else 60.0)
-    groups = _groups.Groups(Patience(timeout_s=60), owned=True)
+    groups = _groups.Groups(Timeouts(timeout_s=60), owned=True)
     cards = groups.connect_cards()
     if not stuck:
         aborts.set()

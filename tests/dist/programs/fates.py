@@ -7,6 +7,7 @@ Every process writes to FOLDER/CASE-RANKS-LOST-RANK.txt; standard output has a J
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -27,18 +28,26 @@ import ps_core
 import ps_dist
 from ps_core.engine import chunked
 from ps_core.engine._management import management_of
-from ps_dist import _choice, _facts
+from ps_dist import _choice, _connect, _facts
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 600.0
+"""Where the others are to end at once, or when all is well."""
+SHORT_S, MIDDLE_S, AWAY_S = 8.0, 16.0, 11.0
+"""Where they are to wait until it is over; where a rank is away for so long, and comes back."""
+MOST_PROCESSES = 48
+"""At a time, or so."""
+TIMEOUTS = {
+    **dict.fromkeys(("held_gil", "stopped_and_continued"), MIDDLE_S),
+    **dict.fromkeys(("stopped", "stopped_meeting", "stopped_forming", "killed_importing", "killed_meeting"), SHORT_S),
+}
 
 
 class Fate:
     """What a case has to work with."""
 
-    def __init__(self, rank: int, lost: int, gone: int) -> None:
+    def __init__(self, case: str, rank: int, lost: int, gone: int) -> None:
         self.rank, self.is_lost, self._gone = rank, rank == lost, gone
-        self.started = 0.0
-        self.together = ps_dist.connect(timeout_s=TIMEOUT_S)
+        self.together = ps_dist.connect(timeout_s=TIMEOUTS.get(case, TIMEOUT_S))
         self.together.barrier()
 
     def until_it_is_gone(self) -> None:
@@ -47,15 +56,15 @@ class Fate:
 
     def wait(self) -> None:
         """For the others, in vain."""
-        self.started = time.monotonic()
-        try:
-            self.together.barrier()
-        finally:
-            print(f"seconds: {time.monotonic() - self.started}", flush=True)
+        self.together.barrier()
 
 
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def big(fate: Fate) -> ps_dist.Pending:
@@ -87,6 +96,15 @@ def killed_waiting(fate: Fate) -> None:
     fate.wait()
 
 
+def killed_beside(fate: Fate) -> None:
+    """Where another is silent, whom the others wait for first: it lives, and is not the one to name."""
+    if fate.is_lost:
+        killed()
+    if fate.rank == 1:
+        hold_gil()
+    fate.wait()
+
+
 class Connects:
     """NCCL, which waits for ever for one that is gone."""
 
@@ -106,8 +124,64 @@ def killed_connecting(fate: Fate) -> None:
     """While cards are connected, the others wait for it in a call that nothing ends."""
     own: list[float] = [1.0, float(fate.rank)]
     _choice.own_card = lambda where: own
-    choice = _choice.Choice(None, Connects(fate), fate.together._watch._store, deadline_s=1.0)
+    choice = _choice.Choice(None, Connects(fate), fate.together._watchdog._store, deadline_s=1.0)
     choice(fate.together, torch.device("cpu"))
+
+
+def stopped(fate: Fate) -> None:
+    """For good, as far as the others know."""
+    if fate.is_lost:
+        stop()
+    fate.wait()
+
+
+def hold_gil() -> None:
+    """No other thread of this process runs Python meanwhile."""
+    ctypes.PyDLL(None).sleep(int(AWAY_S))
+
+
+def stop_for_a_while() -> None:
+    process = os.getpid()
+    if os.fork() == 0:
+        time.sleep(AWAY_S)
+        os.kill(process, signal.SIGCONT)
+        os._exit(0)
+    stop()
+    os.wait()
+
+
+def held_gil(fate: Fate) -> None:
+    away(fate, hold_gil)
+
+
+def stopped_and_continued(fate: Fate) -> None:
+    away(fate, stop_for_a_while)
+
+
+def away(fate: Fate, how: Callable[[], None]) -> None:
+    """Within the timeout: training goes on as if nothing had been."""
+    undisturbed = trained(fate, lambda: None)
+    assert trained(fate, how if fate.is_lost else lambda: None) == undisturbed
+    fate.together.close()
+    print("the same bits")
+
+
+def trained(fate: Fate, between: Callable[[], None]) -> list[Any]:
+    """The losses and the parameters after a few steps, and something ``between`` them."""
+    torch.manual_seed(0)
+    rule: Any = ps_core.SGD(lr=0.1)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model, optimizer = chunked(layers, rule, precision="fp32", collectives=fate.together)
+    data, losses = torch.Generator().manual_seed(fate.rank), []
+    for turn in range(4):
+        if turn == 2:
+            between()
+        loss = model(torch.randn(4, 8, generator=data)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [losses, {name: value.tolist() for name, value in model.state_dict().items()}]
 
 
 def raised(fate: Fate) -> None:
@@ -210,6 +284,10 @@ CASES: dict[str, Callable[[Fate], None]] = {
         killed_sending,
         killed_waiting,
         killed_connecting,
+        killed_beside,
+        stopped,
+        held_gil,
+        stopped_and_continued,
         raised,
         raised_in_block,
         raised_and_closed,
@@ -219,6 +297,43 @@ CASES: dict[str, Callable[[Fate], None]] = {
         disk_failed,
     )
 }
+
+
+def importing(case: str, at: Callable[[], None]) -> None:
+    """Be lost before the others are met."""
+    at()
+
+
+def meeting(case: str, at: Callable[[], None]) -> None:
+    """Be lost with a connection to the store."""
+
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        at()
+
+    _connect.meet = meet
+    connect(case)
+
+
+def forming(case: str, at: Callable[[], None]) -> None:
+    """Be lost when all have met, and connect to each other."""
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        at()
+
+    torch.distributed.init_process_group = init_process_group
+    connect(case)
+
+
+def connect(case: str) -> None:
+    ps_dist.connect(timeout_s=TIMEOUTS.get(case, TIMEOUT_S))
+
+
+JOINING = {
+    f"{name}_{phase.__name__}": (phase, how)
+    for phase in (importing, meeting, forming)
+    for name, how in (("killed", killed), ("stopped", stop))
+}
+"""What the one that is lost does; the others connect."""
 
 
 def free_port() -> int:
@@ -239,30 +354,49 @@ def become(folder: Path, name: str, rank: int, ranks: int, port: int) -> None:
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # else each copy would look through all that was imported when it ends
-    running = {}
-    for name in names:
-        case, ranks, lost = name.split(":")
-        reader, writer = os.pipe()
-        port = free_port()
-        for rank in range(int(ranks)):
-            child = os.fork()
-            if child == 0:
-                if rank != int(lost):
-                    os.close(writer)
-                become(folder, name, rank, int(ranks), port)
-                if case.startswith("unlike-"):
-                    unlike(case.removeprefix("unlike-"), rank == int(lost))
-                else:
-                    CASES[case](Fate(rank, int(lost), reader))
-                return  # and end as any program does
-            running[child] = (name, rank)
-        os.close(reader)
-        os.close(writer)
+    running: dict[int, tuple[str, int]] = {}
     ended = []
-    while running:
+    while names or running:
+        while names and len(running) < MOST_PROCESSES:
+            running |= start(folder, names.pop(0))
         child, status = os.wait()
-        ended.append([*running.pop(child), os.waitstatus_to_exitcode(status)])
+        name, rank = running.pop(child)
+        ended.append([name, rank, os.waitstatus_to_exitcode(status)])
+        left = [(child, rank) for child, (of, rank) in running.items() if of == name]
+        if name.split(":")[0] in ("stopped", *JOINING) and [rank for _, rank in left] == [int(name.split(":")[2])]:
+            os.kill(left[0][0], signal.SIGKILL)  # nobody waits for it any more
     print(json.dumps(ended))
+
+
+def start(folder: Path, name: str) -> dict[int, tuple[str, int]]:
+    """A case's processes."""
+    case, ranks, lost = name.split(":")
+    reader, writer = os.pipe()
+    port, running = free_port(), {}
+    for rank in range(int(ranks)):
+        child = os.fork()
+        if child == 0:
+            if rank != int(lost):
+                os.close(writer)
+            become(folder, name, rank, int(ranks), port)
+            play(case, rank, int(lost), reader)
+            sys.exit()  # and end as any program does
+        running[child] = (name, rank)
+    os.close(reader)
+    os.close(writer)
+    return running
+
+
+def play(case: str, rank: int, lost: int, gone: int) -> None:
+    if case.startswith("unlike-"):
+        unlike(case.removeprefix("unlike-"), rank == lost)
+    elif case not in JOINING:
+        CASES[case](Fate(case, rank, lost, gone))
+    elif rank == lost:
+        phase, how = JOINING[case]
+        phase(case, how)
+    else:
+        connect(case)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ class Attempt:
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._over, self._wrong = Event(), ""
+        self.error: BaseException | None = None
+        """What it raised."""
         try:
             Thread(target=self._run, args=(work,), name="ps_dist attempt", daemon=True).start()
         except RuntimeError:  # the interpreter ends, and begins no more threads
@@ -23,7 +25,7 @@ class Attempt:
     @property
     def failed(self) -> bool:
         """Whether it raised."""
-        return bool(self._wrong)
+        return self.error is not None
 
     def within(self, limit_s: float, in_vain: Callable[[], str] = str) -> str:
         """What went wrong so far; empty: it is done. ``in_vain``: why nobody need wait any more, if so."""
@@ -38,7 +40,7 @@ class Attempt:
         try:
             work()
         except BaseException as error:
-            self._wrong = _said_by(error)
+            self.error, self._wrong = error, _said_by(error)
         self._over.set()
 
 

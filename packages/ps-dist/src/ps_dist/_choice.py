@@ -5,7 +5,7 @@ That NCCL works is known once it has: it may refuse cards that look like any oth
 for a process that failed, in calls that nothing ends. So each process connects its card and exchanges a few bytes with
 every other, in a thread that can be left behind. Then all tell each other, in the host's memory, how it went; what they
 do next depends on that alone, so they all do the same. One that failed leaves a mark in the store, too, so that nobody
-waits for it until the deadline. One that has ended is found as ever, see `_watch`.
+waits for it until the deadline. One that has ended is found as ever, see `Watchdog`.
 
 [Note: one process]
 It has nobody to send to, so its memory need not leave the card, and no library is needed for that. NCCL would copy it,
@@ -27,7 +27,7 @@ from ps_dist._attempt import Attempt
 from ps_dist._bench import Bench
 from ps_dist._collectives import TorchCollectives
 from ps_dist._direct import CardWire
-from ps_dist._watch import ranks_named
+from ps_dist._roll import ranks_named
 
 _WORDS_BYTES = 320
 """Of what went wrong on a rank."""
@@ -108,7 +108,7 @@ class Choice:
     def _marked(self, mark: str) -> str:
         try:
             return _ELSEWHERE if self._store.check([mark]) else ""
-        except RuntimeError:  # the store went with who keeps it: `_watch` finds out
+        except RuntimeError:  # the store went with who keeps it: `Watchdog` finds out
             return ""
 
 

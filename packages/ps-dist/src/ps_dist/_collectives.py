@@ -23,7 +23,7 @@ from ps_dist._journal import Journal
 from ps_dist._lane import Lane, Pending
 from ps_dist._mesh import Mesh
 from ps_dist._staging import staging_bytes
-from ps_dist._watch import Patience, Watch
+from ps_dist._watchdog import Watchdog
 from ps_dist._wire import Sum, Wire
 
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
@@ -58,17 +58,17 @@ class TorchCollectives:
     leaves the group at the end of the block.
     """
 
-    def __init__(self, *, groups: Groups, store: Any, mesh: Mesh, patience: Patience, choose: Choose) -> None:
-        """``store``: torch's (any: its stubs have no base with all methods)."""
+    def __init__(
+        self, *, groups: Groups, lane: Lane, journal: Journal, watchdog: Watchdog, mesh: Mesh, choose: Choose
+    ) -> None:
+        """Take over what `ps_dist.connect` made."""
         self._groups, self._mesh, self._choose = groups, mesh, choose
         self._open, self._process = True, os.getpid()
-        self._journal = Journal()
+        self._lane, self._journal, self._watchdog = lane, journal, watchdog
         self._wire = Wire(groups.control, mesh.rank)
         self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
-        self._lane = Lane(hopeless_s=patience.hopeless_s)
         self._cards: CardWire | None = None
         self._bench = Bench(self._lane, self._journal, self._wire, self._sum, mesh)
-        self._watch = Watch(store, self._lane, self._journal, rank=mesh.rank, ranks=mesh.size, patience=patience)
         self._at_exit = AtExit(lambda words: self._close(words, waits=False))
         self.rank = mesh.shard
         """This process's shard, from 0; without ``replicate`` its rank."""
@@ -269,7 +269,7 @@ class TorchCollectives:
         self._open = False
         self._at_exit.cancel()
         ended = self._lane.close(waits=waits and not words)
-        self._watch.close("" if self._lane.error is not None else words)  # after a failure the others know more
+        self._watchdog.close("" if self._lane.error is not None else words)  # after a failure the others know more
         failed = words or self._lane.error is not None or self._lane.failure is not None
         if failed or not ended:
             self._groups.drop_cards()  # NCCL would wait for what the others never answer

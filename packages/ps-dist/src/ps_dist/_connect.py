@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ps_core._errors import InvalidInput, PatrickStarError, RanksDiverged
+from ps_dist._attempt import Attempt
 from ps_dist._choice import Choice
 from ps_dist._collectives import TorchCollectives
 from ps_dist._facts import own_facts
+from ps_dist._farewell import words_of
 from ps_dist._groups import NO_DUMP, Groups, in_environment
+from ps_dist._journal import Entry, Journal
+from ps_dist._lane import Lane
 from ps_dist._mesh import Mesh
-from ps_dist._roll import meet
-from ps_dist._watch import Patience
+from ps_dist._roll import Met, meet
+from ps_dist._timeouts import AwakeClock, Timeouts
+from ps_dist._watchdog import Watchdog
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
+_GRACE_S = 10.0
+"""Beyond the timeout, in which processes that could not all meet tell each other why."""
 
 _MOST_TRIAL_S = 120.0
 """In which NCCL connects the cards, if it works; or half of the patience with other processes."""
@@ -53,19 +63,22 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None
         raise InvalidInput(f"transport: expected 'gloo', 'nccl' or None, found {transport!r}")
     _take_card(os.environ)
     owned = not dist.is_initialized()
-    if owned:
-        call = _initialise(os.environ, timeout_s, replicate, transport)
-    else:
-        here = (dist.get_rank(), dist.get_world_size())
-        call = _meet(dist.distributed_c10d._get_default_store(), *here, replicate, transport, timeout_s)
-    patience = Patience(timeout_s=timeout_s)
-    mesh = Mesh(dist.get_rank(), dist.get_world_size(), replicate)
-    # A copy has a connection of its own: who waits for a key, as NCCL does, keeps all others of one connection waiting.
-    own: Any = dist.distributed_c10d._get_default_store()  # any: torch's stubs do not have all of its methods
-    store = PrefixStore(f"ps_dist/joined/{call}", own.clone())
-    groups = Groups(patience, owned=owned)
-    choice = Choice(transport, groups, store, min(timeout_s / 2, _MOST_TRIAL_S))
-    joined = TorchCollectives(groups=groups, store=store, mesh=mesh, patience=patience, choose=choice)
+    found = _found_in_time(os.environ, timeout_s, replicate, transport, owned=owned)
+    timeouts, journal = Timeouts(timeout_s=timeout_s), Journal()
+    lane = Lane(AwakeClock(), hopeless_s=timeouts.hopeless_s)
+    watchdog = Watchdog(
+        found.own_store,
+        lane,
+        journal,
+        rank=found.rank,
+        places=found.met.places,
+        keeper=_keeper(os.environ),
+        timeouts=timeouts,
+    )
+    groups = _connected(found, lane, watchdog, timeouts, owned=owned)
+    choice = Choice(transport, groups, found.own_store, min(timeout_s / 2, _MOST_TRIAL_S))
+    mesh = Mesh(found.rank, found.ranks, replicate)
+    joined = TorchCollectives(groups=groups, lane=lane, journal=journal, watchdog=watchdog, mesh=mesh, choose=choice)
     if transport == "nccl":
         _reach_own(joined)
     return joined
@@ -108,42 +121,115 @@ def _take_card(environment: Mapping[str, str]) -> None:
         torch.cuda._lazy_call(take)  # type: ignore[no-untyped-call]
 
 
-def _initialise(environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str | None) -> str:
-    """Make the default group; the call that the processes met by."""
-    missing = [name for name in _NEEDED if name not in environment]
-    if missing:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The other processes, and where to talk of them. Any: torch's stubs have no base of stores with all methods."""
+
+    store: Any
+    own_store: Any
+    """For this connection alone. It is another link: who waits for a key, as NCCL does, blocks all others of a link."""
+    rank: int
+    ranks: int
+    met: Met
+
+
+def _found_in_time(
+    environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str | None, *, owned: bool
+) -> _Found:
+    """Find all other processes; in a thread that is left behind if the store never answers."""
+    if owned and (missing := [name for name in _NEEDED if name not in environment]):
         raise InvalidInput(
             f"not started by torchrun: {', '.join(missing)} not set; run torchrun --nproc-per-node=N your_program.py"
         )
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
-        call = _meet(store, rank, ranks, replicate, transport, timeout_s)
-        # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
-        store = PrefixStore(f"ps_dist/{call}", store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        with in_environment(NO_DUMP):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-    except PatrickStarError:
-        raise  # it says what is wrong already
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise RanksDiverged(
-            f"rank {environment['RANK']} of {environment['WORLD_SIZE']} could not join the others: {reason}"
-        ) from error
-    return call
-
-
-# Any: torch's stubs have no base of stores with all methods.
-def _meet(store: Any, rank: int, ranks: int, replicate: int, transport: str | None, timeout_s: float) -> str:
-    """See `_roll`; what only this process lacks is told to all, for nobody may wait for one that is gone."""
+    found: list[_Found] = []
     lacks = _lacking(transport)
-    found = f"{transport}" if lacks is None else f"{transport} ({lacks})"
-    facts = own_facts(ranks=ranks, replicate=replicate, transport=found)
-    call = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=timeout_s)
-    Mesh(rank, ranks, replicate)
-    if lacks is not None:
+    named = f"{transport}" if lacks is None else f"{transport} ({lacks})"
+
+    def find() -> None:
+        deadline_s = monotonic() + timeout_s
+        store, rank, ranks = _store(environment, timeout_s) if owned else _store_of_group()
+        facts = own_facts(ranks=ranks, replicate=replicate, transport=named)
+        left_s = max(deadline_s - monotonic(), 0.0)
+        met = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
+        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{met.call}", store.clone()), rank, ranks, met))
+
+    attempt = Attempt(find)
+    words = attempt.within(timeout_s + _GRACE_S) and f"has not answered for {timeout_s:g} s"
+    error = attempt.error
+    if isinstance(error, RuntimeError | ValueError) and not isinstance(error, PatrickStarError):
+        words = f"ended or cannot be reached ({str(error).splitlines()[0]})"
+    elif error is not None:
+        raise error
+    if not found:
+        raise RanksDiverged(
+            f"{_who(environment)} could not join the others: {_store_name(environment)} {words}"
+        ) from error
+    Mesh(found[0].rank, found[0].ranks, replicate)
+    if lacks is not None:  # told to all before: nobody may wait for one that is gone
         raise InvalidInput(
             f"transport={transport!r}: {lacks}; leave it out: memory of CUDA devices then goes by way of the host's"
         )
-    return call
+    return found[0]
+
+
+def _keeper(environment: Mapping[str, str]) -> int | None:
+    """Return the rank that keeps the store; None: torchrun keeps it."""
+    return None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+# Any: torch's stubs have no base of stores with all methods.
+def _store(environment: Mapping[str, str], timeout_s: float) -> tuple[Any, int, int]:
+    """Open the store that torchrun tells of; rank 0 keeps it where torchrun does not."""
+    timeout = timedelta(seconds=timeout_s)
+    if int(environment["RANK"]) != _keeper(environment):
+        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        return store, rank, ranks
+    # As torch does it, but that it would wait for the others here, and not know who is missing.
+    address, port, ranks = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"])
+    kept = TCPStore(address, port, ranks, is_master=True, timeout=timeout, multi_tenant=True, wait_for_workers=False)
+    return kept, 0, ranks
+
+
+def _store_of_group() -> tuple[Any, int, int]:
+    return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+
+
+def _who(environment: Mapping[str, str]) -> str:
+    if dist.is_initialized():
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    return f"rank {environment['RANK']} of {environment['WORLD_SIZE']}"
+
+
+def _store_name(environment: Mapping[str, str]) -> str:
+    where = f"at {environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
+    return (
+        f"the store of torchrun {where}" if _keeper(environment) is None else f"rank 0, which keeps the store {where},"
+    )
+
+
+def _connected(found: _Found, lane: Lane, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool) -> Groups:
+    """Connect the processes, watched: one that is lost meanwhile is found as later."""
+    made: list[Groups] = []
+
+    def connect_all() -> None:
+        if owned:
+            _initialise(found, timeouts)
+        made.append(Groups(timeouts, owned=owned))
+
+    try:
+        lane.submit(Entry(0, "connecting the processes", "0" * 16), connect_all).wait()
+    except BaseException:
+        lane.close(waits=False)
+        watchdog.close(words_of(sys.exc_info()[1]) if lane.error is None else "")
+        raise
+    return made[0]
+
+
+def _initialise(found: _Found, timeouts: Timeouts) -> None:
+    """Make the default group."""
+    # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
+    store = PrefixStore(f"ps_dist/{found.met.call}", found.store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    timeout = timedelta(seconds=timeouts.timeout_s)
+    with in_environment(NO_DUMP):
+        dist.init_process_group(backend, store=store, rank=found.rank, world_size=found.ranks, timeout=timeout)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ps_dist._attempt import Attempt
-from ps_dist._watch import Patience
+from ps_dist._timeouts import Timeouts
 
 _OPEN: dict[Any, bool] = {}
 """This process's connections that were not left, and which has to take down what the first of them initialised."""
@@ -20,7 +20,7 @@ _DROP_S = 10.0
 NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """A group whose watchdog writes down what was under way ends the process then, also for the errors of other groups."""
 _HANDLED_HERE = NO_DUMP | {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it ends no process by itself: `_watch` says who failed
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it ends no process by itself: `Watchdog` says who failed
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else the watchdog waits a minute after an error, and we for it
 }
 
@@ -28,10 +28,10 @@ _HANDLED_HERE = NO_DUMP | {
 class Groups:
     """One connection's; any: torch's stubs do not name the type of a group."""
 
-    def __init__(self, patience: Patience, *, owned: bool) -> None:
+    def __init__(self, timeouts: Timeouts, *, owned: bool) -> None:
         """``owned``: the default group has to be taken down by whoever leaves last."""
-        self._timeout = timedelta(seconds=2 * patience.hopeless_s)  # the watch finds out sooner who is to blame
-        self._patience_s = patience.timeout_s
+        self._timeout = timedelta(seconds=2 * timeouts.hopeless_s)  # the watchdog finds out sooner who is to blame
+        self._timeout_s = timeouts.timeout_s
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
         """For the host's memory."""
         self._cards: Any = None
@@ -57,7 +57,7 @@ class Groups:
         """Take down what was made."""
         group = self._cards
         if group is not None:  # which waits for the others of this computer
-            self._stuck = bool(Attempt(lambda: _destroy(group)).within(self._patience_s))
+            self._stuck = bool(Attempt(lambda: _destroy(group)).within(self._timeout_s))
         _destroy(self.control)
         if not _OPEN.pop(self.control):
             return

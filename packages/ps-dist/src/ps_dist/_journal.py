@@ -3,7 +3,7 @@
 [Note: fingerprints]
 Every process enters the same things in the same order: its collectives, and whatever else it is told to note. An
 entry's *print* is a hash of all entries up to it. Each message between processes is tagged with the print of its entry,
-so messages of processes that have parted never meet: these wait, and are told why (see `_watch`), instead of reading
+so messages of processes that have parted never meet: these wait, and are told why (see `Watchdog`), instead of reading
 what was meant for something else.
 """
 

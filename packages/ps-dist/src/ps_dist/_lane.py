@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from time import monotonic
 
 import torch
 
 from ps_core._errors import RanksDiverged
 from ps_dist._journal import Entry
+from ps_dist._reasons import Failure
+from ps_dist._timeouts import AwakeClock
+from ps_dist._wire import ConnectionBroken
 
 _LOOK_S = 1.0
-"""How often one who waits looks whether the wait is hopeless."""
+"""How often one who waits looks whether the wait is hopeless; also reads the clock, see `AwakeClock`."""
 _MOMENT_S = 0.1
 """In which a thread ends that does not wait for anything."""
 _CUT_S = 10.0
@@ -38,7 +40,7 @@ class Pending:
     def wait(self) -> None:
         """Return when the result may be read and the buffers reused; `RanksDiverged` if that will never be."""
         while not self._over.wait(_LOOK_S):
-            self._lane.give_up_if_hopeless()
+            self._lane.check_wait()
         if self._error is not None:
             raise RanksDiverged(str(self._error)) from self._error
 
@@ -60,18 +62,18 @@ class Lane:
     The first failure ends everything: what is on its way and what is submitted later fails with the same error.
     """
 
-    def __init__(self, *, hopeless_s: float) -> None:
-        self._hopeless_s = hopeless_s
+    def __init__(self, clock: AwakeClock, *, hopeless_s: float) -> None:
+        self.clock, self._hopeless_s = clock, hopeless_s
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
         self._open: dict[Pending, None] = {}
         self._lock = Lock()
         self._flight: tuple[Entry, float] | None = None
         self.error: RanksDiverged | None = None
         """Why nothing goes any more, as told to everyone."""
-        self.failure: str | None = None
-        """What the transport said when it failed; `_watch` finds out who is to blame."""
-        self.cut_off: Callable[[], str | None] = _connected
-        """Why nobody can be reached, if so; asked by one who waits, for `_watch` may itself be waiting then."""
+        self.failure: Failure | None = None
+        """What the transport said when it failed; `Watchdog` finds out who is to blame."""
+        self.check_wait: Callable[[], None] = _no_check
+        """Called once in a while by one who waits: `Watchdog` may itself be waiting, for the store."""
         self._thread = Thread(target=self._run, name="ps_dist lane", daemon=True)
         self._thread.start()
 
@@ -90,11 +92,11 @@ class Lane:
     def flight(self) -> tuple[Entry, float] | None:
         """What is being done, and for how many seconds."""
         flight = self._flight
-        return None if flight is None else (flight[0], monotonic() - flight[1])
+        return None if flight is None else (flight[0], self.clock() - flight[1])
 
     def enter(self, entry: Entry | None) -> None:
         """What is done from now on; by the thread itself."""
-        self._flight = None if entry is None else (entry, monotonic())
+        self._flight = None if entry is None else (entry, self.clock())
 
     def fail(self, error: RanksDiverged) -> None:
         """Nothing more will come of anything."""
@@ -104,14 +106,6 @@ class Lane:
             for pending in self._open:
                 pending.finish(self.error)
             self._open.clear()
-
-    def give_up_if_hopeless(self) -> None:
-        """Fail if whoever should have noticed cannot."""
-        flight, cut_off = self.flight, self.cut_off()
-        if flight is not None and cut_off is not None:
-            self.fail(RanksDiverged(cut_off))
-        elif flight is not None and flight[1] > self._hopeless_s:
-            self.fail(RanksDiverged(f"{flight[0].what} did not end within {flight[1]:.0f} s, and no process answers"))
 
     def close(self, *, waits: bool = True) -> bool:
         """End the thread; whether it has ended (after a failure it may still wait for another process)."""
@@ -132,13 +126,18 @@ class Lane:
             try:
                 pending.run()
             except Exception as error:
-                self.failure = (str(error).splitlines() or [type(error).__name__])[0]
-                return  # `_watch` tells the rest
+                self.failure = _failure(error)
+                return  # `Watchdog` tells the rest
             self.enter(None)
             with self._lock:
                 self._open.pop(pending, None)
             pending.finish()
 
 
-def _connected() -> str | None:
-    return None
+def _failure(error: Exception) -> Failure:
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return Failure(text, error.peer if isinstance(error, ConnectionBroken) else None)
+
+
+def _no_check() -> None:
+    """Do nothing."""

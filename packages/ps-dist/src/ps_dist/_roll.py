@@ -7,29 +7,43 @@ believed but what refers to something made just now. Rank 0 *calls* with a numbe
 answer every call they see, under its number, with one of their own. So what answers rank 0's call was written after it;
 the others believe only the *roll* that has their own number. An old call is answered in vain; old answers and rolls are
 under other numbers. Whatever processes say to each other later has the number of the call before it.
+Rank 0 also counts how often it looked, so that those who wait can tell whether it is rank 0 that they miss.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from ps_core._errors import RanksDiverged
+from ps_dist._local_ranks import Place
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.2
 """Between two looks into the store: longer and longer."""
 _STAY_S = 5.0
 """So long rank 0 waits for the others, once it knows that all cannot be well: the store may end with it."""
+_SILENT_S = 3.0
+"""Rank 0 looks much more often."""
 _CALL = "call"
 Facts = Mapping[str, str]
 
 
-def meet(store: Any, facts: Facts, *, rank: int, ranks: int, timeout_s: float) -> str:
-    """The number of the call that all processes met by; `RanksDiverged` unless they come in time, with equal facts.
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What processes that met know of each other."""
+
+    call: str
+    """The number of the call that they met by."""
+    places: Mapping[int, Place]
+    """Where each rank runs."""
+
+
+def meet(store: Any, facts: Facts, *, rank: int, ranks: int, timeout_s: float) -> Met:
+    """Find all other processes; `RanksDiverged` unless they come in time, with equal facts.
 
     ``store``: torch's (any: its stubs have no base with all of these methods).
     """
@@ -60,6 +74,18 @@ class _Row:
 
     number: str
     facts: Facts
+    place: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"number": self.number, "facts": dict(self.facts), "place": self.place}
+
+
+def _own_row(facts: Facts) -> _Row:
+    return _Row(secrets.token_hex(16), facts, asdict(Place.own()))
+
+
+def _met(call: str, rows: Mapping[int, _Row]) -> Met:
+    return Met(call, {rank: Place(**row.place) for rank, row in sorted(rows.items())})
 
 
 class _Caller:
@@ -67,14 +93,15 @@ class _Caller:
 
     def __init__(self, store: Any, facts: Facts, ranks: int, timeout_s: float) -> None:
         self._store, self._ranks, self._timeout_s = store, ranks, timeout_s
-        self._number = secrets.token_hex(16)
-        self._rows = {0: _Row(self._number, facts)}
+        own = _own_row(facts)
+        self._number = own.number
+        self._rows = {0: own}
         self._begun: set[int] = set()
         """Answers whose place was taken, and that were not written yet."""
         self._seen = 0
         """Places that were looked at."""
 
-    def meet(self) -> str:
+    def meet(self) -> Met:
         """Call, and publish who came."""
         self._store.set(_CALL, self._number)
         looks, late = _Looks(self._timeout_s), False
@@ -88,7 +115,7 @@ class _Caller:
                 raise RanksDiverged(_late(0, self._ranks, self._missing(), self._timeout_s))
             late = bool(self._missing()) and not looks.again()
         self._publish()
-        return self._number
+        return _met(self._number, self._rows)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._ranks) if rank not in self._rows]
@@ -96,6 +123,7 @@ class _Caller:
     def _listen(self) -> bool:
         """Whether somebody came."""
         came = False
+        self._store.add(f"looks/{self._number}", 1)
         count = int(self._store.add(f"answers/{self._number}", 0))
         self._begun.update(range(self._seen, count))
         self._seen = count
@@ -103,12 +131,13 @@ class _Caller:
             answer = _read(self._store, f"answer/{self._number}/{place + 1}")
             if answer is not None:
                 self._begun.discard(place)
-                self._rows[answer["rank"]] = _Row(answer["number"], answer["facts"])
+                rank = answer.pop("rank")
+                self._rows[rank] = _Row(**answer)
                 came = True
         return came
 
     def _publish(self) -> None:
-        rows = {rank: [row.number, dict(row.facts)] for rank, row in sorted(self._rows.items())}
+        rows = {rank: row.as_json() for rank, row in sorted(self._rows.items())}
         self._store.set(f"roll/{self._number}", json.dumps(rows))
 
     def _part(self) -> NoReturn:
@@ -131,12 +160,16 @@ class _Answerer:
     """Any other rank."""
 
     def __init__(self, store: Any, facts: Facts, rank: int, ranks: int, timeout_s: float) -> None:
-        self._store, self._facts, self._rank, self._ranks, self._timeout_s = store, facts, rank, ranks, timeout_s
-        self._number = secrets.token_hex(16)
+        self._store, self._rank, self._ranks, self._timeout_s = store, rank, ranks, timeout_s
+        self._own = _own_row(facts)
         self._answered = ""
         """The call that was answered last."""
+        self._looks = 0
+        """How often the caller looked."""
+        self._heard_at_s: float | None = None
+        """When that was last seen to grow."""
 
-    def meet(self) -> str:
+    def meet(self) -> Met:
         """Answer whoever calls, until one has this process on its roll."""
         looks = _Looks(self._timeout_s)
         while True:
@@ -146,37 +179,54 @@ class _Answerer:
                 return self._judge(rows)
             if call != self._answered:
                 self._answer(call)
-            elif not looks.again():
-                raise RanksDiverged(
-                    f"rank {self._rank} of {self._ranks}: rank 0 did not come within {self._timeout_s:g} s, or waits "
-                    "for others itself"
-                )
+                continue
+            self._count_looks()
+            if not looks.again():
+                raise RanksDiverged(_late(self._rank, self._ranks, self._absent(), self._timeout_s))
 
-    def _judge(self, rows: Mapping[int, _Row]) -> str:
-        words = _difference(self._rank, rows)
-        missing = [rank for rank in range(self._ranks) if rank not in rows]
+    def _count_looks(self) -> None:
+        """Note whether rank 0 looked since this was last called."""
+        before, self._looks = self._looks, int(self._store.add(f"looks/{self._answered}", 0))
+        if before not in (0, self._looks):
+            self._heard_at_s = monotonic()
+
+    def _absent(self) -> list[int]:
+        """Return who keeps all from meeting, when it is too late."""
+        if self._heard_at_s is None:
+            return [0]  # nobody else can have answered
+        count = int(self._store.add(f"answers/{self._answered}", 0))
+        answers = [_read(self._store, f"answer/{self._answered}/{place + 1}") for place in range(count)]
+        present = {answer["rank"] for answer in answers if answer is not None}
+        if monotonic() - self._heard_at_s < _SILENT_S:
+            present.add(0)
+        return self._missing(present) or [0]
+
+    def _missing(self, present: Collection[int]) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank not in present]
+
+    def _judge(self, rows: Mapping[int, _Row]) -> Met:
+        words, missing = _difference(self._rank, rows), self._missing(rows)
         if words is None and missing:
             words = _late(self._rank, self._ranks, missing, self._timeout_s)
         if words is not None:
             self._store.add(f"heard/{self._answered}", 1)
             raise RanksDiverged(words)
-        return self._answered
+        return _met(self._answered, rows)
 
     def _newest(self) -> str:
         found: str = self._store.get(_CALL).decode() if self._store.check([_CALL]) else ""
         return found
 
     def _answer(self, call: str) -> None:
-        self._answered = call
+        self._answered, self._looks, self._heard_at_s = call, 0, None
         place = int(self._store.add(f"answers/{call}", 1))
-        answer = {"rank": self._rank, "number": self._number, "facts": dict(self._facts)}
-        self._store.set(f"answer/{call}/{place}", json.dumps(answer))
+        self._store.set(f"answer/{call}/{place}", json.dumps({"rank": self._rank} | self._own.as_json()))
 
     def _roll(self) -> dict[int, _Row]:
         """Of the call that was answered; empty: it is not there yet, or without this process."""
         found = _read(self._store, f"roll/{self._answered}") if self._answered else None
-        rows = {int(rank): _Row(*row) for rank, row in (found or {}).items()}
-        return rows if self._rank in rows and rows[self._rank].number == self._number else {}
+        rows = {int(rank): _Row(**row) for rank, row in (found or {}).items()}
+        return rows if self._rank in rows and rows[self._rank].number == self._own.number else {}
 
 
 # Any: JSON.
@@ -197,5 +247,9 @@ def _difference(rank: int, rows: Mapping[int, _Row]) -> str | None:
 
 
 def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:
-    names = ", ".join(map(str, missing))
-    return f"rank {rank} of {ranks}: rank {names} did not come within {timeout_s:g} s"
+    return f"rank {rank} of {ranks}: {ranks_named(missing)} did not come within {timeout_s:.3g} s"
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Name ranks."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

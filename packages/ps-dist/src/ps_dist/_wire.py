@@ -14,8 +14,8 @@ of them again and again but cannot have the lock, would spin on a processor that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,14 @@ _NO_TAG = 0
 """Of what nobody sends."""
 _CUT_NUMEL = 64
 """A sum that does not fit into its scratch is cut at multiples of this."""
+
+
+class ConnectionBroken(RuntimeError):
+    """The transport lost its connection to a rank."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 class Wire:
@@ -50,14 +58,17 @@ class Wire:
         on_way = []
         for peer, buffer in sends:
             if buffer.numel():
-                on_way.append(dist.isend(_as_bytes(buffer), peer, self._group, tag))
+                with _naming(peer):
+                    on_way.append((peer, dist.isend(_as_bytes(buffer), peer, self._group, tag)))
         for peer, buffer in receives:
             if buffer.numel():
-                on_way.append(dist.irecv(_as_bytes(buffer), peer, self._group, tag))
+                with _naming(peer):
+                    on_way.append((peer, dist.irecv(_as_bytes(buffer), peer, self._group, tag)))
                 self.received_bytes[operation] += buffer.nbytes
-        for work in on_way:
+        for peer, work in on_way:
             assert work is not None, "this process is one of the group"
-            work.wait()
+            with _naming(peer):
+                work.wait()
 
     def cut(self, everyone: Sequence[int]) -> None:
         """Break all connections, so that a thread which waits for another process ends; nothing works from then on.
@@ -141,6 +152,14 @@ class Wire:
                 total.add_(part[piece])
             if not direct:
                 into[piece].copy_(total)
+
+
+@contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken(peer, str(error).splitlines()[0]) from error
 
 
 def _as_bytes(buffer: Tensor) -> Tensor:

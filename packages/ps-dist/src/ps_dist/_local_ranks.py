@@ -1,0 +1,72 @@
+"""Which of the ranks on this computer have ended, as the kernel says."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs."""
+
+    host: str
+    process: int
+    machine: str = ""
+    """The same for processes that know each other's process ids; empty: not known."""
+    started: str = ""
+    """When the process started, in the kernel's ticks."""
+
+    @staticmethod
+    def own() -> Place:
+        """Return where this process runs."""
+        host, process = socket.gethostname(), os.getpid()
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+            namespace = os.readlink("/proc/self/ns/pid")
+            return Place(host, process, f"{host} {boot} {namespace}", _started(process))
+        except OSError:
+            return Place(host, process)
+
+
+class LocalRanks:
+    """Handles of the other ranks' processes; a handle tells of the end of one process, never of another's."""
+
+    def __init__(self, places: Mapping[int, Place]) -> None:
+        """Open a handle for each rank of this computer, where the kernel has them."""
+        self._ranks: dict[int, int] = {}
+        self._poll = select.poll()
+        own = Place.own()
+        for rank, place in places.items():
+            if own.machine and place.machine == own.machine and place.process != own.process:
+                self._open(rank, place)
+
+    def _open(self, rank: int, place: Place) -> None:
+        """Open a handle; without one, connections that break tell of the rank's end, as between computers."""
+        with suppress(AttributeError, OSError):
+            handle = os.pidfd_open(place.process)
+            if _started(place.process) != place.started:  # computers that are copies may pass for one
+                os.close(handle)
+                return
+            self._ranks[handle] = rank
+            self._poll.register(handle, select.POLLIN)
+
+    def ended(self) -> frozenset[int]:
+        """Return the ranks whose processes are gone."""
+        return frozenset(self._ranks[handle] for handle, _ in self._poll.poll(0))
+
+    def close(self) -> None:
+        """Close the handles."""
+        for handle in self._ranks:
+            self._poll.unregister(handle)
+            os.close(handle)
+        self._ranks.clear()
+
+
+def _started(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()[19]

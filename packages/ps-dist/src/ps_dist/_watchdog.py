@@ -1,0 +1,219 @@
+"""The thread that ends a wait in vain: it asks the other ranks through the store that they met in.
+
+[Note: an alarm]
+While all goes well a rank only reads one counter in the store, once in a while. A rank whose collective takes long, or
+fails, counts it up; then every rank writes down that it lives, what it does and its latest journal entries, for as long
+as the counter goes on. From these `_reasons` decides whether the wait must end.
+
+[Note: an exit message]
+A rank that ends by an exception, or whose wait ends in vain, writes down why before its connections break. The first
+message stands: all ranks that wait, then or later, end with it, so all name the same cause. Who waits for nothing is
+not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks, because the store may
+end with its process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from threading import Event, Thread
+from time import sleep
+from typing import Any
+
+from ps_core._errors import RanksDiverged
+from ps_dist._journal import Entry, Journal
+from ps_dist._lane import Lane
+from ps_dist._local_ranks import LocalRanks, Place
+from ps_dist._reasons import Names, PeerState, Reason, Wait, reason_to_stop
+from ps_dist._timeouts import Timeouts
+
+_ALARM, _MESSAGE, _READERS = "alarm", "exit message", "readers"
+
+
+class Watchdog:
+    """One connection's."""
+
+    def __init__(
+        self,
+        store: Any,
+        lane: Lane,
+        journal: Journal,
+        *,
+        rank: int,
+        places: Mapping[int, Place],
+        keeper: int | None,
+        timeouts: Timeouts,
+    ) -> None:
+        """``store``: torch's (any: its stubs have no base with all of these methods). ``keeper``: see `Names`."""
+        self._store, self._lane, self._journal = store, lane, journal
+        self._rank, self._ranks, self._timeouts, self._clock = rank, len(places), timeouts, lane.clock
+        self._names = Names({each: place.host for each, place in places.items()}, keeper)
+        self._local = LocalRanks(places)
+        self._stop = Event()
+        self._writes = 0
+        self._peers: dict[int, tuple[int, float, PeerState]] = {}
+        """For each rank how often it wrote its state, when that was last seen to change, and the state."""
+        self._failed_at_s: float | None = None
+        self._asked_at_s: float | None = None
+        """Since when the store owes an answer."""
+        self._heard: str | None = None
+        self._unreachable: frozenset[int] = frozenset()
+        self._has_read = False
+        self._own_words = ""
+        lane.check_wait = self._check_wait
+        self._thread = Thread(target=self._run, name="ps_dist watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self, words: str = "") -> None:
+        """Stop the thread, and tell the others; ``words``: the exception by which this process ends."""
+        self._own_words = words
+        self._stop.set()
+        deadline_s = self._clock() + 2 * self._timeouts.exit_s
+        while self._thread.is_alive() and self._clock() < deadline_s and not self._store_silent_s():
+            self._thread.join(self._timeouts.look_s)
+        if not self._thread.is_alive():
+            self._local.close()
+
+    def _run(self) -> None:
+        known = 0
+        while not self._stop.wait(self._timeouts.look_s):
+            self._asked_at_s = self._clock()
+            try:
+                known = self._look(known)
+            except RuntimeError as error:
+                if self._waits():
+                    self._judge_alone(str(error).splitlines()[0])
+            self._asked_at_s = None
+        self._asked_at_s = self._clock()
+        with suppress(RuntimeError):  # nobody is there to be told
+            self._leave()
+        self._asked_at_s = None
+
+    def _look(self, known: int) -> int:
+        """Look once; return the alarm that was answered."""
+        if self._waits():
+            self._store.add(_ALARM, 1)
+        alarm: int = self._store.add(_ALARM, 0)
+        if alarm != known:
+            self._publish()
+            self._read_message()
+        if not self._waits():
+            self._peers.clear()
+            return alarm
+        self._read_peers()
+        reason = reason_to_stop(self._wait(), self._timeouts, self._names)
+        if reason is not None:
+            self._write_message(reason)  # before this rank's connections break
+            self._fail(self._heard or reason.text)
+        return alarm
+
+    def _waits(self) -> bool:
+        """Whether this rank needs to know what the others do."""
+        if self._lane.error is not None:
+            return False
+        flight = self._lane.flight
+        patience_s = self._timeouts.long_s if self._heard is None else self._timeouts.look_s
+        return self._lane.failure is not None or (flight is not None and flight[1] > patience_s)
+
+    def _wait(self, store_error: str = "") -> Wait:
+        now_s, flight, failure = self._clock(), self._lane.flight, self._lane.failure
+        peers = {rank: replace(state, silent_s=now_s - at_s) for rank, (_, at_s, state) in tuple(self._peers.items())}
+        if failure is not None and self._failed_at_s is None:
+            self._failed_at_s = now_s
+        return Wait(
+            rank=self._rank,
+            entry=None if flight is None else flight[0],
+            waited_s=0.0 if flight is None else flight[1],
+            tail=self._journal.tail(),
+            peers=peers,
+            ended=self._local.ended(),
+            failure=failure,
+            failed_s=0.0 if self._failed_at_s is None else now_s - self._failed_at_s,
+            heard=self._heard,
+            store_silent_s=self._store_silent_s(),
+            store_error=store_error,
+        )
+
+    def _fail(self, text: str) -> None:
+        flight = self._lane.flight
+        doing = "nothing" if flight is None else f"number {flight[0].number}, {flight[0].what},"
+        where = f"rank {self._rank} of {self._ranks}"
+        self._lane.fail(RanksDiverged(f"{where}: {doing} cannot end: {text}"))
+
+    # What ranks tell each other.
+
+    def _publish(self, *, left: bool = False) -> None:
+        self._writes += 1
+        flight = self._lane.flight
+        entry = self._journal.last if flight is None else flight[0]
+        state = {
+            "number": entry.number,
+            "doing": "" if flight is None else entry.what,
+            "tail": self._journal.tail(),
+            "left": left,
+        }
+        self._store.set(f"state/{self._rank}", json.dumps([self._writes, state]))
+
+    def _read_peers(self) -> None:
+        for rank in range(self._ranks):
+            if rank == self._rank:
+                continue
+            writes, _, _ = self._peers.setdefault(rank, (-1, self._clock(), PeerState()))
+            if not self._store.check([f"state/{rank}"]):
+                continue
+            now, state = json.loads(self._store.get(f"state/{rank}"))
+            if now != writes:
+                tail = [Entry(*row) for row in state.pop("tail")]
+                self._peers[rank] = (now, self._clock(), PeerState(tail=tail, **state))
+
+    def _read_message(self) -> None:
+        if self._heard is None and self._store.check([_MESSAGE]):
+            self._heard, unreachable = json.loads(self._store.get(_MESSAGE))
+            self._unreachable = frozenset(unreachable)
+        if self._heard is not None:
+            self._count_as_reader()
+
+    def _write_message(self, reason: Reason) -> None:
+        self._store.compare_set(_MESSAGE, "", json.dumps([reason.text, sorted(reason.unreachable)]))
+        self._read_message()
+        self._store.add(_ALARM, 1)
+
+    def _count_as_reader(self) -> None:
+        if not self._has_read:
+            self._has_read = True
+            self._store.add(_READERS, 1)
+
+    def _leave(self) -> None:
+        if self._own_words:  # before it is known that this rank left: it tells more
+            self._write_message(Reason(f"{self._names([self._rank])} raised {self._own_words}"))
+        self._publish(left=True)
+        self._count_as_reader()
+        self._read_message()
+        if self._heard is None:
+            return
+        readers = self._ranks - len(self._unreachable)
+        deadline_s = self._clock() + self._timeouts.exit_s
+        while self._store.add(_READERS, 0) < readers and self._clock() < deadline_s:
+            self._asked_at_s = self._clock()
+            sleep(self._timeouts.look_s / 10)
+
+    # The store.
+
+    def _store_silent_s(self) -> float:
+        """Seconds for which the store owes an answer, where that is long; else 0."""
+        asked_at_s = self._asked_at_s
+        silent_s = 0.0 if asked_at_s is None else self._clock() - asked_at_s
+        return silent_s if silent_s > self._timeouts.answer_s else 0.0
+
+    def _judge_alone(self, store_error: str = "") -> None:
+        """End a wait in vain without asking the others."""
+        reason = reason_to_stop(self._wait(store_error), self._timeouts, self._names)
+        if reason is not None:
+            self._fail(reason.text)
+
+    def _check_wait(self) -> None:
+        """Judge in the watchdog's place while the store does not answer it; the thread that waits calls this."""
+        if self._lane.error is None and (self._store_silent_s() or not self._thread.is_alive()):
+            self._judge_alone()
