@@ -18,7 +18,6 @@ from threading import Thread
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "node.py"
-TIMEOUT_S = 20
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
 
@@ -128,10 +127,9 @@ def test_a_link_that_is_cut_ends_both_sides(spaces: tuple[str, str]) -> None:
             node.until("^trained$")
         do("ip", "-n", spaces[1], "link", "set", "node", "down")
         for rank, node in enumerate(nodes):
-            assert float(node.until(r"^seconds (\S+)$")[1]) < TIMEOUT_S
             node.until(rf"RanksDiverged: rank {rank} of 2: number \d+, .*, cannot end: ")
-            reasons = f"rank {1 - rank} ended or cannot be reached|neither the other ranks nor the store"
-            assert re.search(reasons, node.said[-1]), node.said
+            silent = rf"rank {1 - rank} on \S+ has not answered for|the store that torchrun keeps has not answered for"
+            assert re.search(silent, node.said[-1]), node.said
             assert has_ended(node.worker)
     finally:
         for node in nodes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -92,17 +94,17 @@ def test_what_must_be_the_same_is(each_crew: Crew) -> None:
 @pytest.mark.parametrize("at_rank", [0, 1])
 def test_ranks_that_part_ways_are_told_where(at_rank: int) -> None:
     with crew(2) as lost:
-        found = lost.run(cases.parts, at_rank, timeout_s=12)
+        found = lost.run(cases.parts, at_rank, timeout_s=600)
     layers = ("3", "2") if at_rank == 0 else ("2", "3")
     where = "number 2: rank 0 did forward of layer {}, rank 1 did forward of layer {}".format(*layers)
-    for message, seconds in found:
+    for message in found:
         assert f"the ranks do different things; the first difference is {where}" in message
-        assert seconds < 12, "long before the timeout"
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with crew(2) as lost:
         told, late = lost.run(cases.lags, timeout_s=2)
-    assert "rank 0 of 2: number 1, all_gather of 2 float32 (layer 1), took over 2 s; " in told
-    assert "rank 1 is at number 0 (between collectives)" in told
-    assert f"rank 0 failed: {told}" in late or "cannot end: rank 0" in late
+    assert "rank 0 of 2: number 1, all_gather of 2 float32 (layer 1), cannot end: " in told
+    reason = r"rank 0 on \S+ waited over 2 s: rank 1 on \S+ is at number 0 \(between collectives\)$"
+    assert re.search(reason, told)
+    assert re.search(f"rank 1 of 2: .* cannot end: {reason}", late)
