@@ -87,9 +87,30 @@ def test_a_plan_names_its_packing(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["padding_bytes"] < found["groups"] * 14 * 3 * 64
     assert found["padding_bytes"] % 14 == 0
     assert 0 < found["resident_groups"] <= found["groups"]
-    assert found["notes"] == []
     _, out, _ = run(capsys, "plan", "gpt-10m", "--seq", "128", *where)
     assert f"{found['groups']}  groups, {found['resident_groups']} of them wholly on device" in out
+
+
+def test_both_step_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that governs is today's engine's, and what the plan would allow stands beside it."""
+    where = ("--device-memory", "8GiB", "--host-memory", "32GiB", "--machine", "rtx4060", "--gpus", "1")
+    _, found = document(capsys, "plan", "gpt-1b", *where)
+    assert 1.1 * found["bound_step_time_s"] < found["step_time_s"]
+    assert found["tokens_per_s"] == pytest.approx(4096 / found["step_time_s"])
+    assert sum(found["phases_s"].values()) == pytest.approx(found["step_time_s"])
+    _, out, _ = run(capsys, "plan", "gpt-1b", *where)
+    assert f"{found['bound_step_time_s']:.3g} s  if forward, backward and step overlapped" in out
+    _, out, _ = run(capsys, "plan", "gpt-10m", "--seq", "64", "--device-memory", "8GiB", *where[2:])
+    assert "bound of the plan" not in out, "the same figure twice says nothing"
+
+
+def test_several_processes_do_not_follow_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpus, said in (("1", False), ("2", True)):
+        words = ("plan", "gpt-10m", "--seq", "128", "--device-memory", "2GiB", "--host-memory", "32GiB", "--gpus", gpus)
+        _, found = document(capsys, *words)
+        assert any("do not follow this plan" in note for note in found["notes"]) is said
+        _, out, _ = run(capsys, *words)
+        assert ("several processes do not follow this plan" in out) is said
 
 
 def test_a_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,13 +139,18 @@ class Forecast:
 
     @property
     def step_time_s(self) -> float:
-        """Of one optimizer step, all micro-batches included."""
+        """Of one optimizer step, all micro-batches included, as today's engine runs the plan."""
         return self.prediction.step_time_s
 
     @property
     def tokens_per_s(self) -> float:
         """All processes together."""
         return self._per_s(self.trace.tokens) * self.training.cluster.gpus
+
+    @property
+    def bound_tokens_per_s(self) -> float:
+        """The same if segments overlapped as the plan allows."""
+        return self.tokens_per_s * self.step_time_s / (self.prediction.bound_step_time_s or 1.0)
 
     @property
     def tflops_per_gpu(self) -> float:

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from ps_core._command.forecast import Forecast, Subject, Training
 from ps_core._command.scale import Largest
 from ps_core._errors import DoesNotFit
+from ps_core._simulate.clock import Prediction
 from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
 Document = dict[str, object]
+SEVERAL = (
+    "several processes do not follow this plan: they agree on collectives as they run, and move what there is room "
+    "for to the GPU after the first steps, so memory and time will differ"
+)
+"""Of a plan for several GPUs; docs/distributed.md has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         },
         "moved_bytes": dict(told.moved_bytes),
         "step_time_s": told.step_time_s,
+        "bound_step_time_s": told.bound_step_time_s,
         "tflops_per_gpu": found.tflops_per_gpu,
         "advice": list(advice),
         "model_tflops_per_gpu": found.model_tflops_per_gpu,
@@ -56,7 +63,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "resident_groups": _resident(found),
         "padding_bytes": _padding_bytes(found),
         "host_table_bytes": found.table.held_bytes if found.table is not None else 0,
-        "notes": list(found.planned.plan.notes),
+        "notes": list(_notes(found)),
         "predicted": True,
         **_setting(case),
     }
@@ -75,6 +82,7 @@ def refusal_document(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -
         },
         "moved_bytes": {},
         "step_time_s": None,
+        "bound_step_time_s": None,
         "tflops_per_gpu": None,
         "advice": list(remedies),
         "tier": refusal.tier,
@@ -136,6 +144,12 @@ def _padding_bytes(found: Forecast) -> int:
     return homes * layout.ranks * layout.padding_numel // max(1, layout.padded_numel)
 
 
+def _notes(found: Forecast) -> tuple[str, ...]:
+    """What a reader of the plan must know, the first thing first."""
+    notes = found.planned.plan.notes
+    return (SEVERAL, *notes) if found.training.cluster.gpus > 1 else notes
+
+
 # ---------------------------------------------------------------- for people
 
 
@@ -156,6 +170,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         "",
         f"  {'step':<20}{_seconds(told.step_time_s):>12}  forward {_seconds(told.forward_s)}, backward "
         f"{_seconds(told.backward_s)}, rest {_seconds(told.update_s)}; compute idle {_seconds(told.stalled_s)}",
+        *_overlapped(told),
         f"  {'speed':<20}{found.tokens_per_s:>12,.0f}  tokens/s",
         f"  {'':<20}{found.tflops_per_gpu:>12.4g}  TFLOPS per GPU, counting 8 per parameter and token "
         f"({found.model_tflops_per_gpu:.4g} of model FLOPs)",
@@ -169,7 +184,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     if found.table is not None:
         held = format_bytes(found.table.held_bytes)
         lines.append(f"  {'token table':<20}{held:>12}  of host for good, states and gradient included")
-    lines += _bullets("note", found.planned.plan.notes)
+    lines += _bullets("note", _notes(found))
     lines += _bullets("advice", advice)
     return "\n".join(lines) + "\n"
 
@@ -231,6 +246,16 @@ def _bar(part: float, ascii_only: bool, width: int = 24) -> str:
     full, rest = ("#", ".") if ascii_only else ("█", "░")
     count = min(width, round(part * width))
     return full * count + rest * (width - count) + f" {part:.0%}"
+
+
+def _overlapped(told: Prediction) -> list[str]:
+    """The plan's own step time, where that is another one."""
+    bound = _seconds(told.bound_step_time_s)
+    if bound == _seconds(told.step_time_s):
+        return []
+    return [
+        f"  {'bound of the plan':<20}{bound:>12}  if forward, backward and step overlapped: today's engine joins them"
+    ]
 
 
 def _seconds(count: float) -> str:

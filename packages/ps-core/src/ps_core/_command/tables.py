@@ -95,6 +95,7 @@ class HostTable:
         return replace(
             told,
             step_time_s=told.step_time_s + more,
+            bound_step_time_s=told.bound_step_time_s + more,
             forward_s=told.forward_s + lookups,
             backward_s=told.backward_s + gradients,
             update_s=told.update_s + update,

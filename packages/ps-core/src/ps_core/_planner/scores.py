@@ -1,5 +1,8 @@
 """How good a placement is: planned, simulated, and remembered; and the best number of groups to keep resident.
 
+What counts is the step time as today's engine runs a plan, with segments joined: so each segment is timed by itself,
+and one that two placements have in common is planned once.
+
 What a placement chooses is few numbers: how many groups live wholly on the compute tier (the first ones of a forward
 pass: no upload before it, no gradient to send after it), and which of the others have their optimizer states streamed
 up for a step on the accelerator while the CPU steps the rest.
@@ -10,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ps_core._plan import Tier
+from ps_core._plan import Queue, Tier
 from ps_core._planner.bounds import lower_bounds
-from ps_core._planner.frame import NoRoom, make_frame
+from ps_core._planner.frame import Frame, NoRoom, make_frame
 from ps_core._planner.placement import Placement, above_disk, filled, halves
 from ps_core._planner.policy import Policy
-from ps_core._planner.segments import make_plan
-from ps_core._program import Extent, Program
-from ps_core._simulate.clock import simulate
+from ps_core._planner.segments import make_segment
+from ps_core._program import Extent, Program, SegmentName
+from ps_core._simulate.joined import Joined
 from ps_core._simulate.machine import Machine
 
 _STREAM_STRIDES = (16, 8, 4, 2, 1)
@@ -28,6 +31,8 @@ _SAME = 1.02
 
 Score = tuple[float, int]
 """Predicted seconds a step, and moved bytes."""
+
+_Segment = tuple[float, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +58,10 @@ class Scorer:
     ) -> None:
         self.program = program
         self.tiers = tiers
-        self._machine = machine
-        self._policy, self._ranks_per_node = policy, ranks_per_node
+        self._policy = policy
+        self._joined = Joined(program, tiers, machine, ranks_per_node)
+        self._passes: dict[tuple[int, SegmentName], _Segment] = {}
+        """By resident groups. Where groups step changes nothing in them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
         self._floor_s = float("inf")  # no placement has the compute queue do less
 
@@ -86,15 +93,27 @@ class Scorer:
         key = (resident, stride)
         if key not in self._known:
             try:
-                frame = make_frame(self.program, self.tiers, self.placement(*key), self._policy)
-                plan = make_plan(frame, dict.fromkeys(self.program.iteration()))
+                self._known[key] = self._planned(resident, stride)
             except NoRoom as refusal:
                 self._known[key] = refusal.with_traceback(None)  # see [Note: what an exception holds]
-            else:
-                told = simulate(self.program, plan, self._machine, ranks_per_node=self._ranks_per_node)
-                self._known[key] = told.step_time_s, sum(told.moved_bytes.values())
-                self._floor_s = min(self._floor_s, told.step_time_s - told.stalled_s)
         return self._known[key]
+
+    def _planned(self, resident: int, stride: int) -> Score:
+        frame = make_frame(self.program, self.tiers, self.placement(resident, stride), self._policy)
+        segments = [self._segment(frame, name, resident) for name in self.program.iteration()]
+        seconds, moved, computing_s = (sum(row) for row in zip(*segments, strict=True))
+        self._floor_s = min(self._floor_s, computing_s)
+        return seconds, moved
+
+    def _segment(self, frame: Frame, name: SegmentName, resident: int) -> _Segment:
+        """Seconds of a segment, the bytes it moves, and the seconds its compute queue is busy."""
+        key = resident, name
+        if name is not SegmentName.STEP and key in self._passes:
+            return self._passes[key]
+        timed = self._joined.time(frame.home, make_segment(frame, name))
+        moved = sum(timed.work.copied_bytes) + timed.work.wire_bytes
+        self._passes[key] = found = timed.seconds, moved, timed.busy_s[Queue.COMPUTE]
+        return found
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
         """What looked good turned out not to work."""

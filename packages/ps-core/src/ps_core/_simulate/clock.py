@@ -1,7 +1,10 @@
 """Running a plan against a clock instead of memory: how long a training step takes, and what it moves.
 
+Two step times are predicted: what today's engine takes, which joins segments (`joined`), and what the plan itself would
+allow. The first is what all other figures are about.
+
 [Note: the clock]
-Every queue does one thing at a time, in list order; an instruction starts when its queue is free and everything in
+What a plan allows. Every queue does one thing at a time, in list order; an instruction starts when its queue is free and everything in
 ``after`` is complete; see [Note: cost model] for how long it then takes. Where one segment follows another, the
 instruction also waits for every earlier segment's instruction that touched bytes it touches, non-model bytes of the
 tide included. That join is kept per *cell*, a stretch of a tier's addresses that no slot begins or ends inside: what
@@ -12,15 +15,14 @@ queue) to touch. A slot that is reserved and released within the segment joins a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._errors import InvalidInput
 from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment
 from ps_core._program import Program
-from ps_core._simulate.costs import Costs, Work
+from ps_core._simulate.joined import Joined, Timed
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.played import OneThread
 from ps_core._simulate.scan import Cells, Scan
 from ps_core._trace import Phase
 
@@ -43,14 +45,19 @@ class Prediction:
     """What simulating a plan says of one training step, on one process, once steps follow each other steadily."""
 
     step_time_s: float
+    """As today's engine runs the plan, one segment after the other; see [Note: segments joined]."""
+    bound_step_time_s: float
+    """If segments overlapped wherever the plan allows it, which the engine does not do yet; see [Note: the clock]."""
     forward_s: float
+    """To the start of backward, with what the first moment waits for."""
     backward_s: float
+    """To the end of the last moment."""
     update_s: float
     """The rest of the step: optimizer, and moves that neither pass hides."""
     stalled_s: float
     """Of the step, how long the compute queue has nothing to do."""
     elapsed_s: float
-    """All simulated steps from a standing start."""
+    """All simulated steps from a standing start, with segments overlapping."""
     busy_s: Mapping[str, float]
     """Per queue and step."""
     moved_bytes: Mapping[str, int]
@@ -69,25 +76,29 @@ class Prediction:
 def simulate(
     program: Program, plan: Plan, machine: Machine, *, ranks_per_node: int | None = None, iterations: int = 3
 ) -> Prediction:
-    """Predict a training step (without training: one evaluation) from its last simulated repetition.
+    """Predict a training step (without training: one evaluation).
 
-    ``ranks_per_node`` None: all processes share one node. Damaged plans raise `PlanMismatch` where the damage shows;
-    only `verify` promises to find it.
+    ``iterations`` steps are simulated for the bound, which is taken from the last of them. ``ranks_per_node`` None: all
+    processes share one node. Damaged plans raise `PlanMismatch` where the damage shows; only `verify` promises to find
+    it.
     """
     if iterations < 1:
         raise InvalidInput(f"iterations must be at least 1, found {iterations}")
-    per_node = program.ranks if ranks_per_node is None else ranks_per_node
-    if per_node < 1 or program.ranks % per_node:
-        raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
-    costs = Costs(program, plan.tiers, machine, per_node)
+    joined = Joined(program, plan.tiers, machine, ranks_per_node)
     names = program.iteration()
     scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
-    works = {name: costs.price(plan.segment(name).instrs, scan.slot_bytes) for name, scan in scans.items()}
-    cells = Cells(plan, scans.values())
-    stages = {name: _Stage(plan.segment(name), scan, works[name], cells) for name, scan in scans.items()}
-    clock: _Clock | _Played = _Played() if machine.played_copy_bandwidth else _Clock(cells.counts)
-    rounds = [[(stages[name], clock.run(stages[name])) for name in names] for _ in range(iterations)]
-    return _predict(program, plan, rounds, max(clock.free))
+    timed = {name: joined.time(plan.home, plan.segment(name)) for name in scans}
+    stages = {name: _Stage(plan.segment(name), scan, timed[name]) for name, scan in scans.items()}
+    steps = [stages[name] for name in names]
+    elapsed = bound = sum(stage.timed.seconds for stage in steps)
+    if machine.played_copy_bandwidth:  # one thread does everything: nothing overlaps but what it launched
+        elapsed *= iterations
+    else:
+        clock = _Clock(Cells(plan, scans.values()), stages.values())
+        rounds = [[clock.run(stage) for stage in steps] for _ in range(iterations)]
+        elapsed = max(clock.free)
+        bound = _period(steps, rounds, elapsed)
+    return _predict(program, plan, steps, bound, elapsed)
 
 
 def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
@@ -123,56 +134,51 @@ def _peaks(plan: Plan, rows: list[list[int]]) -> dict[str, int]:
     return {tier.name: max(row[index] for row in rows) for index, tier in enumerate(plan.tiers)}
 
 
-Row = tuple[int, float, tuple[int, ...], "list[tuple[int, int, int]] | None"]
-
-
 class _Stage:
-    """A segment ready for the clock."""
+    """A segment with what it touches, and its timing when it runs alone."""
 
-    def __init__(self, segment: Segment, scan: Scan, work: Work, cells: Cells) -> None:
-        self.work, self.segment = work, segment
-        joins = {place: [cells.of(span) for span in spans] for place, spans in scan.joins.items()}
-        instrs = segment.instrs
-        self.rows: list[Row] = [
-            (instr.queue, seconds, instr.after, joins.get(place))
-            for place, (instr, seconds) in enumerate(zip(instrs, work.seconds, strict=True))
-        ]
-        self.leaves = [(*cells.of(span), tuple(last.values())) for span, last in scan.leaves.items()]
-        self.peaks = scan.peaks
-        self.runs = [(place, instr.op.visit) for place, instr in enumerate(instrs) if isinstance(instr.op, Run)]
-        self.busy = [0.0] * len(Queue)
-        for instr, seconds in zip(instrs, work.seconds, strict=True):
-            self.busy[instr.queue] += seconds
+    def __init__(self, segment: Segment, scan: Scan, timed: Timed) -> None:
+        self.instrs, self.scan, self.timed = segment.instrs, scan, timed
+        self.runs = [(place, instr.op.visit) for place, instr in enumerate(segment.instrs) if isinstance(instr.op, Run)]
+
+    def begin(self, place: int, ends: list[float]) -> float:
+        """When an instruction begins."""
+        return ends[place] - self.timed.work.seconds[place]
+
+
+Joins = dict[int, list[tuple[int, int, int]]]
+Leaves = list[tuple[int, int, int, tuple[int, ...]]]
 
 
 class _Clock:
-    """When each queue is free, and when each cell of memory was last touched."""
+    """When each queue is free, and when each cell of memory was last touched; see [Note: the clock]."""
 
-    def __init__(self, cells: list[int]) -> None:
+    def __init__(self, cells: Cells, stages: Iterable[_Stage]) -> None:
         self.free = [0.0] * len(Queue)
-        self._settled = [[0.0] * count for count in cells]
+        self._settled = [[0.0] * count for count in cells.counts]
+        self._cells: dict[_Stage, tuple[Joins, Leaves]] = {
+            stage: (
+                {place: [cells.of(span) for span in spans] for place, spans in stage.scan.joins.items()},
+                [(*cells.of(span), tuple(last.values())) for span, last in stage.scan.leaves.items()],
+            )
+            for stage in stages
+        }
 
     def run(self, stage: _Stage) -> list[float]:
         """Run a segment; when each of its instructions ends."""
         free, settled = self.free, self._settled
+        joins, leaves = self._cells[stage]
         ends: list[float] = []
-        note = ends.append
-        try:
-            for queue, seconds, after, joins in stage.rows:
-                begin = free[queue]
-                for earlier in after:
-                    if ends[earlier] > begin:  # noqa: PLR1730 - max() costs more than all else here
-                        begin = ends[earlier]
-                if joins:
-                    for tier, low, high in joins:
-                        ready = max(settled[tier][low:high], default=0.0)
-                        if ready > begin:  # noqa: PLR1730
-                            begin = ready
-                free[queue] = end = begin + seconds
-                note(end)
-        except IndexError as error:
-            raise PlanMismatch("an instruction waits for one that comes later") from error
-        for tier, low, high, last in stage.leaves:
+        for place, (instr, seconds) in enumerate(zip(stage.instrs, stage.timed.work.seconds, strict=True)):
+            begin = free[instr.queue]
+            for earlier in instr.after:
+                if ends[earlier] > begin:  # noqa: PLR1730 - max() costs more than all else here
+                    begin = ends[earlier]
+            for tier, low, high in joins.get(place, ()):
+                begin = max(begin, max(settled[tier][low:high], default=0.0))
+            free[instr.queue] = end = begin + seconds
+            ends.append(end)
+        for tier, low, high, last in leaves:
             when = max([ends[place] for place in last])
             row = settled[tier]
             for cell in range(low, high):
@@ -181,66 +187,49 @@ class _Clock:
         return ends
 
 
-class _Played:
-    """The same where the CPU plays the accelerator."""
-
-    def __init__(self) -> None:
-        self._thread = OneThread()
-        self.free = self._thread.free
-
-    def run(self, stage: _Stage) -> list[float]:
-        """Run a segment; when each of its instructions ends."""
-        return self._thread.run(stage.segment, stage.work.seconds, stage.work.thread_s)
-
-
-Round = list[tuple["_Stage", list[float]]]
-"""One simulated step: each segment with when its instructions end."""
-
-
-def _predict(program: Program, plan: Plan, rounds: list[Round], elapsed: float) -> Prediction:
-    stages = [stage for stage, _ in rounds[-1]]
-    busy = [sum(stage.busy[queue] for stage in stages) for queue in Queue]
-    whole = max(0, len(rounds) - 2)
-    forward, backward = _passes(program, rounds[whole])
-    step = max(_period(rounds, elapsed), *busy)
-    copied = [sum(stage.work.copied_bytes[queue] for stage in stages) for queue in Queue]
+def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, elapsed: float) -> Prediction:
+    timed = [stage.timed for stage in steps]
+    busy = [sum(each.busy_s[queue] for each in timed) for queue in Queue]
+    step = sum(each.seconds for each in timed)
+    forward, backward = _passes(program, steps)
+    copied = [sum(each.work.copied_bytes[queue] for each in timed) for queue in Queue]
     return Prediction(
         step_time_s=step,
+        bound_step_time_s=max(bound, *busy),
         forward_s=forward,
         backward_s=backward,
         update_s=max(0.0, step - forward - backward),
         stalled_s=step - busy[Queue.COMPUTE],
         elapsed_s=elapsed,
         busy_s={QUEUE_NAMES[queue]: busy[queue] for queue in Queue},
-        moved_bytes=_links(plan, copied, sum(stage.work.wire_bytes for stage in stages)),
-        evictions=sum(stage.work.evictions for stage in stages),
-        peak_bytes=_peaks(plan, [stage.peaks for stage in stages]),
+        moved_bytes=_links(plan, copied, sum(each.work.wire_bytes for each in timed)),
+        evictions=sum(each.work.evictions for each in timed),
+        peak_bytes=_peaks(plan, [stage.scan.peaks for stage in steps]),
     )
 
 
-def _period(rounds: list[Round], elapsed: float) -> float:
+def _period(steps: list[_Stage], rounds: list[list[list[float]]], elapsed: float) -> float:
     """From the first moment of the last step but one to that of the last."""
-    begins = [
-        next((ends[place] - stage.rows[place][1] for stage, ends in steps for place, _ in stage.runs[:1]), None)
-        for steps in rounds
-    ]
-    if len(begins) == 1 or begins[-1] is None or begins[-2] is None:
+    first = next((number for number, stage in enumerate(steps) if stage.runs), None)
+    if len(rounds) == 1 or first is None:
         return elapsed / len(rounds)
-    return begins[-1] - begins[-2]
+    place = steps[first].runs[0][0]
+    before, last = (steps[first].begin(place, ends[first]) for ends in rounds[-2:])
+    return last - before
 
 
-def _passes(program: Program, steps: Round) -> tuple[float, float]:
+def _passes(program: Program, steps: list[_Stage]) -> tuple[float, float]:
     """Seconds of a step's forward and backward passes, each to the start of what follows, or its own last end."""
     forward = backward = 0.0
-    for stage, ends in steps:
+    for stage in steps:
         if not stage.runs:
             continue
-        begin, finish = ends[stage.runs[0][0]] - stage.rows[stage.runs[0][0]][1], ends[stage.runs[-1][0]]
-        turn = finish
+        ends = stage.timed.ends
+        turn = finish = ends[stage.runs[-1][0]]
         for place, visit in stage.runs:
             if program.visits[visit].phase is Phase.BACKWARD:
-                turn = ends[place] - stage.rows[place][1]
+                turn = stage.begin(place, ends)
                 break
-        forward += turn - begin
+        forward += turn
         backward += finish - turn
     return forward, backward

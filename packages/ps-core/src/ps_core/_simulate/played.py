@@ -17,32 +17,24 @@ ASIDE = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
 """Queues that carry on by themselves once the thread has launched something."""
 
 
-class OneThread:
-    """When the thread, and each link, is free; see [Note: one thread]."""
+def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple[list[float], float]:
+    """Run a segment; when each of its instructions ends, and when the thread and every link are done.
 
-    def __init__(self) -> None:
-        self.free = [0.0] * len(Queue)
-        self._now = 0.0
-
-    def run(self, segment: Segment, seconds: list[float], thread_s: list[float]) -> list[float]:
-        """Run a segment; when each of its instructions ends. ``seconds`` on a link, ``thread_s`` of the thread."""
-        self._now = max(self._now, *self.free)
-        walk = _Walk(segment, seconds, thread_s, self.free, self._now)
-        while walk.sweep() or walk.next_moment():
-            pass
-        self._now = walk.now
-        return walk.finished()
+    ``seconds`` on a link, ``thread_s`` of the thread; see [Note: one thread].
+    """
+    walk = _Walk(segment, seconds, thread_s)
+    while walk.sweep() or walk.next_moment():
+        pass
+    return walk.finished()
 
 
 class _Walk:
     """One segment on its way."""
 
-    def __init__(
-        self, segment: Segment, seconds: list[float], thread_s: list[float], free: list[float], now: float
-    ) -> None:
-        self.now = now
+    def __init__(self, segment: Segment, seconds: list[float], thread_s: list[float]) -> None:
+        self._now = 0.0
         self._name, self._instrs = segment.name.value, segment.instrs
-        self._seconds, self._thread_s, self._free = seconds, thread_s, free
+        self._seconds, self._thread_s, self._free = seconds, thread_s, [0.0] * len(Queue)
         self._lines: dict[Queue, list[int]] = {queue: [] for queue in Queue}
         for place, instr in enumerate(segment.instrs):
             self._lines[instr.queue].append(place)
@@ -72,12 +64,12 @@ class _Walk:
         self._issue(line[at], self._instrs[line[at]])
         return True
 
-    def finished(self) -> list[float]:
-        """The ends; everything must have one."""
+    def finished(self) -> tuple[list[float], float]:
+        """The ends, and when everything is done; every instruction must have one."""
         ends = [end for end in self._ends if end is not None]
         if len(ends) < len(self._ends):
             raise PlanMismatch(f"segment {self._name!r}: an instruction waits for one that never comes")
-        return ends
+        return ends, max(self._now, *self._free)
 
     def _ready(self, instr: Instr) -> bool:
         try:
@@ -89,11 +81,11 @@ class _Walk:
         queue = instr.queue
         after = max((end for earlier in instr.after if (end := self._ends[earlier]) is not None), default=0.0)
         if queue not in ASIDE:
-            end = self.now = max(self.now, after) + self._thread_s[place]
+            end = self._now = max(self._now, after) + self._thread_s[place]
         else:  # the thread only launches it
             begin = max(self._free[queue], after)
-            end = max(begin, self.now) + self._seconds[place] if isinstance(instr.op, Copy) else begin
-            self.now += self._thread_s[place]
+            end = max(begin, self._now) + self._seconds[place] if isinstance(instr.op, Copy) else begin
+            self._now += self._thread_s[place]
         self._free[queue] = max(self._free[queue], end)
         self._ends[place] = end
         self._at[queue] += 1

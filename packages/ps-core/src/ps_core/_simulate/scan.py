@@ -29,7 +29,6 @@ class Scan:
         self._where = {
             slot: Span(held.tier, held.offset, held.offset + held.bytes) for slot, held in enumerate(plan.home)
         }
-        self.slot_bytes: dict[int, int] = {}
         self._used = [0] * len(plan.tiers)
         for held in plan.home:
             self._used[held.tier] += held.bytes
@@ -94,7 +93,6 @@ class Scan:
     def _shift(self, place: int, queue: Queue, op: Shift) -> None:
         old = self._where[op.slot]
         new = self._where[op.slot] = Span(old.tier, op.offset, op.offset + old.end - old.start)
-        self.slot_bytes[op.slot] = old.end - old.start
         self._touch(old, place, queue)
         self._touch(new, place, queue)
 
