@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from ps_core._command import advice as advising
 from ps_core._command import forecast as forecasting
 from ps_core._command import scale as scaling
 from ps_core._command.advice import advice, remedies
-from ps_core._command.forecast import Forecast, Subject, Training, bounds, forecast, surely_fits, trace_of
-from ps_core._command.scale import largest
+from ps_core._command.forecast import Forecast, Subject, Training, Way, bounds, forecast, surely_fits, trace_of
+from ps_core._command.scale import TooFast, largest
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._planner import search as searching
+from ps_core._planner.search import TooSlow
 from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
@@ -86,18 +89,26 @@ def test_impossible_trainings_are_refused(change: dict[str, Any], says: str) -> 
 
 
 class Scripted:
-    """Stands in for planning: what each way of offloading leads to."""
+    """Stands in for planning: what each way of offloading leads to, and what was asked for."""
 
-    def __init__(self, plain: Forecast | None, offloaded: Forecast | None) -> None:
+    def __init__(self, plain: Forecast | None, offloaded: Forecast | None, *, roomy: bool = True) -> None:
         self.answers = {False: plain, True: offloaded}
-        self.asked: list[bool] = []
+        self.roomy = roomy
+        self.asked: list[tuple[str, bool]] = []
 
-    def __call__(self, subject: Subject, asked: Training, *, offload: bool) -> Forecast:
-        self.asked.append(offload)
-        answer = self.answers[offload]
-        if answer is None:
-            raise DoesNotFit(tier="device", moment="m", needed_bytes=2, available_bytes=1, proven=True)
-        return answer
+    def __call__(self, subject: Subject, asked: Training, *, offload: bool) -> Any:
+        def roomy() -> Forecast | None:
+            self.asked.append(("roomy", offload))
+            return self.answers[offload] if self.roomy else None
+
+        def tight() -> Forecast:
+            self.asked.append(("tight", offload))
+            answer = self.answers[offload]
+            if answer is None or self.roomy:
+                raise DoesNotFit(tier="device", moment="m", needed_bytes=2, available_bytes=1, proven=True)
+            return answer
+
+        return SimpleNamespace(roomy=roomy, tight=tight)
 
 
 def timed(step: float, stalled: float) -> Forecast:
@@ -107,36 +118,43 @@ def timed(step: float, stalled: float) -> Forecast:
 
 
 @pytest.mark.parametrize(
-    ("plain", "offloaded", "asked", "best"),
+    ("plain", "offloaded", "roomy", "asked", "best"),
     [
-        ((10.0, 0.1), None, [False], 10.0),
-        ((10.0, 5.0), (8.0, 3.0), [False, True], 8.0),
-        ((10.0, 5.0), (12.0, 3.0), [False, True], 10.0),
-        ((10.0, 5.0), None, [False, True], 10.0),
-        (None, (8.0, 3.0), [False, True], 8.0),
-        (None, None, [False, True], None),
+        ((10.0, 0.1), None, True, "k", 10.0),
+        ((10.0, 5.0), (8.0, 3.0), True, "ko", 8.0),
+        ((10.0, 5.0), (12.0, 3.0), True, "ko", 10.0),
+        ((10.0, 5.0), None, True, "ko", 10.0),
+        (None, (8.0, 3.0), True, "ko", 8.0),
+        (None, None, True, "koKO", None),
+        ((10.0, 5.0), (8.0, 3.0), False, "koKO", 8.0),
+        ((10.0, 5.0), None, False, "koKO", 10.0),
+        (None, (8.0, 3.0), False, "koKO", 8.0),
     ],
 )
 def test_offloading_is_tried_where_it_could_help(
     monkeypatch: pytest.MonkeyPatch,
     plain: tuple[float, float] | None,
     offloaded: tuple[float, float] | None,
-    asked: list[bool],
+    roomy: bool,
+    asked: str,
     best: float | None,
 ) -> None:
-    script = Scripted(plain and timed(*plain), offloaded and timed(*offloaded))
-    monkeypatch.setattr(forecasting, "_forecast", script)
+    """What was planned: k and o with checkpoints kept and offloaded; K and O extents that move one at a time, which
+    take long to plan and longer to run, only where nothing else does."""
+    script = Scripted(plain and timed(*plain), offloaded and timed(*offloaded), roomy=roomy)
+    monkeypatch.setattr(forecasting, "Way", script)
     if best is None:
         with pytest.raises(DoesNotFit):
             forecast(MODEL, training(offload_checkpoints=None))
     else:
         assert forecast(MODEL, training(offload_checkpoints=None)).step_time_s == best
-    assert script.asked == asked
+    letters = {("roomy", False): "k", ("roomy", True): "o", ("tight", False): "K", ("tight", True): "O"}
+    assert "".join(letters[each] for each in script.asked) == asked
 
 
 def test_what_cannot_offload_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Scripted(timed(10.0, 9.0), timed(1.0, 0.0))
-    monkeypatch.setattr(forecasting, "_forecast", script)
+    monkeypatch.setattr(forecasting, "Way", script)
     for asked in (
         training(offload_checkpoints=None, checkpointing=False),
         training(offload_checkpoints=None, host=0),
@@ -144,7 +162,27 @@ def test_what_cannot_offload_is_planned_once(monkeypatch: pytest.MonkeyPatch) ->
     ):
         forecast(MODEL, asked)
     forecast(trace_of(MODEL, training(), offload=False), training(offload_checkpoints=None))
-    assert script.asked == [False] * 4
+    assert script.asked == [("roomy", False)] * 4
+
+
+def test_a_plan_too_slow_is_not_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither planned to its end nor verified; both kinds of plan."""
+    for asked, tight in ((training(), False), (training(device=24 * MIB, host=40 * MIB), True)):
+        told = Way(MODEL, asked, offload=False)
+        step = (told.tight() if tight else told.roomy() or told.tight()).step_time_s
+        checked: list[object] = []
+        monkeypatch.setattr(searching, "verify", lambda *args, checked=checked: checked.append(args))
+        for slowest, fits in ((1.01 * step, True), (0.99 * step, False)):
+            way = Way(MODEL, asked, offload=False, slowest_s=slowest)
+            plan = way.tight if tight else way.roomy
+            if fits:
+                assert plan() is not None
+            else:
+                with pytest.raises(TooSlow) as caught:
+                    plan()
+                assert caught.value.step_time_s == pytest.approx(step)
+            assert len(checked) == 1
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("subject", [MODEL, trace_of(MODEL, training(), offload=False)])
@@ -320,7 +358,8 @@ def test_speed_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_model_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "HIDDEN", (256,))
     assert hunt(training(device=MIB, host=MIB)) is None
-    assert hunt(training(), min_tflops=1e9) is None
+    with pytest.raises(TooFast, match=r"--min-tflops 1e\+09 is more than .* TFLOPS per GPU"):
+        hunt(training(), min_tflops=1e9)
     for least in (-1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidInput, match="--min-tflops"):
             hunt(training(), min_tflops=least)
@@ -357,31 +396,40 @@ def test_sequences_longer_than_usual_have_positions(monkeypatch: pytest.MonkeyPa
 class Limited:
     """Stands in for planning: shapes up to so many layers have a plan, at a speed that falls with their layers."""
 
-    def __init__(self, layers: dict[int, int], placement: bool = True) -> None:
+    def __init__(self, layers: dict[int, int], roomy: bool = True) -> None:
         self.told = forecast(MODEL, training())
         self.layers = layers
-        self.placement = placement
+        self.roomy = roomy
         self.tried: list[tuple[int, int]] = []
 
-    def __call__(self, model: Any, asked: Training) -> Forecast:
-        self.tried.append((model.hidden, model.layers))
-        if model.layers > 2 * self.layers[model.hidden]:
-            raise DoesNotFit(tier="device", moment="m", needed_bytes=2, available_bytes=1, proven=False)
-        step = 1.0 if model.layers <= self.layers[model.hidden] else 100.0
-        told = self.told.planned.prediction
-        planned = replace(self.told.planned, prediction=replace(told, step_time_s=step))
-        planned = planned if self.placement else replace(planned, placement=None)
-        return replace(self.told, planned=planned)
+    def __call__(self, model: Any, asked: Training, *, offload: bool, slowest_s: float) -> Any:
+        most = self.layers[model.hidden]
+
+        def plan() -> Forecast:
+            self.tried.append((model.hidden, model.layers))
+            if model.layers > 2 * most:
+                raise DoesNotFit(tier="device", moment="m", needed_bytes=2, available_bytes=1, proven=False)
+            step = 1.0 if model.layers <= most else 100.0
+            if slowest_s < step:
+                raise TooSlow(step)
+            told = self.told.planned.prediction
+            planned = replace(self.told.planned, prediction=replace(told, step_time_s=step))
+            return replace(self.told, planned=planned)
+
+        def roomy() -> Forecast | None:
+            return plan() if self.roomy and model.layers <= 2 * most else None
+
+        return SimpleNamespace(roomy=roomy, tight=plan)
 
 
-@pytest.mark.parametrize("placement", [True, False])
+@pytest.mark.parametrize("roomy", [True, False])
 @pytest.mark.parametrize("limits", [{64: 10, 128: 9}, {64: 37, 128: 1}])
 def test_the_search_finds_the_most_layers_of_the_best_hidden_size(
-    monkeypatch: pytest.MonkeyPatch, limits: dict[int, int], placement: bool
+    monkeypatch: pytest.MonkeyPatch, limits: dict[int, int], roomy: bool
 ) -> None:
-    script = Limited(limits, placement)
+    script = Limited(limits, roomy)
     monkeypatch.setattr(scaling, "HIDDEN", tuple(limits))
-    monkeypatch.setattr(scaling, "forecast", script)
+    monkeypatch.setattr(scaling, "Way", script)
     monkeypatch.setattr(scaling, "names", tuple)
     slowest = script.told.trace.parameters * 8 * script.told.trace.tokens / 1e12 / 50
     found = hunt(training(device=16 * MIB, host=48 * MIB, seq=32, offload_checkpoints=None), min_tflops=slowest)
@@ -393,13 +441,13 @@ def test_the_search_finds_the_most_layers_of_the_best_hidden_size(
     }
     assert found.shape.parameters * 1.02 >= max(every.values())
     assert (found.shape.hidden, found.shape.layers) in every
-    assert len(script.tried) <= 2 * 14
+    assert len(set(script.tried)) <= 20
 
 
 def test_shapes_that_prove_too_large_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Limited({64: 2})
     monkeypatch.setattr(scaling, "HIDDEN", (64,))
-    monkeypatch.setattr(scaling, "forecast", script)
+    monkeypatch.setattr(scaling, "Way", script)
     monkeypatch.setattr(scaling, "names", tuple)
     found = hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=0)
     assert found is not None

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from _growth import CASES, STEEPEST, WIDEST, exponent, streaming, work
+from ps_core._command import scale
+from ps_core._command.forecast import Training, bounds, forecast
 from ps_core._plan import Plan
-from ps_core._planner import arena, emit, walker
+from ps_core._planner import arena, arrangement, emit, walker
+from ps_core._simulate.cluster import Cluster
+from ps_core._simulate.machine import MACHINES
+from ps_core._workloads.named import shape
+
+GIB = 2**30
 
 COUNTED = (
     (arena.Arena, "find"),
@@ -69,3 +76,62 @@ def test_operations_grow_with_accesses_and_transfers(counts: Counter[str], ranks
 
 def test_the_exponent_is_found() -> None:
     assert exponent([(x, 3 * x**1.5) for x in (1, 10, 400)]) == pytest.approx(1.5)
+
+
+# What a whole question costs, in instructions written down and bounds worked out: seconds are the machine's.
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Instructions, by who writes them: for moves that overlap, or one at a time."""
+    found: Counter[str] = Counter()
+    for owner in (emit.Emitter, arrangement.Arrangement):
+
+        def counting(one: Any, *args: Any, do: Any = owner.emit, name: str = owner.__name__, **named: Any) -> Any:
+            found[name] += 1
+            return do(one, *args, **named)
+
+        monkeypatch.setattr(owner, "emit", counting)
+    return found
+
+
+def test_a_search_looks_at_little(written: Counter[str]) -> None:
+    """175B on 16 GPUs, with checkpoints kept and offloaded. Once it wrote 63,000 instructions, and 71,000 that move
+    extents one at a time, which is no answer where others overlap."""
+    cluster = Cluster(gpus=16, nodes=2, device_memory=40 * GIB, host_memory=1000 * GIB)
+    forecast(shape("gpt-175b"), Training(cluster=cluster, machine=MACHINES["a100-40"], offload_checkpoints=None))
+    assert 0 < written["Emitter"] <= 42_000
+    assert not written["Arrangement"]
+
+
+def test_the_largest_model_is_found_with_few_looks(written: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On eight GPUs. Once it took 510,000 instructions, 108 bounds and ten models that were planned."""
+    asked: Counter[str] = Counter()
+
+    def bounded(*args: Any) -> Any:
+        asked["bounds"] += 1
+        return bounds(*args)
+
+    monkeypatch.setattr(scale, "bounds", bounded)
+    cluster = Cluster(gpus=8, device_memory=40 * GIB, host_memory=1000 * GIB)
+    training = Training(
+        cluster=cluster, machine=MACHINES["a100-40"], offload_checkpoints=None, chunked_loss=True, quick=True
+    )
+    heard: list[str] = []
+    found = scale.largest(training, tell=heard.append)
+    assert found is not None
+    assert found.shape.parameters > 85e9
+    assert heard[-1].endswith(f"; best so far: {found.shape.name}")
+    assert all(line.startswith("trying gpt-") for line in heard)
+    assert 0 < len(heard) <= 5
+    assert 0 < asked["bounds"] <= 70
+    assert 0 < written.total() <= 125_000
+
+
+def test_what_no_rate_allows_is_not_planned(written: Counter[str]) -> None:
+    training = Training(
+        cluster=Cluster(device_memory=40 * GIB, host_memory=1000 * GIB), machine=MACHINES["a100-40"], quick=True
+    )
+    with pytest.raises(scale.TooFast):
+        scale.largest(training, min_tflops=500)
+    assert not written

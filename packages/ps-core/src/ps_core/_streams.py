@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 
@@ -21,3 +22,21 @@ def silence(stream: TextIO) -> None:
     """Let what is written there from now on, and what waits to be, go nowhere."""
     with suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextmanager
+def progress(stream: TextIO | None) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows one line in place of the line before; at the end the line goes.
+
+    Where the stream is no terminal nothing is shown.
+    """
+    shown = stream is not None and stream.isatty()
+
+    def show(line: str) -> None:
+        if shown and stream is not None:
+            print(f"\r\x1b[K{line}", end="", file=stream, flush=True)
+
+    try:
+        yield show
+    finally:
+        show("")

@@ -19,7 +19,7 @@ from ps_core._command.advice import advice, remedies
 from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
 from ps_core._command.forecast import Subject, Training, forecast, model_of
 from ps_core._command.line import make_parser
-from ps_core._command.scale import largest
+from ps_core._command.scale import TooFast, largest
 from ps_core._command.show import (
     Case,
     Document,
@@ -38,7 +38,7 @@ from ps_core._planner.policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
-from ps_core._streams import silence
+from ps_core._streams import progress, silence
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
 from ps_core._workloads.hf import shape_from_config
@@ -110,9 +110,14 @@ def _plan(options: argparse.Namespace) -> int:
 def _scale(options: argparse.Namespace) -> int:
     place = _place(options)
     training = replace(_training(options, place), quick=True)
-    found = largest(training, min_tflops=options.min_tflops, vocabulary=options.vocab)
+    why = "no GPT-like model of any size fits and is fast enough"
+    try:
+        with progress(sys.stderr) as tell:
+            found = largest(training, min_tflops=options.min_tflops, vocabulary=options.vocab, tell=tell)
+    except TooFast as refusal:
+        found, why = None, str(refusal)
     if found is None:
-        _print(nothing_document() if options.json else "no GPT-like model of any size fits and is fast enough\n")
+        _print(nothing_document() if options.json else why)
         return DOES_NOT_FIT
     case = Case(found.shape, found.forecast.training, place.assumed)
     told = advice(found.forecast)

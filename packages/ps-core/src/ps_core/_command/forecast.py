@@ -18,7 +18,7 @@ from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
 from ps_core._planner.policy import Policy
-from ps_core._planner.search import Planned, Setup, find_plan
+from ps_core._planner.search import Planned, Search, Setup
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction
 from ps_core._simulate.cluster import Cluster
@@ -175,19 +175,73 @@ def forecast(subject: Subject, training: Training) -> Forecast:
     """Plan the training of a model; `DoesNotFit` if there is no plan."""
     asked = training.offload_checkpoints
     if isinstance(subject, Trace) or asked is not None or not _may_offload(training):
-        return _forecast(subject, training, offload=bool(asked))
-    offloading = replace(training, offload_checkpoints=True)
-    try:
-        plain = _forecast(subject, training, offload=False)
-    except DoesNotFit:
-        return forecast(subject, offloading)
-    told = plain.prediction
-    if told.stalled_s <= _STALLED * told.step_time_s:
+        way = Way(subject, training, offload=bool(asked))
+        return way.roomy() or way.tight()
+    keeping, offloading = (Way(subject, training, offload=offload) for offload in (False, True))
+    plain = keeping.roomy()
+    if plain is not None and plain.prediction.stalled_s <= _STALLED * plain.step_time_s:
         return plain
-    try:
-        return min(plain, forecast(subject, offloading), key=lambda found: found.step_time_s)
-    except DoesNotFit:
-        return plain
+    found = [one for one in (plain, offloading.roomy()) if one is not None] or _tight((keeping, offloading))
+    return min(found, key=lambda one: one.step_time_s)
+
+
+def _tight(ways: tuple[Way, ...]) -> list[Forecast]:
+    """Plans for tight memory; the last way's `DoesNotFit` if there is none."""
+    found, last = [], ways[-1]
+    for way in ways:
+        try:
+            found.append(way.tight())
+        except DoesNotFit:
+            if way is last and not found:
+                raise
+    return found
+
+
+class Way:
+    """One way to train a model: with checkpoints that may leave the compute tier, or not."""
+
+    def __init__(self, subject: Subject, training: Training, *, offload: bool, slowest_s: float = float("inf")) -> None:
+        """``slowest_s``: a slower step raises `TooSlow`, as soon as that is known."""
+        self._training, self._slowest_s = training, slowest_s
+        self._trace, self._table = trace_of(subject, training, offload=offload), table_of(subject, training)
+
+    def roomy(self) -> Forecast | None:
+        """The best plan whose moves overlap; None: memory is too short for one."""
+        planned = None if self._lacks_table else self._search.roomy()
+        return None if planned is None else self._forecast(planned)
+
+    def tight(self) -> Forecast:
+        """The plan for tight memory; `DoesNotFit` if there is none."""
+        table, tiers = self._table, self._training.cluster.tiers()
+        if table is not None:
+            _need_of(table, tiers).check()
+        try:
+            return self._forecast(self._search.tight())
+        except DoesNotFit as refusal:
+            held = table.held_bytes if table is not None and refusal.tier == ALL_TIERS else 0
+            raise DoesNotFit(
+                tier=refusal.tier,
+                moment=refusal.moment,
+                needed_bytes=refusal.needed_bytes + held,
+                available_bytes=refusal.available_bytes + held,
+                proven=refusal.proven,
+            ) from None
+
+    @property
+    def _lacks_table(self) -> bool:
+        return self._table is not None and _need_of(self._table, self._training.cluster.tiers()).missing_bytes > 0
+
+    @cached_property
+    def _search(self) -> Search:
+        training, tiers = self._training, self._training.cluster.tiers()
+        left = tiers if self._table is None else self._table.left(tiers)
+        return Search(self._trace, left, training.machine, setup=training.setup(), slowest_s=self._slowest_s)
+
+    def _forecast(self, planned: Planned) -> Forecast:
+        offloads = bool(self._trace.activations)
+        return Forecast(
+            training=self._training, trace=self._trace, planned=planned, offloads=offloads, table=self._table
+        )
 
 
 def bounds(subject: Subject, training: Training) -> tuple[Need, ...]:
@@ -253,6 +307,13 @@ def trace_of(subject: Subject, training: Training, *, offload: bool) -> Trace:
     return analytic_trace(subject, training.workload(offload=offload))
 
 
+def computing_s(subject: Subject, training: Training) -> float:
+    """Seconds of a step's computing alone, on one GPU."""
+    fp32 = training.precision is Precision.FP32
+    trace = trace_of(subject, training, offload=False)
+    return training.accumulate * sum(training.machine.computing_s(moment, fp32=fp32) for moment in trace.moments)
+
+
 def _may_offload(training: Training) -> bool:
     return training.checkpointing and len(training.cluster.tiers()) > 1
 
@@ -278,33 +339,6 @@ def _typical_numel(trace: Trace) -> int:
         if left <= 0:
             return size
     return 1
-
-
-def _forecast(subject: Subject, training: Training, *, offload: bool) -> Forecast:
-    trace, table = trace_of(subject, training, offload=offload), table_of(subject, training)
-    if table is None:
-        planned = find_plan(trace, training.cluster.tiers(), training.machine, setup=training.setup())
-    else:
-        planned = _beside(table, trace, training)
-    return Forecast(training=training, trace=trace, planned=planned, offloads=bool(trace.activations), table=table)
-
-
-def _beside(table: HostTable, trace: Trace, training: Training) -> Planned:
-    """The best plan for what the table leaves of the host."""
-    tiers = training.cluster.tiers()
-    own = _need_of(table, tiers)
-    own.check()
-    try:
-        return find_plan(trace, table.left(tiers), training.machine, setup=training.setup())
-    except DoesNotFit as refusal:
-        held = table.held_bytes if refusal.tier == ALL_TIERS else 0
-        raise DoesNotFit(
-            tier=refusal.tier,
-            moment=refusal.moment,
-            needed_bytes=refusal.needed_bytes + held,
-            available_bytes=refusal.available_bytes + held,
-            proven=refusal.proven,
-        ) from None
 
 
 def _need_of(table: HostTable, tiers: tuple[Tier, ...]) -> Need:

@@ -9,10 +9,14 @@ helps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from ps_core._command.forecast import Forecast, Training, bounds, forecast, model_of
+from ps_core._command.forecast import Forecast, Training, Way, bounds, computing_s, model_of
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._planner.search import TooSlow
+from ps_core._units import format_count
 from ps_core._workloads.apart import check_apart
 from ps_core._workloads.named import gpt, names, shape
 from ps_core._workloads.shapes import Family, TransformerShape
@@ -22,6 +26,8 @@ HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)
 _MOST_LAYERS = 512
 _DEEP = 160
 """Layers up to which the group size is searched; beyond, groups hold several layers, so that planning stays quick."""
+_FEW_LAYERS = 8
+"""Of models from which the bound of larger ones is expected."""
 _LEAST_BYTES = 14
 """Of model data, a parameter."""
 _GAIN = 1.02
@@ -38,46 +44,80 @@ class Largest:
     """What stopped a larger one."""
 
 
-def largest(training: Training, *, min_tflops: float | None = None, vocabulary: int | None = None) -> Largest | None:
+def largest(
+    training: Training,
+    *,
+    min_tflops: float | None = None,
+    vocabulary: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Largest | None:
     """The most parameters for which a verified plan keeps each GPU at ``min_tflops`` (None: half its matmul rate).
 
-    None if not even the smallest model does.
+    None if not even the smallest model does; `TooFast` if no computer of this rate could. ``tell`` hears what is tried.
     """
     least = training.peak_flops / 2e12 if min_tflops is None else min_tflops
     if not 0 <= least < math.inf:
         raise InvalidInput(f"--min-tflops must be a number of at least 0, found {least:g}")
-    return _Hunt(training, least, vocabulary).run()
+    return _Hunt(training, least, vocabulary, tell).run()
+
+
+class TooFast(Exception):
+    """No model reaches so many TFLOPS, even if nothing ever moved."""
+
+    def __init__(self, least: float, most: float) -> None:
+        super().__init__(
+            f"no model does: --min-tflops {least:g} is more than {most:.3g} TFLOPS per GPU, which this machine's "
+            "rates allow where nothing ever waits"
+        )
 
 
 class _Hunt:
     """Keeps the largest shape found so far, and the smallest above it that failed."""
 
-    def __init__(self, training: Training, least: float, vocabulary: int | None) -> None:
+    def __init__(self, training: Training, least: float, vocabulary: int | None, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._training = training
         self._least = least
         self._vocabulary = vocabulary
         self._best: Largest | None = None
         self._failed: dict[int, str] = {}
         self._last = 0.0
+        """TFLOPS of the plan that was last found too slow; 0: its moves did not overlap, or there was none."""
 
     def run(self) -> Largest | None:
         training = self._training
         check_apart(self._shape(HIDDEN[0], 1), head_tiles=training.head_tiles, cpu_embedding=training.cpu_embedding)
+        self._check_rate()
         tops = [(hidden, self._most_layers(hidden)) for hidden in HIDDEN]
         for hidden, top in sorted(tops, key=lambda pair: -(pair[0] ** 2) * pair[1]):
             self._search(hidden, top)
-        for name in names():
-            named = shape(name, vocabulary=self._vocabulary)
-            if training.untied_head and named.family is Family.BERT:
-                continue
-            named = self._as_asked(named)
-            if named.positions >= self._training.seq and named.parameters > self._enough():
+        for named in self._named():
+            if named.parameters > self._enough():
                 self._try(named)
         if self._best is None:
             return None
         above = [count for count in self._failed if count > self._best.shape.parameters]
         limit = self._failed[min(above)] if above else "one more layer is more than memory can hold"
         return replace(self._best, limit=limit)
+
+    def _check_rate(self) -> None:
+        """Refuse a speed that computing alone does not reach: with more layers it only rises, or only falls."""
+        most = 0.0
+        ends = (self._shape(hidden, layers) for hidden in HIDDEN for layers in (1, _MOST_LAYERS))
+        for model in chain(ends, self._named()):
+            most = max(most, self._operations(model) / computing_s(model, self._training) / 1e12)
+            if most >= self._least:
+                return
+        raise TooFast(self._least, most)
+
+    def _named(self) -> Iterator[TransformerShape]:
+        """Named sizes that can be trained as asked."""
+        for name in names():
+            model = shape(name, vocabulary=self._vocabulary)
+            if model.positions >= self._training.seq and not (
+                self._training.untied_head and model.family is Family.BERT
+            ):
+                yield self._as_asked(model)
 
     def _shape(self, hidden: int, layers: int) -> TransformerShape:
         found = gpt(layers, hidden, positions=max(1024, self._training.seq))
@@ -93,25 +133,40 @@ class _Hunt:
         return self._best.shape.parameters * _GAIN if self._best else 0.0
 
     def _most_layers(self, hidden: int) -> int:
-        """The most layers that the lower bound does not rule out, looked for from what bytes alone allow."""
+        """The most layers that the lower bound does not rule out, looked for around what small models let expect."""
         one, two = self._shape(hidden, 1).parameters, self._shape(hidden, 2).parameters
         cluster = self._training.cluster
         room = sum(tier.capacity_bytes for tier in cluster.tiers()) * cluster.gpus
-        bad = min(_MOST_LAYERS, room // (_LEAST_BYTES * (two - one))) + 1
-        good, stride = bad - 1, 1
-        while good > 0 and not self._possible(hidden, good):
-            bad, good, stride = good, good - stride, 2 * stride
-        good = max(0, good)
+        most = min(_MOST_LAYERS, room // (_LEAST_BYTES * (two - one)))
+        good, bad, stride = 0, most + 1, 1
+        probe = max(1, min(most, self._expected_layers(hidden)))
         while bad - good > 1:
-            middle = (good + bad) // 2
-            if self._possible(hidden, middle):
-                good = middle
+            if self._possible(hidden, probe):
+                good = probe
             else:
-                bad = middle
+                bad = probe
+            if good and bad <= most:
+                probe = (good + bad) // 2
+            else:
+                probe = min(good + stride, most) if good else max(bad - stride, 1)
+            stride *= 2
         return good
 
+    def _expected_layers(self, hidden: int) -> int:
+        """How many layers the lower bound would allow if needs grew evenly, as they do but for how groups are cut."""
+        found = 0.0
+        few, more = _FEW_LAYERS, 2 * _FEW_LAYERS
+        for training in self._asked():
+            first, second = (bounds(self._shape(hidden, layers), training) for layers in (few, more))
+            grown = [
+                few - few * low.missing_bytes / max(1, high.needed_bytes - low.needed_bytes)
+                for low, high in zip(first, second, strict=False)
+            ]
+            found = max(found, min(grown))
+        return min(_MOST_LAYERS, int(found))
+
     def _possible(self, hidden: int, layers: int) -> bool:
-        return bool(self._ways(self._shape(hidden, layers)))
+        return next(self._ways(self._shape(hidden, layers)), None) is not None
 
     def _search(self, hidden: int, top: int) -> None:
         """Find the most layers that will do: between a count that would be better than the best and the bound."""
@@ -141,39 +196,62 @@ class _Hunt:
             bad, layers, stride = layers, layers - stride, 2 * stride
         return max(0, layers), bad
 
-    def _ways(self, model: TransformerShape) -> list[Training]:
-        """Trainings the lower bound does not rule out, the one it leaves most room first."""
-        asked = self._training.offload_checkpoints
-        offloads = self._training.checkpointing and len(self._training.cluster.tiers()) > 1
-        ways = []
-        for offload in ((False, True) if offloads else (False,)) if asked is None else (asked,):
-            training = replace(self._training, offload_checkpoints=offload)
+    def _ways(self, model: TransformerShape) -> Iterator[tuple[float, Training]]:
+        """Trainings that the lower bound does not rule out, and the part of memory that it leaves."""
+        for training in self._asked():
             if model.layers > _DEEP and training.group_bytes is None:
                 layer = 13 * model.hidden**2 * training.weight_bytes
                 training = replace(training, group_bytes=-(-model.layers // _DEEP) * layer)
             room = min(-need.missing_bytes / max(1, need.available_bytes) for need in bounds(model, training))
             if room >= 0:
-                ways.append((room, training))
-        return [training for _, training in sorted(ways, key=lambda way: -way[0])]
+                yield room, training
+
+    def _asked(self) -> Iterator[Training]:
+        """The training with checkpoints off the GPU and on it, unless one is asked for."""
+        asked = self._training.offload_checkpoints
+        offloads = self._training.checkpointing and len(self._training.cluster.tiers()) > 1
+        for offload in ((True, False) if offloads else (False,)) if asked is None else (asked,):
+            yield replace(self._training, offload_checkpoints=offload)
 
     def _try(self, model: TransformerShape) -> bool:
-        """Whether there is a plan of enough speed; if so it is the best so far.
-
-        Where memory is so short that the first way had to move extents one at a time, the other is not looked at.
-        """
-        reason, self._last = "does not fit", 0.0
-        for training in self._ways(model):
+        """Whether there is a plan of enough speed; if so it is the best so far."""
+        best = "" if self._best is None else f"; best so far: {self._best.shape.name}"
+        self._tell(f"trying {model.name}, {format_count(model.parameters)} parameters{best}")
+        self._last, reason = 0.0, "does not fit"
+        for attempt, overlaps in self._attempts(model):
             try:
-                told = forecast(model, training)
+                told = attempt()
+            except TooSlow as slow:
+                speed = self._operations(model) / slow.step_time_s / 1e12
             except DoesNotFit as refusal:
                 reason = f"{refusal.tier} is too small"
-                break
-            self._last = max(self._last, told.tflops_per_gpu)
-            if told.tflops_per_gpu >= self._least:
-                self._best = Largest(shape=model, forecast=told, limit="")
-                return True
-            reason = f"{told.tflops_per_gpu:.3g} TFLOPS per GPU, below {self._least:.3g}"
-            if told.planned.placement is None:
-                break
+                continue
+            else:
+                if told is None:
+                    continue
+                speed = told.tflops_per_gpu
+                if speed >= self._least:
+                    self._best = Largest(shape=model, forecast=told, limit="")
+                    return True
+            self._last = speed if overlaps else 0.0
+            reason = f"{speed:.3g} TFLOPS per GPU, below {self._least:.3g}"
         self._failed[model.parameters] = f"{model.name}: {reason}"
         return False
+
+    def _attempts(self, model: TransformerShape) -> Iterator[tuple[Callable[[], Forecast | None], bool]]:
+        """Every way to plan the model, the one with most room first, and whether its moves overlap.
+
+        Moves one at a time are looked at only where there is no other plan.
+        """
+        slowest_s = self._operations(model) / self._least / 1e12 if self._least else math.inf
+        ways = [
+            Way(model, training, offload=bool(training.offload_checkpoints), slowest_s=slowest_s)
+            for _, training in sorted(self._ways(model), key=lambda way: -way[0])
+        ]
+        yield from ((way.roomy, True) for way in ways)
+        if ways and not self._last:
+            yield ways[0].tight, False
+
+    def _operations(self, model: TransformerShape) -> int:
+        """Of a step on one GPU, as TFLOPS are counted."""
+        return 8 * model.parameters * self._training.batch * self._training.seq * self._training.accumulate

@@ -102,25 +102,25 @@ def _peaks(program: Program) -> tuple[tuple[str, int], tuple[str, int]]:
     segment = SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
     homes = home_bytes(program)
     compute, whole = ("between segments", 0), ("between segments", homes)
-    for visit, fixed, loose in _alive(program, segment):
+    for visit, fixed, loose_bytes in _alive(program, segment):
         pinned = {use.extent for use in program.uses(segment, visit)} | fixed
         here = visit.nonmodel_bytes + sum(map(program.bytes_of, pinned))
-        every = visit.nonmodel_bytes + homes + sum(map(program.bytes_of, loose))
+        every = visit.nonmodel_bytes + homes + loose_bytes
         compute = max(compute, (visit.name, here), key=lambda pair: pair[1])
         whole = max(whole, (visit.name, every), key=lambda pair: pair[1])
     return compute, whole
 
 
-def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[Extent], set[Extent]]]:
-    """For each moment: homeless extents that must be on the compute tier, and those alive anywhere.
+def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[Extent], int]]:
+    """For each moment: homeless extents that must be on the compute tier, and bytes of those alive anywhere.
 
     A weight shard that takes a reduce-scatter's result is pinned too, but has a home.
     """
-    activations: set[Extent] = set()
+    stored_bytes = 0
     partial: set[Extent] = set()
     gradient = Kind.FULL if program.overwrites else Kind.GRAD
     for visit in program.segment_visits(segment):
-        activations |= {Extent(Kind.ACT, index) for index in visit.makes}
+        stored_bytes += sum(program.bytes_of(Extent(Kind.ACT, index)) for index in visit.makes)
         if program.ranks > 1 or not program.overwrites:
             partial |= {Extent(gradient, group) for group in visit.grads}
         uses = {use.extent for use in program.uses(segment, visit)}
@@ -133,6 +133,7 @@ def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[
             scratch |= set() if program.overwrites else {Extent(Kind.RGRAD, largest)}
         fixed = homeless | scratch
         landing = {Extent(program.weight, largest)} if scratch and program.overwrites else set()
-        yield visit, fixed | landing, (activations | fixed) - landing
+        yield visit, fixed | landing, stored_bytes + sum(map(program.bytes_of, fixed - landing))
         partial -= {Extent(gradient, group) for group in complete}
-        activations -= {Extent(Kind.ACT, index) for index in visit.takes if program.last_takes[index] == visit.index}
+        dead = (index for index in visit.takes if program.last_takes[index] == visit.index)
+        stored_bytes -= sum(program.bytes_of(Extent(Kind.ACT, index)) for index in dead)

@@ -6,8 +6,9 @@ between equals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from ps_core._errors import DoesNotFit, InvalidInput
@@ -22,6 +23,7 @@ from ps_core._planner.segments import make_plan
 from ps_core._planner.tight import tight_plan
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate
+from ps_core._simulate.joined import Joined
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core._verify import verify
@@ -75,22 +77,66 @@ def find_plan(
 
     With a ``layout`` the parameters are packed already, and only what moves when is searched for.
     """
-    check_tiers(tiers)
-    programs = _programs(trace, setup) if layout is None else [_program(trace, layout, setup)]
-    scorers = [
-        Scorer(program, tiers, machine, policy=setup.policy, ranks_per_node=setup.ranks_per_node)
-        for program in programs
-    ]
-    while (best := _best(scorers, setup)) is not None:
-        scorer, found = best
-        placement = scorer.placement(found.resident, found.stride)
-        try:
-            plan = make_plan(make_frame(scorer.program, tiers, placement, setup.policy))
-        except NoRoom as refusal:  # in a segment that scoring leaves out
-            scorer.refuse(found, refusal)
-        else:
-            return _checked(scorer.program, plan, machine, setup, placement)
-    return _tight([scorer.program for scorer in scorers], tiers, machine, setup)
+    search = Search(trace, tiers, machine, setup=setup, layout=layout)
+    return search.roomy() or search.tight()
+
+
+class TooSlow(Exception):
+    """A plan would take longer than is wanted, so it was not completed."""
+
+    def __init__(self, step_time_s: float) -> None:
+        super().__init__(f"{step_time_s:.3g} s a step")
+        self.step_time_s = step_time_s
+
+
+class Search:
+    """The search for one plan. Whoever has several ways to train asks each for a roomy plan before a tight one."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        tiers: tuple[Tier, ...],
+        machine: Machine,
+        *,
+        setup: Setup,
+        layout: Layout | None = None,
+        slowest_s: float = float("inf"),
+    ) -> None:
+        """``slowest_s``: a slower step raises `TooSlow`, as soon as that is known."""
+        check_tiers(tiers)
+        self._tiers, self._machine, self._setup, self._slowest_s = tiers, machine, setup, slowest_s
+        programs = _programs(trace, setup) if layout is None else [_program(trace, layout, setup)]
+        self._scorers = [
+            Scorer(program, tiers, machine, policy=setup.policy, ranks_per_node=setup.ranks_per_node)
+            for program in programs
+        ]
+
+    def roomy(self) -> Planned | None:
+        """The best plan whose moves overlap; None: memory is too short for one."""
+        while (best := _best(self._scorers, self._setup)) is not None:
+            scorer, found = best
+            self._check_speed(found.score[0])
+            placement = scorer.placement(found.resident, found.stride)
+            try:
+                plan = make_plan(make_frame(scorer.program, self._tiers, placement, self._setup.policy))
+            except NoRoom as refusal:  # in a segment that scoring leaves out
+                scorer.refuse(found, refusal)
+            else:
+                return _checked(scorer.program, plan, self._machine, self._setup, placement)
+        return None
+
+    def tight(self) -> Planned:
+        """The plan for tight memory, with the smallest groups first; `DoesNotFit` names the least that is lacking."""
+        programs = [scorer.program for scorer in self._scorers]
+        return _tight(programs, self._tiers, self._machine, self._setup, self._check_step)
+
+    def _check_step(self, program: Program, plan: Plan) -> None:
+        joined = Joined(program, self._tiers, self._machine, self._setup.ranks_per_node)
+        self._check_speed(sum(joined.time(plan.home, plan.segment(name)).seconds for name in program.iteration()))
+
+    def _check_speed(self, step_time_s: float) -> None:
+        if step_time_s > self._slowest_s:
+            raise TooSlow(step_time_s)
 
 
 def plan_with(
@@ -179,13 +225,18 @@ def _best(scorers: list[Scorer], setup: Setup) -> tuple[Scorer, Found] | None:
     return scorer, scorer.stream(found if setup.quick else scorer.explore(found))
 
 
-def _tight(programs: list[Program], tiers: tuple[Tier, ...], machine: Machine, setup: Setup) -> Planned:
-    """The plan for tight memory, with the smallest groups first; `DoesNotFit` names the least that is lacking."""
+def _tight(
+    programs: list[Program],
+    tiers: tuple[Tier, ...],
+    machine: Machine,
+    setup: Setup,
+    check: Callable[[Program, Plan], None] = lambda program, plan: None,
+) -> Planned:
     refusals = []
     for program in sorted(programs, key=largest_extent_bytes):
         try:
             check_fits(program, tiers)
-            return _checked(program, tight_plan(program, tiers), machine, setup, None)
+            return _checked(program, tight_plan(program, tiers, partial(check, program)), machine, setup, None)
         except DoesNotFit as error:
             refusals.append(error)
     try:

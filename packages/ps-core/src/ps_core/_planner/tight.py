@@ -11,6 +11,8 @@ first, leads back to home exactly. All instructions form one chain, so no order 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ps_core._errors import DoesNotFit
 from ps_core._plan import (
     Accumulate,
@@ -32,10 +34,16 @@ from ps_core._planner.arrangement import Arrangement, Victims, failure
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
-def tight_plan(program: Program, tiers: tuple[Tier, ...]) -> Plan:
-    """A plan that lives within little more than the lower bound; `DoesNotFit` (not proven) if even this fails."""
+def tight_plan(program: Program, tiers: tuple[Tier, ...], check: Callable[[Plan], None] | None = None) -> Plan:
+    """Make a plan within little more than the lower bound; `DoesNotFit` (not proven) if even this fails.
+
+    ``check`` gets a plan with the segments of a training step, and raises if the others need not be made.
+    """
     home = _pack(program, tiers)
-    segments = tuple(_segment(program, tiers, home, name) for name in program.segments)
+    made = {name: _segment(program, tiers, home, name) for name in dict.fromkeys(program.iteration())}
+    if check is not None:
+        check(Plan(tiers=tiers, home=home, segments=tuple(made.values())))
+    segments = tuple(made.get(name) or _segment(program, tiers, home, name) for name in program.segments)
     steps = [-1] * len(program.layout.groups)
     for instr in next((s.instrs for s in segments if s.name is SegmentName.STEP), ()):
         if isinstance(instr.op, Step):
