@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import ps_dist
 from _memory import grown_by
+from _states import masters_of
 from _zero_cases import batches
 from ps_core import (
     SGD,
@@ -120,10 +121,12 @@ class Run:
         """All there is, as short texts by name; buffers are this rank's."""
         state = self.optimizer.state_dict(masters=True)
         rows = {f"model {name}": value for name, value in self.model.state_dict().items()}
-        rows |= {f"master {key}": value for key, value in state["masters"].items()}
         rows |= {f"{name} {key}": each for key, row in state["state"].items() for name, each in row.items()}
         found = {name: digest(value) for name, value in rows.items()}
-        return found | {"groups": repr(state["param_groups"]), "scale": repr(state.get("loss_scale"))}
+        return found | {
+            "groups": repr(state["param_groups"]),
+            "scale": repr(state.get("loss_scale")),
+        }
 
     def close(self) -> None:
         release(self.model)
@@ -307,12 +310,12 @@ def weights(each: ps_dist.TorchCollectives, published: Path, saved: Path) -> Non
             source = wanted["table.weight" if name == "head.weight" else name]
             assert torch.equal(value, source.to(value.dtype)), name
         order = [name for group in run.optimizer.param_groups for name in group["param_names"]]
-        for index, value in run.optimizer.state_dict(masters=True)["masters"].items():
+        for index, value in masters_of(run.optimizer.state_dict(masters=True)).items():
             assert torch.equal(value, wanted[order[index]]), "rounded"
         run.train(1)
         assert load_weights(run.model, saved) == ([], [])
         masters = safetensors.torch.load_file(saved / "masters.safetensors")
-        for index, value in run.optimizer.state_dict(masters=True)["masters"].items():
+        for index, value in masters_of(run.optimizer.state_dict(masters=True)).items():
             assert torch.equal(value, masters[order[index]]), order[index]
         before = run.values()
         with pytest.raises(CheckpointMismatch, match=r"^rank \d: .*'table.weight' and 'head.weight' are one parameter"):

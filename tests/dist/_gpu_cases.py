@@ -12,6 +12,7 @@ import _on_cuda as on
 import ps_dist
 import ps_kernels
 from _fake_cuda import FakeRuntime
+from _states import masters_of
 from ps_core import Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._cuda.device import CudaDevice
@@ -68,7 +69,7 @@ def as_a_plain_loop(each: ps_dist.TorchCollectives, precision: str, size: str, l
             optimizer.zero_grad()
             losses.append(loss.item())
             norms.append(optimizer.last_norm)
-        masters = [value.flatten() for value in optimizer.state_dict(masters=True)["masters"].values()]
+        masters = [value.flatten() for value in masters_of(optimizer.state_dict(masters=True)).values()]
         moved = dict(statistics(made).moved_bytes)
         for tier in statistics(made).tiers.values():
             assert tier.peak_bytes <= tier.budget_bytes

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ps_dist
 from _one_process import adds_like, check_homes, check_weights
+from _states import masters_of
 from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._emulated.standin import StandIn
@@ -135,7 +136,7 @@ def passes(model: nn.Module, optimizer: Any, mine: list[tuple[Tensor, Tensor]], 
 
 def states(optimizer: Any) -> dict[str, Tensor]:
     found = optimizer.state_dict(masters=True)
-    rows = {f"master {key}": value for key, value in found["masters"].items()}
+    rows = {}
     for index, entry in found["state"].items():
         rows |= {f"{name} {index}": value for name, value in entry.items()}
     return rows
@@ -340,8 +341,8 @@ def looks_outside(each: ps_dist.TorchCollectives) -> None:
     model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
     again = optimizer.state_dict(masters=True)
-    for index, value in saved["masters"].items():
-        assert torch.equal(value, again["masters"][index])
+    for index, value in masters_of(saved).items():
+        assert torch.equal(value, masters_of(again)[index])
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name
     plain = release(model)

@@ -77,8 +77,7 @@ class Front:
 
     def states(self) -> dict[str, Tensor]:
         found = self.optimizer.state_dict(masters=True)
-        rows = {f"{name} {index}": value for index, row in found["state"].items() for name, value in row.items()}
-        return rows | {f"master {name}": value for name, value in found["masters"].items()}
+        return {f"{name} {index}": value for index, row in found["state"].items() for name, value in row.items()}
 
     def held(self) -> tuple[int, int]:
         """The most of the accelerator, and what there is."""

@@ -121,7 +121,6 @@ class Run:
         found: dict[str, Any] = {f"model {name}": value for name, value in self.model.state_dict().items()}
         if self.optimizer is not None:
             state = self.optimizer.state_dict(masters=True)
-            found |= {f"master {key}": value for key, value in state["masters"].items()}
             found |= {f"{name} {key}": each for key, row in state["state"].items() for name, each in row.items()}
             found |= {"groups": state["param_groups"], "scale": state.get("loss_scale")}
         return found

@@ -42,6 +42,7 @@ class FakeRecord:
     steps: int = 0
     gradient: torch.Tensor | None = None
     factor: float = 1.0
+    assigned: bool = False
     states: dict[Kind, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -137,6 +138,12 @@ class FakeEngine:
         if kind is Kind.P32:
             with torch.no_grad():
                 record.parameter.copy_(value)
+
+    def load_master(self, record: FakeRecord, value: torch.Tensor) -> None:
+        self.write_state(record, Kind.P32, value)
+
+    def states_loaded(self) -> None:
+        """Nothing of it is kept."""
 
 
 def model(seed: int = 0) -> nn.Sequential:

@@ -210,7 +210,6 @@ def train(
         run.statistics = statistics(made)
         run.values = {name: value.cpu() for name, value in made.state_dict().items()}
         masters = optimizer.state_dict(masters=True)
-        run.values |= {f"master {index}": value for index, value in masters["masters"].items()}
         for index, entry in masters["state"].items():
             run.values |= {f"{key} {index}": value for key, value in entry.items()}
     return run

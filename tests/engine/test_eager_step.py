@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import _models as models
 from _cases import rows, square
 from _runs import HOST, chunked_model, stand_in
+from _states import masters_of
 from ps_core import SGD, AdamW, Budget, InvalidInput, Options
 from ps_core.engine import chunked, statistics
 
@@ -72,8 +73,8 @@ def test_the_same_bits_as_stepping_afterwards(device: str, precision: str, make:
     assert (norms, found.steps, found.divergences) == (late_norms, 3, 0)
     for name, value in late.items():
         assert torch.equal(value, early[name]), name
-    for index, value in late_state["masters"].items():
-        assert torch.equal(value, state["masters"][index]), index
+    for index, value in masters_of(late_state).items():
+        assert torch.equal(value, masters_of(state)[index]), index
     assert found.evictions > 0 or device == "cpu" or make is Tied
 
 

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 from _checkpoints import TIERS, Net, Run, assert_same
+from _states import masters_of
 from ps_core import CheckpointDamaged, InvalidInput, cli
 from ps_core.engine import export_checkpoint, load_weights, save_checkpoint, save_weights
 from ps_core.engine._checkpoint import writing as _writing
@@ -18,7 +19,7 @@ def weights_of(run: Run, *, masters: bool) -> dict[str, torch.Tensor]:
     """Of each tensor one name, as a plain file of them would have it."""
     found = {name: value.clone() for name, value in run.model.state_dict().items() if name != "head.weight"}
     if masters:
-        kept = run.optimizer.state_dict(masters=True)["masters"]
+        kept = masters_of(run.optimizer.state_dict(masters=True))
         names = [name for group in run.optimizer.param_groups for name in group["param_names"]]
         found |= {names[index]: value for index, value in kept.items()}
     return found

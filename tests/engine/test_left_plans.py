@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from _runs import let_go
+from _states import masters_of
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import _pilot, chunked, statistics
 from ps_core.engine._carrying import Carrier, Diverged
@@ -109,7 +110,7 @@ def passes(model: Any, case: Case, index: int) -> list[float]:
 
 
 def masters(optimizer: Any) -> list[Tensor]:
-    return [value.clone() for value in optimizer.state_dict(masters=True)["masters"].values()]
+    return [value.clone() for value in masters_of(optimizer.state_dict(masters=True)).values()]
 
 
 def expected(case: Case, folder: Path) -> Iterator[tuple[list[float], list[Tensor]]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from _checkpoints import TIERS, Net, Run, assert_same
 from _models import VOCABULARY, Language
+from _states import masters_of
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, Options
 from ps_core._program import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
@@ -91,7 +92,7 @@ def test_a_checkpoint_is_read_by_the_library(tmp_path: Path) -> None:
         found = safetensors.torch.load_file(tmp_path / "a" / f"{section}.safetensors")
         for name, value in found.items():
             index = order.index(name)
-            expected = state["masters"][index] if kind is None else state["state"][index][kind]
+            expected = masters_of(state)[index] if kind is None else state["state"][index][kind]
             assert torch.equal(expected, value)
         assert set(names) - found.keys() == {name for name in names if name.startswith("blocks.1.")}
 
@@ -145,7 +146,7 @@ def test_masters_start_from_what_the_files_hold(
     weights = plain_weights()
     with Run(tiers, build=lambda: Language(tied=True)) as run:
         assert load_weights(run.model, source(tmp_path / "a", weights)) == ([], [])
-        masters = run.optimizer.state_dict(masters=True)["masters"]
+        masters = masters_of(run.optimizer.state_dict(masters=True))
         order = [name for group in run.optimizer.param_groups for name in group["param_names"]]
         assert all(torch.equal(masters[index], weights[name]) for index, name in enumerate(order)), "rounded"
         rounded = {name: value.bfloat16() for name, value in weights.items()}

@@ -16,6 +16,7 @@ import _models as models
 from _cases import CASES, STEPS, case, finish, next_token, other_shape, rows, some_blocks, square, tokens
 from _reference import Loop, Make, Result, Settings, resident
 from _runs import HOST, check_same, check_under_the_tightest_budget, chunked_model, managed, stand_in, tightest
+from _states import masters_of
 from ps_core import SGD, Adam, AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._emulated.standin import StandIn
@@ -105,7 +106,7 @@ def test_2_each_step_is_that_of_pytorchs_fused_optimizer(spec: Any, kind: Any, n
     with chunked_model(model, **told, budget=Budget(device="128KiB", host=HOST)) as (_, ours):
         for index in range(STEPS):
             state = ours.state_dict(masters=True)
-            before = {name: state["masters"][place] for place, name in enumerate(names)}
+            before = {name: masters_of(state)[place] for place, name in enumerate(names)}
             twin.load_state_dict(before)
             theirs.load_state_dict({key: state[key] for key in ("state", "param_groups")})
             for group in theirs.param_groups:
@@ -113,7 +114,7 @@ def test_2_each_step_is_that_of_pytorchs_fused_optimizer(spec: Any, kind: Any, n
             for each, optimizer in ((model, ours), (twin, theirs)):
                 next_token(each, *tokens(index)).backward()
                 finish(optimizer)
-            after = ours.state_dict(masters=True)["masters"]
+            after = masters_of(ours.state_dict(masters=True))
             for place, (name, expected) in enumerate(twin.named_parameters()):
                 assert not torch.equal(before[name], after[place]), f"{name} did not move"
                 assert ulps(before[name], expected.detach(), after[place]) <= 2, name
@@ -345,9 +346,9 @@ def test_7_clipping_by_the_true_global_norm(who: str, precision: str) -> None:
         assert norm > 2 * limit, "or nothing is clipped"
         if who == "the loop":
             assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)) == pytest.approx(norm, rel=1e-6)
-        before = optimizer.state_dict(masters=True)["masters"]
+        before = masters_of(optimizer.state_dict(masters=True))
         optimizer.step()
-        after = optimizer.state_dict(masters=True)["masters"]
+        after = masters_of(optimizer.state_dict(masters=True))
         assert who == "the loop" or optimizer.last_norm == pytest.approx(norm, rel=1e-6)
         for place, each in enumerate(twin.parameters()):
             moved, wanted = before[place] - after[place], each.grad.float() * (limit / (norm + 1e-6))

@@ -19,6 +19,7 @@ from _cases import ADAMW, finish, next_token, rows, square, tokens
 from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, stand_in
 from _runs import managed as managed_loop
+from _states import masters_of
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import (
     _gradients,
@@ -345,7 +346,7 @@ def test_a_state_dict_through_a_wrapper_after_one_that_broke_off(between: str) -
                     value.data.add_(1)
         else:
             states = optimizer.state_dict(masters=True)
-            for master in states["masters"].values():
+            for master in masters_of(states).values():
                 master += 1  # in place
             optimizer.load_state_dict(states)
         Breaks.broken = False
@@ -443,7 +444,7 @@ def test_parameters_of_no_elements_in_states_and_checkpoints(device: str, precis
         train(0)
         save_checkpoint(tmp_path / "one", model, optimizer)
         weights, states = model.state_dict(), optimizer.state_dict(masters=True)
-        assert weights["prompt"].shape == states["masters"][0].shape == (0, 32)
+        assert weights["prompt"].shape == masters_of(states)[0].shape == (0, 32)
         losses = [train(1), train(2)]
         load_checkpoint(tmp_path / "one", model, optimizer)
         assert losses == [train(1), train(2)]

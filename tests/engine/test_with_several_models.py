@@ -20,6 +20,7 @@ import _models as models
 from _cases import finish, next_token, tokens
 from _reference import Settings
 from _reference import plain as run_plain
+from _states import masters_of
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core._units import parse_bytes
 from ps_core.engine import chunked, materialized, release, statistics
@@ -295,7 +296,7 @@ def averaged(model: nn.Module, optimizer: Any, weights: Any) -> tuple[list[Tenso
 def masters(model: nn.Module, optimizer: Any) -> Any:
     state = optimizer.state_dict(masters=True)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    return ((names[index], value) for index, value in state["masters"].items())
+    return ((names[index], value) for index, value in masters_of(state).items())
 
 
 def of_plain(model: nn.Module, optimizer: Any) -> Any:

@@ -20,6 +20,7 @@ from ps_core.engine._deciding import Deciding
 from ps_core.engine._eager import Eager
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
+from ps_core.engine._masters import Masters
 from ps_core.engine._parameter import Function, aliased, changes, clear_grad
 from ps_core.engine._parts import whole
 from ps_core.engine._passes import Passes
@@ -73,6 +74,9 @@ class Engine:
         """Steps during backward, where that was asked for."""
         self.management: Any = None
         """The owner of the hooks (any: it knows this class)."""
+        self.masters = Masters(
+            self.records, lambda record: self.read_state(record, Kind.P32), lambda: str(self.management.name)
+        )
         self.released = False
         """Nobody may use it any more."""
         self.surgery = False
@@ -161,6 +165,7 @@ class Engine:
                     f"{tuple(record.shape)}"
                 )
             self.arrive(record, value.detach().clone())
+            record.assigned = True
 
     def overwrite(self, record: TensorRecord, function: Function, args: Any) -> Any:
         """A function that changes the parameter in place: only a state dict being loaded may."""
@@ -270,8 +275,10 @@ class Engine:
         """A gradient came."""
         self._deciding.forget()
         self.check_usable()
+        record.assigned = False
         passes, group, eager = self.passes, record.group, self.eager
         if eager is not None:
+            self.masters.before_step()
             eager.check(record)
         if not passes.joined:
             passes.join()  # which asks whether gradients are made
@@ -287,8 +294,8 @@ class Engine:
         beat = passes.beat
         if beat is not None and not record.waiting and not group.on_host:
             beat.grads[record.index] = None
-        if eager is not None:
-            eager.arrived(group)
+        if eager is not None and torch._C._current_graph_task_id() != -1:
+            eager.arrived(group)  # one that is assigned outside of backward waits for the step, and its numbers
 
     def check_usable(self, *, loading: bool = False) -> None:
         """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
@@ -365,6 +372,7 @@ class Engine:
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         self.check_usable()
+        self.masters.before_step()
         self.collected()
         self.finish_pass()
         self.passes.check_tampered()
@@ -400,6 +408,20 @@ class Engine:
         """Replace it."""
         self.copies.pop(record, None)  # of a state dict that broke off
         self.updater.write(record, kind, value)
+
+    def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
+        """Replace the parameter by a master of a state dict, unless other weights were loaded."""
+        self.write_state(record, Kind.P32, self.masters.master(record, value))
+
+    def states_loaded(self) -> None:
+        """Hear that an optimizer's state dict was loaded whole."""
+        self.masters.states_loaded()
+
+    def load_weight(self, record: TensorRecord, value: torch.Tensor) -> None:
+        """Replace the parameter by one of a model's state dict; a master that rounds to it stays."""
+        master = self.masters.weight(record, value)
+        if master is not None:
+            self.write_state(record, Kind.P32, master)
 
     def read(self, record: TensorRecord) -> torch.Tensor:
         """A copy of the parameter as it is computed with."""

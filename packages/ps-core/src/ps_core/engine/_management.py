@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
-from ps_core._program import Kind
 from ps_core.engine._around import Around, Call
 from ps_core.engine._blocks import Blocks
 from ps_core.engine._bystanders import bring_along
@@ -217,13 +216,11 @@ class Management:
             )
         self.engine.finish_pass()
         self.engine.collected()  # whatever became of a state dict
-        self.engine.loading = self._write
+        self.engine.loading = self.engine.load_weight
 
     def _loaded(self, *_: Any) -> None:
         self.engine.loading = None
-
-    def _write(self, record: TensorRecord, value: torch.Tensor) -> None:
-        self.engine.write_state(record, Kind.P32, value)
+        self.engine.masters.weights_loaded()
 
     # The end.
 

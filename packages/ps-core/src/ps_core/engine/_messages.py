@@ -13,7 +13,16 @@ LOGGER = logging.getLogger("ps_core")
 
 def say(text: str) -> None:
     """One line at level INFO."""
+    _tell(logging.INFO, text)
+
+
+def warn(text: str) -> None:
+    """Write one line at level WARNING: something is lost, or is not as it was asked for."""
+    _tell(logging.WARNING, text)
+
+
+def _tell(level: int, text: str) -> None:
     if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
         tell(f"ps_core: {text}", sys.stderr)
     else:
-        LOGGER.info(text)
+        LOGGER.log(level, text)

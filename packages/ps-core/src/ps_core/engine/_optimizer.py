@@ -1,29 +1,22 @@
-"""The optimizer a training loop holds: ``torch.optim.Optimizer``'s face, the engine's step behind it.
-
-[Note: one format]
-``param_groups[0]`` holds the parameters that no `Group` matches, ``param_groups[i]`` those of ``groups[i - 1]``, empty
-ones too; with no groups that is ``torch.optim.AdamW(model.parameters())``, frozen parameters included (they never have
-a state). ``state_dict()`` is what ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with the same groups would give, and each
-loads the other's. Two keys come on top where they apply, and torch's optimizers pass over them:
-
-    "masters"       {index: fp32 parameter}, with ``state_dict(masters=True)``
-    "loss_scale"    ``torch.amp.GradScaler``'s state, in fp16
-"""
+"""The optimizer a training loop holds: ``torch.optim.Optimizer``'s face, the engine's step behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ps_core._errors import InvalidInput
 from ps_core._options import SGD, Adam, AdamW, Optimizer
-from ps_core._program import Kind
 from ps_core.engine._interrupts import alone
+from ps_core.engine._optimizer_state import Entry, StateFormat, on_cpu
 from ps_core.engine._scaler import LossScale, Scaler
 from ps_core.engine._settings import Gradients, Outcome, Rule, Settings
+from ps_core.engine._state_mapping import OptimizerState
 
 if TYPE_CHECKING:
     from ps_core.engine._records import TensorRecord
@@ -37,13 +30,15 @@ FIXED: dict[type, dict[str, Any]] = {
 }
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Of these, those that change how torch computes a step and not what."""
-STATES = {Rule.ADAM: {"exp_avg": Kind.M, "exp_avg_sq": Kind.V}, Rule.SGD: {"momentum_buffer": Kind.M}}
 NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 MASTERS, LOSS_SCALE = "masters", "loss_scale"
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
-    """What ``chunked`` returns beside the model. ``param_groups`` are read at every step; see [Note: one format]."""
+    """What ``chunked`` returns beside the model. ``param_groups`` are read at every step."""
+
+    masters_in_state_dict = True
+    """Whether `state_dict` holds the fp32 masters of parameters whose weights are 16 bits, if the call does not say."""
 
     def __init__(
         self,
@@ -64,11 +59,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._outcome: Outcome | None = None
         self._scaled = False
         self._members = _members(optimizer, records)
+        self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
+        self._format = StateFormat(gradients, self._rule, self._name)
+        self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
         self._complete = False
         super().__init__(
             [_group(each, rows) for each, rows in zip((optimizer, *optimizer.groups), self._members, strict=True)],
             {**_numbers(optimizer), **self._fixed},
         )
+        if loss_scale is not None:
+            self.param_groups[0][LOSS_SCALE] = None  # a place for `state_dict`, which torch's flattening asks for
         self._complete = True
 
     # ---- training ----
@@ -86,8 +86,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         settings_of = self.settings()
         if not any(self._gradients.has_gradient(record) for record in self._records()):
             return
-        scaler = self._loss_scale
-        if scaler is not None and not self._scaled:
+        scaler = self._loss_scale if self._scaled else None
+        if self._loss_scale is not None and scaler is None and not self._all_assigned():
             raise InvalidInput(
                 "precision fp16, but the loss was not scaled, so its gradients may have been lost to rounding: call "
                 "optimizer.scale(loss).backward() in place of loss.backward(); where Accelerate or the Trainer calls "
@@ -133,6 +133,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def last_skipped(self) -> bool:
         """Whether the last step was skipped for a gradient that was not finite."""
         return self._outcome is not None and self._outcome.skipped
+
+    def _all_assigned(self) -> bool:
+        """True if no gradient comes from backward: what the user assigned was lost to no rounding, and has no scale."""
+        return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
 
     def _records(self) -> Iterator[TensorRecord]:
         return (record for members in self._members for record in members)
@@ -182,41 +186,55 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # ---- state ----
 
-    def state_dict(self, *, masters: bool = False) -> dict[str, Any]:
-        """Copies on the CPU, in torch's format; see [Note: one format]."""
+    @property  # type: ignore[override]  # torch's is an attribute, a defaultdict
+    def state(self) -> OptimizerState:
+        """Each parameter's state, read when it is asked for, and written through."""
+        return self._state
+
+    @state.setter
+    def state(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
+        if self._complete:  # torch's constructor assigns an empty one
+            self._state.assign(entries)
+
+    def state_dict(self, *, masters: bool | None = None) -> dict[str, Any]:
+        """Copy everything to the CPU, in the format of torch's optimizer; see [Note: one format].
+
+        ``masters``: with the fp32 parameters, or without; None: of those whose weights are 16 bits, unless
+        `masters_in_state_dict` is False.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state, weights, groups, index = {}, {}, [], 0
+        if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
+            masters = False
+        state, groups, index = {}, [], 0
         for group, members in zip(self.param_groups, self._members, strict=True):
             packed = {key: value for key, value in group.items() if key != "params"}
             groups.append({**packed, "params": list(range(index, index + len(members)))})
             for record in members:
-                if entry := self._state_of(record, group):
-                    state[index] = entry
-                if masters and record.trainable:
-                    weights[index] = self._gradients.read_state(record, Kind.P32)
+                if keys := self._keys(record, masters):
+                    state[index] = {key: self._format.read(record, key) for key in keys}
                 index += 1
         found: dict[str, Any] = {"state": state, "param_groups": groups}
-        if masters:
-            found[MASTERS] = weights
         if self._loss_scale is not None:
-            found[LOSS_SCALE] = self._loss_scale.state_dict()
+            found[LOSS_SCALE] = groups[0][LOSS_SCALE] = self._loss_scale.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
         return found
 
-    def _state_of(self, record: TensorRecord, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        if not record.steps or (self._rule is Rule.SGD and not group["momentum"]):
-            return {}
-        moments = {name: self._gradients.read_state(record, kind) for name, kind in STATES[self._rule].items()}
-        return moments if self._rule is Rule.SGD else {"step": torch.tensor(float(record.steps)), **moments}
+    def _keys(self, record: TensorRecord, masters: bool | None = None) -> tuple[str, ...]:
+        """Names in a parameter's entry of `state_dict` and `state`."""
+        if masters is None:
+            masters = self.masters_in_state_dict and record.dtype.itemsize < 4
+        group = self.param_groups[self._groups_of[record]]
+        return self._format.keys(record, momentum=bool(group.get("momentum")), master=masters)
 
     @alone
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` of this, or of torch's optimizer of the same kind and groups, gave.
 
-        Everything is checked before anything is changed. Without ``"masters"`` parameters stay as they are.
+        Everything is checked before anything is changed. Parameters change where the state holds their masters: unless
+        weights were loaded since the last step that are others, see [Note: which is loaded first].
         """
         given = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -224,17 +242,32 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             given = given if changed is None else changed
         groups = self._match_groups(given["param_groups"])
         keys = (key for group in given["param_groups"] for key in group["params"])
-        states = [
-            (record, self._checked_state(record, given["state"].get(key, {})), self._checked_master(record, key, given))
+        apart = given.get(MASTERS, {})  # an earlier format's
+        entries = {
+            record: self._format.check(
+                record, {**given["state"].get(key, {}), **({"master": apart[key]} if key in apart else {})}
+            )
             for record, key in zip(self._records(), keys, strict=True)
-        ]
-        if self._loss_scale is not None and LOSS_SCALE in given:
-            self._loss_scale.load_state_dict(given[LOSS_SCALE])
-        for record, (steps, moments), master in states:
-            self._write(record, steps, moments, master)
+        }
+        scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
+        if self._loss_scale is not None and scale:
+            self._loss_scale.load_state_dict(scale)
+        for record, entry in entries.items():
+            self._format.write(record, entry)
+            if entry.master is not None:
+                self._gradients.load_master(record, on_cpu(entry.master))
         self.param_groups = groups
+        self._gradients.states_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    @alone
+    def _replace(self, entries: Mapping[TensorRecord, Entry]) -> None:
+        """Write what was assigned in `state`."""
+        for record, entry in entries.items():
+            self._format.write(record, entry)
+            if entry.master is not None:
+                self._format.set(record, "master", entry.master)
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as they will be."""
@@ -250,43 +283,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             absent = [key for key in NUMBERS if key in own and key not in theirs]
             if absent:
                 raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self._name}'s?")
-            names = {key: own[key] for key in ("params", "param_names")}
-            numbers = {key: value for key, value in theirs.items() if key not in names}
+            names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
+            numbers = {key: value for key, value in theirs.items() if key not in names and key != LOSS_SCALE}
             matched.append({**own, **deepcopy(numbers), **names})
             self._read(matched[-1])
         return matched
-
-    def _checked_state(self, record: TensorRecord, entry: dict[str, Any]) -> tuple[int, dict[Kind, torch.Tensor]]:
-        """Steps so far and moments. Empty: never stepped."""
-        kinds = STATES[self._rule]
-        present = {name: entry[name] for name in kinds if entry.get(name) is not None}
-        if not present and not (self._rule is Rule.ADAM and entry):
-            return 0, {}
-        absent = sorted({*kinds, *(("step",) if self._rule is Rule.ADAM else ())} - entry.keys())
-        if absent:
-            raise InvalidInput(
-                f"the state of {record.name!r} has no {absent[0]!r}, found {sorted(entry)}: is it {self._name}'s?"
-            )
-        if not record.trainable:
-            raise InvalidInput(f"there is a state for {record.name!r}, which is frozen; unfreeze it before chunked()")
-        moments = {kinds[name]: _shaped(f"{name} of {record.name!r}", value, record) for name, value in present.items()}
-        return (int(entry["step"]) if self._rule is Rule.ADAM else 1), moments
-
-    def _checked_master(self, record: TensorRecord, key: int, given: dict[str, Any]) -> torch.Tensor | None:
-        value = given.get(MASTERS, {}).get(key)
-        if value is None or not record.trainable:
-            return None
-        return _shaped(f"the master of {record.name!r}", value, record)
-
-    def _write(
-        self, record: TensorRecord, steps: int, moments: dict[Kind, torch.Tensor], master: torch.Tensor | None
-    ) -> None:
-        if record.steps and not moments:
-            moments = {kind: torch.zeros(record.shape) for kind in STATES[self._rule].values()}
-        values = moments if master is None else {**moments, Kind.P32: master}
-        for kind, value in values.items():
-            self._gradients.write_state(record, kind, value.detach().to("cpu", torch.float32))
-        record.steps = steps
 
     # ---- what torch's optimizers can do and this cannot ----
 
@@ -347,8 +348,9 @@ def _check_max_norm(value: object) -> None:
         raise InvalidInput(f"max_grad_norm must be a number above 0, or None; found {value!r}")
 
 
-def _shaped(what: str, value: Any, record: TensorRecord) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or value.shape != record.shape:
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
-        raise InvalidInput(f"{what} must be a tensor of shape {tuple(record.shape)}, found {found}")
-    return value
+def _moved_by_accelerate(caller: FrameType) -> bool:
+    """True for Accelerate's wrapper, which moves a new optimizer's whole state to the accelerator, and back.
+
+    Before the first step there is nothing in it that the engine has not got; the masters might not fit there.
+    """
+    return caller.f_globals.get("__name__") == "accelerate.optimizer" and caller.f_code.co_name == "__init__"

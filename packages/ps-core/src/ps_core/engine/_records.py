@@ -93,6 +93,8 @@ class TensorRecord:
     """The gradient aside may go over the payload as soon as nothing needs that any more."""
     factor: float = 1.0
     """What the user multiplied the gradient by (clipping); applied by the step."""
+    assigned: bool = False
+    """The gradient was given by ``parameter.grad = ...``."""
     dropped: bool = False
     """A gradient came that nothing will step, and nobody has forgotten it since."""
     face: torch.Tensor | None = None
@@ -150,6 +152,7 @@ class TensorRecord:
         self.waiting = False
         self.factor = 1.0
         self.part = None
+        self.assigned = False
         self.dropped = False
         self.face = None
 

@@ -91,6 +91,14 @@ class Gradients(Protocol):
         """Replace it."""
         ...
 
+    def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
+        """Replace the parameter by a master of a state dict, unless other weights were loaded."""
+        ...
+
+    def states_loaded(self) -> None:
+        """Hear that a state dict was loaded whole."""
+        ...
+
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """What gradients of this norm are multiplied by; as in ``torch.nn.utils.clip_grad_norm_``."""

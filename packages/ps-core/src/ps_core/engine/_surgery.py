@@ -23,8 +23,8 @@ def materialized(
 ) -> AbstractContextManager[nn.Module]:
     """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep what it does to them.
 
-    They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; a parameter
-    that was not changed keeps its master, unrounded. Training inside the block raises.
+    They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; elements that
+    were not changed keep theirs, unrounded. Training inside the block raises.
     """
     return _Materialized(model, names, write=write)
 
@@ -94,10 +94,8 @@ class _Materialized(AbstractContextManager[nn.Module]):
             if before is not None:
                 _check_shape(record, found[record])
         for record, before in given.items():
-            if before is not None and not bool((found[record] == before).all()):
-                engine.write_state(
-                    record, Kind.P32 if Kind.P32 in record.group.homes else record.group.weight, found[record]
-                )
+            if before is not None:
+                _keep(engine, record, found[record], found[record] == before)
 
 
 @alone
@@ -117,6 +115,17 @@ def undo(engine: Engine) -> None:
             del parameter._record, parameter._keeper
             point_at(parameter, value)
     engine.store.close()
+
+
+def _keep(engine: Engine, record: TensorRecord, value: torch.Tensor, unchanged: torch.Tensor) -> None:
+    """Write a parameter's elements that the block changed. The others' masters stay: the copy had them rounded."""
+    if bool(unchanged.all()):
+        return
+    if Kind.P32 in record.group.homes:
+        value = torch.where(unchanged, engine.read_state(record, Kind.P32), value.to("cpu", torch.float32))
+        engine.write_state(record, Kind.P32, value)
+    else:
+        engine.write_state(record, record.group.weight, value)
 
 
 def _check_shape(record: TensorRecord, value: torch.Tensor) -> None:

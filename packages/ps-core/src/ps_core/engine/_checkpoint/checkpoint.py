@@ -131,6 +131,7 @@ def load_checkpoint(
 
 def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any]) -> None:
     """Settings, loss scale and counts of steps; masters and moments are there already."""
+    engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
         record.steps = 0  # or the optimizer would clear moments that it finds no state for
     groups, index = [], 0

@@ -16,7 +16,8 @@ from ps_core._program import Kind
 from ps_core.engine._checkpoint.safetensors import Entry, in_order
 from ps_core.engine._checkpoint.spans import Layout
 from ps_core.engine._engine import Engine
-from ps_core.engine._optimizer import STATES, ChunkedOptimizer
+from ps_core.engine._optimizer import ChunkedOptimizer
+from ps_core.engine._optimizer_state import MOMENTS
 from ps_core.engine._parameter import ManagedParameter
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._records import GroupRecord, Payload, TensorRecord
@@ -32,7 +33,7 @@ def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | Non
 
     So neither groups nor tiers show in a checkpoint: the same training gives the same bytes wherever it ran.
     """
-    moments = {} if optimizer is None else STATES[optimizer._rule]
+    moments = {} if optimizer is None else MOMENTS[optimizer._rule]
     found: Sections = {MASTERS: {}, **{name: {} for name in moments}, WEIGHTS: {}}
     for record in engine.records:
         if record.trainable:

@@ -60,6 +60,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
         settle_ties(path, found, targets, peers, strict=strict)
     with changing(engine, f"load_weights(model, {str(path)!r})"):
         Reader(engine, peers).read([replace(file, targets=targets) for file in found])
+    for entry in (entry for file in found for entry in file.entries):
+        held = targets[entry.owner]
+        if isinstance(held, tuple):
+            engine.masters.replaced(held[0], entry.dtype)
+    engine.masters.weights_loaded()
     return missing, unexpected
 
 
