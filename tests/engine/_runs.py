@@ -67,16 +67,10 @@ def kept_by(names: dict[int, str], optimizer: Any) -> dict[str, Tensor]:
         return {}
     state = optimizer.state_dict(masters=True)
     every = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    kinds = {
-        "master": "master",
-        "step": "steps",
-        "exp_avg": "momentum",
-        "momentum_buffer": "momentum",
-        "exp_avg_sq": "variance",
-    }
+    kinds = {"step": "steps", "exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
     found = {}
     for index, entry in state["state"].items():
-        found |= {f"{every[index]}/{kinds[key]}": value for key, value in entry.items()}
+        found |= {f"{every[index]}/{kinds.get(key, key)}": value for key, value in entry.items()}
     return found
 
 

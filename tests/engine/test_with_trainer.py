@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from _hugging_face import HOST, assert_near, llama, row, tight, twin, under
-from ps_core import Budget, InvalidInput
+from ps_core import AdamW, Budget, InvalidInput
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -104,6 +104,66 @@ def test_saved_and_resumed_by_the_trainer(tmp_path: Path) -> None:
     assert again[-2:] == first[-2:]
     for name, value in values.items():
         assert torch.equal(value, resumed_values[name]), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_resumed_by_the_trainer_in_16_bits(tmp_path: Path, precision: str) -> None:
+    """Its checkpoints keep the model in 16 bits; the optimizer's state has the masters."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+
+    def train(checkpoint: str | None) -> Any:
+        def by_trainer(model: nn.Module, optimizer: Any) -> Any:
+            trained = trainer(model, optimizer, tmp_path, **saving)
+            trained.accelerator.scaler = optimizer.scaler if precision == "fp16" else None
+            trained.train(resume_from_checkpoint=checkpoint)
+            return logged(trained)[-2:], optimizer.state_dict()["state"]
+
+        return by_trainer
+
+    small = AdamW(lr=1e-5)  # of which little shows in 16 bits
+    told = {"precision": precision, "spec": small}
+    (first, states), values, _ = under(Budget(device=400_000, host=HOST), llama(), train(None), **told)
+    resume = train(str(tmp_path / "checkpoint-3"))
+    (again, others), resumed, _ = under(Budget(device=400_000, host=HOST), llama(1), resume, **told)
+    assert again == first
+    assert all(torch.equal(value, resumed[name]) for name, value in values.items())
+    for index, entry in states.items():
+        assert all(torch.equal(others[index][name], value) for name, value in entry.items()), index
+    assert "master" in states[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_best_model_is_loaded_exactly(tmp_path: Path, tied: bool) -> None:
+    """What the Trainer saved as the best is what is there at the end, and what it saves then."""
+    from safetensors.torch import load_file
+
+    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    more |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_only_model": True}
+
+    def by_trainer(model: nn.Module, optimizer: Any) -> Any:
+        trained = trainer(model, optimizer, tmp_path, greater_is_better=True, **more)
+        trained.train()
+        best = Path(trained.state.best_model_checkpoint)
+        assert best.name != f"checkpoint-{STEPS}", "the last one is there anyway"
+        trained.save_model(str(tmp_path / "end"))
+        saved = load_file(best / "model.safetensors")
+        masters = {
+            name: entry["master"]
+            for name, entry in zip(
+                optimizer.param_groups[0]["param_names"], optimizer.state_dict()["state"].values(), strict=True
+            )
+        }
+        return saved, load_file(tmp_path / "end" / "model.safetensors"), masters
+
+    told = {"precision": "bf16", "spec": AdamW(lr=0.01)}
+    (best, again, masters), values, _ = under(
+        Budget(device=400_000, host=HOST), llama(tie_word_embeddings=tied), by_trainer, **told
+    )
+    assert best.keys() == again.keys()
+    for name, value in best.items():
+        assert torch.equal(again[name], value)
+        assert torch.equal(values[name], value)
+        assert torch.equal(masters[name], value.float()), "nothing of the last model is left in the masters"
 
 
 def test_in_bf16_the_norms_logged_are_those_of_the_step(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Masters:
         self._states_loaded = False
 
     def _tell(self) -> None:
-        rounded = [record.name for record in self._rounded if record.steps]
+        rounded = [record.name for record in sorted(self._rounded, key=lambda each: each.index) if record.steps]
         if not rounded or self._told:
             return
         self._told.update(rounded)

@@ -178,7 +178,7 @@ class StateTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call the function, then write what it changed."""
-        if func is _SET_DATA:
+        if func == _SET_DATA:  # a descriptor makes another wrapper each time
             args[0].copy_(args[1])
             return None
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, StateTensor)]
