@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -349,6 +351,49 @@ def looks_outside(each: ps_dist.TorchCollectives) -> None:
     assert all(type(parameter) is nn.Parameter for parameter in plain.parameters())
     for name, value in plain.state_dict().items():
         assert torch.equal(value, weights[name]), name
+
+
+def resumes(each: ps_dist.TorchCollectives, folder: str) -> None:
+    """By torch's own functions, and by plain state dicts: every rank has the whole, and goes on to the bit."""
+    way = Way(precision="bf16", rule="adamw")
+    model, optimizer = way.chunked(each, 1)
+    others = [way.chunked(each, 1) for _ in range(3)]
+    loaded, by_hand, touched = others
+    parts = [list(batches(step, each.mesh.size))[each.mesh.rank :: each.mesh.size] for step in range(3)]
+    for part in parts[:2]:
+        passes(model, optimizer, part, each.mesh.size)
+        optimizer.step()
+    before = states(optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    after = states(optimizer)
+    assert all(torch.equal(value, after[name]) for name, value in before.items()), "reading it changed it"
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    weights, state = get_state_dict(*loaded)
+    found = {"model": weights, "optimizer": state}
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(*loaded, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    by_hand[1].load_state_dict(optimizer.state_dict())
+    by_hand[0].load_state_dict(model.state_dict())
+    touched[0].load_state_dict(model.state_dict())
+    touched[1].state = {
+        other: optimizer.state[one]
+        for one, other in zip(model.parameters(), touched[0].parameters(), strict=True)
+        if one in optimizer.state
+    }
+    for group, there in zip(touched[1].param_groups, optimizer.param_groups, strict=True):
+        group["lr"] = there["lr"]
+    for pair in ((model, optimizer), *others):
+        for entry in pair[1].state.values():
+            entry["exp_avg"][:1] *= 0.5
+        passes(*pair, parts[2], each.mesh.size)
+        pair[1].step()
+    expected = states(optimizer)
+    for other, its in others:
+        assert all(torch.equal(value, states(its)[name]) for name, value in expected.items())
+        for name, value in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value), name
+        release(other)
+    release(model)
 
 
 def must_be_alike(each: ps_dist.TorchCollectives) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import _zero_cases as cases
@@ -47,6 +49,10 @@ def test_copies_without_shards(two: Crew) -> None:
 @pytest.mark.parametrize("case", sorted(cases.CASES))
 def test_two_ranks(two: Crew, case: str) -> None:
     two.run(cases.CASES[case])
+
+
+def test_resumed_by_torchs_state_dicts(two: Crew, tmp_path: Path) -> None:
+    two.run(cases.resumes, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("tight", [False, True])

@@ -34,13 +34,15 @@ def train(model: nn.Module, optimizer: Any, first: int, last: int) -> list[float
     return losses
 
 
-def ours(spec: Any = ADAMW, precision: str = "bf16", seed: int = 0, **more: Any) -> tuple[nn.Module, Any]:
+def ours(
+    spec: Any = ADAMW, precision: str = "bf16", seed: int = 0, made: Any = None, **more: Any
+) -> tuple[nn.Module, Any]:
     told = {
         "device": "emulated",
         "budget": Budget(device="32KiB", host="1MiB"),
         "options": Options(group_bytes=2048),
     } | more
-    return chunked(stack(seed), spec, precision=precision, **told)
+    return chunked(made or stack(seed), spec, precision=precision, **told)
 
 
 def state_of(optimizer: Any) -> dict[int, dict[str, Tensor]]:

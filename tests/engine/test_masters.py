@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from _states import ADAMW, MOMENTUM, assert_same_states, masters_of, ours, stack, state_of, train
-from ps_core import AdamW
+from _twins import twin
+from ps_core import AdamW, InvalidInput
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, release, save_checkpoint
 
 SLOW = AdamW(lr=1e-6)
@@ -288,3 +289,74 @@ def test_what_materialized_did_not_change_keeps_its_masters(pair: Any) -> None:
         assert torch.equal(after[index][~over], before[index][~over])
         assert bool((after[index][over] == torch.tensor(0.1).bfloat16().float()).all())
     assert changed > 0
+
+
+# A run that goes on elsewhere, and comes back.
+
+
+@pytest.mark.parametrize("spec", [ADAMW, MOMENTUM])
+@pytest.mark.parametrize("again", ["loaded", "built"])
+def test_masters_that_torchs_optimizer_carried_along_are_behind(pair: Any, caplog: Any, spec: Any, again: str) -> None:
+    """torch keeps the entry, and steps parameters without it: newer weights that are loaded stay."""
+    model, optimizer = pair(spec)
+    train(model, optimizer, 0, 2)
+    plain = stack()
+    plain.load_state_dict(model.state_dict())
+    torchs = twin(spec, plain)
+    torchs.load_state_dict(optimizer.state_dict())
+    train(plain, torchs, 2, 5)
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    assert "master" in torchs.state_dict()["state"][0]
+    caplog.set_level(logging.INFO, "ps_core")
+    if again == "loaded":
+        back, state = pair(spec, seed=1)
+        back.load_state_dict(weights)
+        state.load_state_dict(torchs.state_dict())
+    else:
+        back, state = ours(spec, made=plain)
+        state.load_state_dict(torchs.state_dict())
+        assert "the parameters are those masters now" in caplog.text, "what is there could be newer or older"
+        back.load_state_dict(weights)
+    for value, master in zip(weights.values(), masters_of(state.state_dict()).values(), strict=True):
+        assert torch.equal(master, value)
+    if again == "built":
+        release(back)
+
+
+def test_masters_of_16_bits_are_none(pair: Any) -> None:
+    """torch's optimizers cast what they load to their parameters' type."""
+    (model, optimizer), (other, receiver) = pair(), pair(seed=1)
+    train(model, optimizer, 0, 2)
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["master"] = entry["master"].bfloat16()
+    before = other.state_dict()
+    receiver.load_state_dict(state)
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+
+
+def test_the_same_names_in_another_order_are_refused(pair: Any) -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 0, 1)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = ["0.bias", "0.weight", *state["param_groups"][0]["param_names"][2:]]
+    with pytest.raises(InvalidInput, match=r"has '0\.bias' at place 0, where this model has '0\.weight'"):
+        optimizer.load_state_dict(state)
+
+
+def test_after_release_there_is_no_state() -> None:
+    model, optimizer = ours()
+    train(model, optimizer, 0, 1)
+    state, parameter = optimizer.state_dict(), next(model.parameters())
+    entry = optimizer.state[parameter]
+    value = entry["exp_avg"]
+    release(model)
+    for use in (
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(state),
+        lambda: entry["exp_avg"],
+        value.zero_,
+        optimizer.state.clear,
+    ):
+        with pytest.raises(InvalidInput, match="this model was released"):
+            use()

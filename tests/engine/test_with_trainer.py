@@ -141,7 +141,7 @@ def test_the_best_model_is_loaded_exactly(tmp_path: Path, tied: bool) -> None:
     more |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_only_model": True}
 
     def by_trainer(model: nn.Module, optimizer: Any) -> Any:
-        trained = trainer(model, optimizer, tmp_path, greater_is_better=True, **more)
+        trained = trainer(model, optimizer, tmp_path, greater_is_better=False, **more)
         trained.train()
         best = Path(trained.state.best_model_checkpoint)
         assert best.name != f"checkpoint-{STEPS}", "the last one is there anyway"

@@ -75,7 +75,10 @@ class Engine:
         self.management: Any = None
         """The owner of the hooks (any: it knows this class)."""
         self.masters = Masters(
-            self.records, lambda record: self.read_state(record, Kind.P32), lambda: str(self.management.name)
+            self.records,
+            lambda record: self.read_state(record, Kind.P32),
+            lambda: str(self.management.name),
+            speaks=together is None or together.process == 0,
         )
         self.released = False
         """Nobody may use it any more."""
@@ -297,10 +300,13 @@ class Engine:
         if eager is not None and torch._C._current_graph_task_id() != -1:
             eager.arrived(group)  # one that is assigned outside of backward waits for the step, and its numbers
 
-    def check_usable(self, *, loading: bool = False) -> None:
-        """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
+    def _check_kept(self) -> None:
         if self.released:
             raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
+
+    def check_usable(self, *, loading: bool = False) -> None:
+        """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
+        self._check_kept()
         if self.surgery:
             raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
         if self.half_loaded and not loading:
@@ -400,12 +406,14 @@ class Engine:
 
     def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape."""
+        self._check_kept()
         self.finish_pass()
         return self.updater.read(record, kind)
 
     @undisturbed
     def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
+        self._check_kept()
         self.copies.pop(record, None)  # of a state dict that broke off
         self.updater.write(record, kind, value)
 

@@ -4,7 +4,8 @@
 A model's weights and its optimizer's masters, saved at one moment, are the same numbers at two precisions. Whichever
 is loaded first, the second agrees with it: each master, rounded to the type of the loaded weight, is that weight. Where
 they agree, the master stays. Where they do not, the weights were changed on purpose, and stay as they were loaded, as
-in plain PyTorch. The next step ends this: masters that were stepped belong to no state dict.
+in plain PyTorch. If no weights were loaded since the last step, the parameters become the masters; a line says so
+where they were others. The next step ends all this: masters that were stepped belong to no state dict.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ps_core.engine._messages import warn
+from ps_core.engine._messages import say, warn
 from ps_core.engine._records import TensorRecord
 
 
@@ -21,9 +22,14 @@ class Masters:
     """What was loaded into one model since its last step."""
 
     def __init__(
-        self, records: Iterable[TensorRecord], read: Callable[[TensorRecord], torch.Tensor], name: Callable[[], str]
+        self,
+        records: Iterable[TensorRecord],
+        read: Callable[[TensorRecord], torch.Tensor],
+        name: Callable[[], str],
+        *,
+        speaks: bool,
     ) -> None:
-        """``read`` copies a master into CPU memory; ``name`` is the model's, for messages."""
+        """``read`` copies a master into CPU memory; ``name`` is the model's; ``speaks``: this process warns."""
         self._read, self._name = read, name
         self._weights: dict[TensorRecord, torch.dtype] = {}
         """Parameters whose weights were loaded, and the type they were loaded in."""
@@ -31,8 +37,10 @@ class Masters:
         """Parameters whose masters an optimizer's state gave."""
         self._rounded = {record: None for record in records if _lossy(record, record.given[1])}
         """Parameters whose masters are weights of 16 bits."""
+        self._exchanged: dict[TensorRecord, None] = {}
+        """Parameters whose weights an optimizer's state changed."""
         self._states_loaded = False
-        self._told: set[str] = set()
+        self._told = self._exchange_told = not speaks
 
     def weight(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor | None:
         """Choose the master that follows from a loaded weight; None: the one that is there stays."""
@@ -61,14 +69,15 @@ class Masters:
 
     def master(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor:
         """Choose the master that follows from one of an optimizer's state."""
-        dtype = self._weights.get(record)
-        agreed = torch.ones((), dtype=torch.bool)
-        if dtype is not None:
-            present = self._read(record)
-            agreed = _agreed(present, value, dtype)
-            value = torch.where(agreed, value, present)
+        present = self._read(record)
+        agreed = _agreed(present, value, self._weights.get(record, record.dtype))
         if bool(agreed.all()):
             self._rounded.pop(record, None)
+        elif record in self._weights:
+            value = torch.where(agreed, value, present)
+        else:
+            self._rounded.pop(record, None)
+            self._exchanged[record] = None
         self._given[record] = None
         return value
 
@@ -81,6 +90,15 @@ class Masters:
         """A load of the optimizer's state is over."""
         self._states_loaded = True
         self._tell()
+        names, told = _names(self._exchanged), self._exchange_told
+        if names and not told:
+            self._exchange_told = True
+            say(
+                f"{self._name()}: the optimizer's state that was loaded holds fp32 masters that are not the model's "
+                f"weights rounded less ({len(names)} parameters, {names[0]!r} first): the parameters are those masters "
+                "now. Should the weights stay, call model.load_state_dict with them: weights that were loaded do"
+            )
+        self._exchanged.clear()
 
     def before_step(self) -> None:
         """Training goes on: tell of what was lost. Masters change from here on."""
@@ -95,16 +113,20 @@ class Masters:
         self._states_loaded = False
 
     def _tell(self) -> None:
-        rounded = [record.name for record in sorted(self._rounded, key=lambda each: each.index) if record.steps]
+        rounded = _names(record for record in self._rounded if record.steps)
         if not rounded or self._told:
             return
-        self._told.update(rounded)
+        self._told = True
         warn(
             f"{self._name()}: training goes on from weights of 16 bits, without the fp32 masters of {len(rounded)} "
             f"parameters ({rounded[0]!r} first): what steps had added below 16 bits is lost. Load an optimizer state "
             "that holds masters (optimizer.state_dict(), unless they were left out), or use save_checkpoint and "
             "load_checkpoint"
         )
+
+
+def _names(records: Iterable[TensorRecord]) -> list[str]:
+    return [record.name for record in sorted(records, key=lambda each: each.index)]
 
 
 def _lossy(record: TensorRecord, dtype: torch.dtype) -> bool:

@@ -280,6 +280,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         matched = []
         for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
             self._check_fixed(f"the state's param_groups[{index}]", theirs)
+            _check_order(index, own["param_names"], theirs.get("param_names"))
             absent = [key for key in NUMBERS if key in own and key not in theirs]
             if absent:
                 raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self._name}'s?")
@@ -331,6 +332,16 @@ def _group(source: object, members: Sequence[TensorRecord]) -> dict[str, Any]:
     # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
     parameters, names = [record.parameter for record in members], [record.name for record in members]
     return {"params": parameters, "param_names": names, **_numbers(source)}
+
+
+def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
+    """Refuse the same names in another order: states go by place. Other names may be a wrapper's prefix."""
+    if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
+        place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
+        raise InvalidInput(
+            f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
+            f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
+        )
 
 
 def _float(name: str, value: Any) -> float:

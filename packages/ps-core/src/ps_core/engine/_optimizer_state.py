@@ -78,6 +78,8 @@ class StateFormat:
             return Entry(0, {}, None)
         if master is not None:
             master = shaped(f"the master of {record.name!r}", master, record)
+            if master.dtype.itemsize < 4:
+                master = None  # torch's optimizers cast what they load to a parameter's 16 bits: no better than weights
         if not entry or (self._rule is Rule.SGD and not self.moments.keys() & entry.keys()):
             return Entry(0, {}, master)
         absent = sorted({*self.moments, *((STEP,) if self._rule is Rule.ADAM else ())} - entry.keys())

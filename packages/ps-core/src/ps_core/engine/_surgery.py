@@ -110,7 +110,7 @@ def undo(engine: Engine) -> None:
     for record in engine.records:
         parameter: nn.Parameter = record.parameter
         if isinstance(parameter, ManagedParameter):
-            value = engine.read_state(record, Kind.P32).to(record.given[1])
+            value = engine.updater.read(record, Kind.P32).to(record.given[1])
             make_plain(parameter)
             del parameter._record, parameter._keeper
             point_at(parameter, value)
