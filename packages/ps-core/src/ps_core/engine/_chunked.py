@@ -12,6 +12,7 @@ from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
 from ps_core._options import Budget, Optimizer, Options
 from ps_core._plan import Tier
 from ps_core._program import Precision
+from ps_core.engine._aliases import find_ties, tied_by_memory
 from ps_core.engine._blocks import refuse_compiled
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._device import Device
@@ -61,6 +62,9 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     options, budget = options or Options(), budget or Budget()
     wishes = _Wishes(model, optimizer, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
+    ties = find_ties(model)
+    if ties and collectives is not None:
+        raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
     if options.eager_step:
         _check_eager(wishes, disk=budget.disk is not None)
     where = device_of(device, pin=options.pin)
@@ -70,7 +74,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     whole = tiers_of(where, budget, joining.sharers)
     with Sharing(budget, type(model).__name__, size, whole, alone=collectives is None) as sharing:
         tiers = sharing.begin()
-        packing = wishes.pack(tiers)
+        packing = wishes.pack(tiers, ties)
         joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
         given = Given(budget, options, joining.sharers)
         store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given)
@@ -118,12 +122,20 @@ class _Wishes:
         """What the model's inputs are cast to."""
         return DTYPES[self.mode] if self.options.cast_inputs else None
 
-    def pack(self, tiers: tuple[Tier, ...]) -> Packing:
+    def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Packing:
         """The model's parameters in groups."""
-        device_bytes = passing_bytes(tiers) if len(tiers) > 1 else None
         tables = host_tables(self.model, tiers, alone=self.collectives is None)
+        for tie in ties:
+            if not tables.isdisjoint(tie):
+                raise tied_by_memory(tie, "and a HostEmbedding's table stays on the host")
         return pack(
-            self.model, self.options, self.mode, training=self.training, device_bytes=device_bytes, tables=tables
+            self.model,
+            self.options,
+            self.mode,
+            training=self.training,
+            device_bytes=passing_bytes(tiers) if len(tiers) > 1 else None,
+            tables=tables,
+            ties=ties,
         )
 
     def engine(self, store: Store, packing: Packing) -> tuple[Engine, ChunkedOptimizer | None]:

@@ -186,9 +186,9 @@ class Engine:
         """A copy for a state dict that is being collected."""
         if self.collecting <= 0:
             return None
-        if record not in self.copies:
-            self.copies[record] = self.read(record)
-        return self.copies[record]
+        if record.first not in self.copies:
+            self.copies[record.first] = self.read(record)
+        return self.copies[record.first]
 
     @undisturbed
     def abort(self) -> None:
@@ -414,7 +414,7 @@ class Engine:
     def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         self._check_kept()
-        self.copies.pop(record, None)  # of a state dict that broke off
+        self.copies.pop(record.first, None)  # of a state dict that broke off
         self.updater.write(record, kind, value)
 
     def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:

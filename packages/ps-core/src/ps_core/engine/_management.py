@@ -18,7 +18,7 @@ from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import alone, take_out, undisturbed
 from ps_core.engine._packing import FLOATS
-from ps_core.engine._parameter import ManagedParameter, make_plain, point_at, take_grad
+from ps_core.engine._parameter import ManagedParameter, make_plain, plain_value, point_at, take_grad
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._processes.unplanned import Unplanned
 from ps_core.engine._records import GroupRecord, TensorRecord
@@ -237,7 +237,7 @@ class Management:
         self.remove()
         for group in engine.groups:
             for record in group.tensors:
-                value = engine.read(record)
+                value = plain_value(record, engine.read)
                 engine.residency.unbind(record)
                 parameter = record.parameter
                 make_plain(parameter)

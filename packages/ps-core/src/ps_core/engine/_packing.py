@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precisi
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What can be managed, and what a root's inputs are cast from."""
 _SMALLEST_GROUP_NUMEL = 2**16
+_Tied: TypeAlias = list[tuple[str, nn.Parameter]]
+"""Parameters that stay equal, with their names; nearly always there is one."""
 _PARTS_OF_DEVICE = 16
 """A group is at most this part of the accelerator's budget, lest moves be too coarse for it."""
 
@@ -78,35 +80,45 @@ def pack(
     training: bool,
     device_bytes: int | None,
     tables: Collection[str] = (),
+    ties: Collection[Collection[str]] = (),
 ) -> Packing:
-    """Groups for a model; nothing is moved or allocated yet. ``tables`` stay on the host."""
+    """Groups for a model; nothing is moved or allocated yet.
+
+    ``tables`` stay on the host. Parameters of a tie (``ties``, by name) come one after the other, in one group.
+    """
     groups: list[GroupRecord] = []
     records: dict[str, TensorRecord] = {}
     limit = _group_numel(model, options, precision, device_bytes, tables)
     runs: dict[_Sort, GroupRecord] = {}
     places = {name: index for index, (name, _) in enumerate(named(model))}
     owners, names = _owners(model), all_names(model)
-    for unit in _units(model):
-        sorts: dict[_Sort, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in unit:
-            kept = any(
-                fnmatch.fnmatchcase(each, pattern) for each in names[id(parameter)] for pattern in options.keep_fp32
-            )
+    for unit in _units(model, ties):
+        sorts: dict[_Sort, list[_Tied]] = {}
+        for tied in unit:
+            every = [each for _, parameter in tied for each in names[id(parameter)]]
+            kept = any(fnmatch.fnmatchcase(each, pattern) for each in every for pattern in options.keep_fp32)
             dtype = torch.float32 if kept else DTYPES[precision]
-            fixed = 1 if name in tables else 0 if kept and precision is not Precision.FP32 else None
-            sorts.setdefault(_Sort(training and parameter.requires_grad, dtype, fixed), []).append((name, parameter))
+            fixed = 1 if tied[0][0] in tables else 0 if kept and precision is not Precision.FP32 else None
+            trainable = training and any(parameter.requires_grad for _, parameter in tied)
+            sorts.setdefault(_Sort(trainable, dtype, fixed), []).append(tied)
         for sort, rows in sorts.items():
-            whole = sum(parameter.numel() for _, parameter in rows) <= limit
+            whole = _numel(rows) <= limit
             for part in [rows] if whole else [[row] for row in rows]:
-                size = sum(parameter.numel() for _, parameter in part)
                 group = runs.get(sort)
-                if group is None or group.numel + size > limit:
+                if group is None or group.numel + _numel(part) > limit:
                     group = runs[sort] = _group(len(groups), sort)
                     groups.append(group)
-                for name, parameter in part:
-                    records[name] = _record(places[name], name, parameter, sort, owners[id(parameter)])
-                    group.add(records[name])
+                for tied in part:
+                    found = [_record(places[name], name, each, sort, owners[id(each)]) for name, each in tied]
+                    for record in found:
+                        record.tied = found if len(found) > 1 else []
+                        records[record.name] = record
+                        group.add(record)
     return Packing(groups, records)
+
+
+def _numel(rows: list[_Tied]) -> int:
+    return sum(parameter.numel() for tied in rows for _, parameter in tied)
 
 
 def _group(index: int, sort: _Sort) -> GroupRecord:
@@ -159,13 +171,19 @@ def _dense(parameter: nn.Parameter) -> bool:
     return True
 
 
-def _units(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters by the block they belong to, in order."""
-    units: dict[str, list[tuple[str, nn.Parameter]]] = {}
+def _units(model: nn.Module, ties: Collection[Collection[str]]) -> list[list[_Tied]]:
+    """Parameters by the block they belong to, in order; those of a tie together, where the first of them belongs."""
+    units: dict[str, list[_Tied]] = {}
+    first_of = {name: next(iter(tie)) for tie in ties for name in tie}
+    begun: dict[str, _Tied] = {}
     for name, parameter in named(model):
-        found = re.match(r"(.*?\.?\d+)\.", name)
-        owner = found[1] if found else name.rpartition(".")[0]
-        units.setdefault(owner, []).append((name, parameter))
+        first = first_of.get(name, name)
+        if first == name:
+            found = re.match(r"(.*?\.?\d+)\.", name)
+            owner = found[1] if found else name.rpartition(".")[0]
+            begun[first] = []
+            units.setdefault(owner, []).append(begun[first])
+        begun[first].append((name, parameter))
     return list(units.values())
 
 
@@ -175,7 +193,8 @@ def _group_numel(
     size = 4 if precision is Precision.FP32 else 2
     if options.group_bytes is not None:
         return max(1, parse_bytes(options.group_bytes) // size)
-    moving = ([parameter for name, parameter in unit if name not in tables] for unit in _units(model))
+    units = _units(model, ())
+    moving = ([parameter for tied in unit for name, parameter in tied if name not in tables] for unit in units)
     sizes = sorted(sum(parameter.numel() for parameter in unit) for unit in moving)
     total, covered = sum(sizes), 0
     typical = _SMALLEST_GROUP_NUMEL

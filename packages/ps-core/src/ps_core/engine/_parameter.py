@@ -294,6 +294,14 @@ def changes(parameter: nn.Parameter) -> int:
         return parameter._version
 
 
+def plain_value(record: TensorRecord, read: Callable[[TensorRecord], torch.Tensor]) -> torch.Tensor:
+    """Return what a parameter is to hold once it is plain: a copy, or the memory of one that it is tied to."""
+    for other in record.others:
+        if type(other.parameter) is not ManagedParameter:
+            return other.parameter.detach()
+    return read(record)
+
+
 def make_plain(parameter: nn.Parameter) -> None:
     """Give a managed parameter the class back that it came with."""
     assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"

@@ -112,6 +112,8 @@ class TensorRecord:
     """Changes with every step that changes the parameter."""
     version: int = 0
     """What PyTorch counts of changes in place; any change is the user's."""
+    tied: list[TensorRecord] = field(default_factory=list)
+    """The parameters that had the same memory, this one among them, all in one group; empty: there are no others."""
 
     def __post_init__(self) -> None:
         self.token_uses = sys.getrefcount(self.token)
@@ -144,6 +146,16 @@ class TensorRecord:
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Its elements of a group's chunk, in the parameter's shape and memory order."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    @property
+    def first(self) -> TensorRecord:
+        """The first parameter of its tie; itself, where there is none."""
+        return self.tied[0] if self.tied else self
+
+    @property
+    def others(self) -> list[TensorRecord]:
+        """The other parameters of its tie, which are to have the same elements at all times."""
+        return [other for other in self.tied if other is not self]
 
     def fresh(self) -> None:
         """Forget the gradient (the payload is another matter)."""

@@ -96,6 +96,7 @@ def _alike(one: TensorRecord, other: TensorRecord, settings_of: SettingsOf) -> b
         and one.steps == other.steps
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
+        and not (one.tied or other.tied)
     )
 
 
@@ -116,6 +117,7 @@ def step_group(
     moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], _written(slots))
+    overtaken: set[TensorRecord] = set()
     for run in _runs(group, settings_of):
         span = group.clip(run.span)
         if span.stop > span.start:
@@ -128,8 +130,12 @@ def step_group(
             record.epoch += 1
             record.payload = Payload.VALID
             record.fresh()
+            for other in record.others:  # stepped, or not, from here on, as memory that both have would be
+                master[other.piece].copy_(master[record.piece])
+                other.epoch += 1
+                overtaken.add(other)
     for record in group.tensors:
-        if record.payload is not Payload.VALID and weight is not None:
+        if (record.payload is not Payload.VALID or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
             record.payload = Payload.VALID
 

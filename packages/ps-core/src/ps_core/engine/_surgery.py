@@ -14,7 +14,7 @@ from ps_core._program import Kind
 from ps_core.engine._engine import Engine
 from ps_core.engine._interrupts import alone, put_in, take_out, undisturbed
 from ps_core.engine._management import management_of
-from ps_core.engine._parameter import ManagedParameter, make_plain, point_at
+from ps_core.engine._parameter import ManagedParameter, make_plain, plain_value, point_at
 from ps_core.engine._records import TensorRecord
 
 
@@ -73,7 +73,7 @@ class _Materialized(AbstractContextManager[nn.Module]):
 
     def _take(self, engine: Engine, wanted: list[TensorRecord]) -> None:
         for record in wanted:
-            value = engine.read(record)
+            value = plain_value(record, engine.read)
             engine.residency.unbind(record)
             make_plain(record.parameter)
             point_at(record.parameter, value)
@@ -110,7 +110,7 @@ def undo(engine: Engine) -> None:
     for record in engine.records:
         parameter: nn.Parameter = record.parameter
         if isinstance(parameter, ManagedParameter):
-            value = engine.updater.read(record, Kind.P32).to(record.given[1])
+            value = plain_value(record, lambda each: engine.updater.read(each, Kind.P32).to(each.given[1]))
             make_plain(parameter)
             del parameter._record, parameter._keeper
             point_at(parameter, value)

@@ -127,7 +127,12 @@ class Updater:
 
     @alone
     def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
-        """Replace what a kind holds of a record; of the master: the parameter too."""
+        """Replace what a kind holds of a record; of the master: the parameter too, and those that are tied to it."""
+        changes_parameter = kind in (Kind.P32, record.group.weight)
+        for each in record.tied if changes_parameter and record.tied else [record]:
+            self._write(each, kind, value)
+
+    def _write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         group = record.group
         kinds = [kind]
         if kind is Kind.P32:

@@ -145,9 +145,14 @@ class Chunks(AbstractContextManager["Chunks"]):
         return flat[record.piece]
 
     def _close(self, key: tuple[GroupRecord, Kind]) -> None:
-        (group, kind), (stack, _, records) = key, self._open.pop(key)
+        (group, kind), (stack, flat, records) = key, self._open.pop(key)
+        changed = self._write and kind in (Kind.P32, group.weight)
+        for record in reversed(records if changed else []):
+            for other in record.others:
+                flat[other.piece].copy_(flat[record.piece])
+                records.append(other)
         stack.close()
-        if not self._write or kind not in (Kind.P32, group.weight):
+        if not changed:
             return
         if kind is not group.weight:
             self._engine.residency.rebuild(group, list(dict.fromkeys(records)))

@@ -38,7 +38,7 @@ def settle_ties(
 
 def owner(held: Held) -> int:
     """The same for the names of tied ones."""
-    return id(held if isinstance(held, torch.Tensor) else held[0])
+    return id(held) if isinstance(held, torch.Tensor) else id(held[0].first)
 
 
 def _alike(files: Sequence[Stored], one: str, other: str, held: Held) -> bool:
