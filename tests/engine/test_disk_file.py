@@ -232,11 +232,58 @@ def test_a_short_write_is_gone_on_with_or_said(file: DiskFile, monkeypatch: pyte
         file.write(place, 0, numbers(3 * BLOCK_BYTES))
 
 
+def cut(file: DiskFile, size: int) -> None:
+    os.truncate(f"/proc/self/fd/{file._file}", size)
+
+
 def test_a_truncated_file_is_said(file: DiskFile) -> None:
-    place = file.reserve(3 * BLOCK_BYTES)
-    os.truncate(f"/proc/self/fd/{file._file}", BLOCK_BYTES)
-    with pytest.raises(TierFailure, match=r"the file has 4,096 bytes, .* at least 12,288: it was truncated"):
+    place, size = file.reserve(3 * BLOCK_BYTES), os.fstat(file._file).st_size
+    cut(file, BLOCK_BYTES)
+    with pytest.raises(
+        TierFailure, match=rf"of 12,288 bytes at byte 0 the file has 4,096 bytes, expected {size:,}: it w"
+    ):
         file.read(place, 0, torch.empty(3 * BLOCK_BYTES, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_write_that_makes_a_truncated_file_longer_again_is_said(file: DiskFile, last: bool) -> None:
+    """Behind the cut there is a hole, which would be read as zeros; also where the write is to the very last slot."""
+    first, other = file.reserve(5 * BLOCK_BYTES), file.reserve(5 * BLOCK_BYTES)
+    file.write(first, 0, numbers(5 * BLOCK_BYTES))
+    cut(file, 2 * BLOCK_BYTES)
+    with pytest.raises(TierFailure, match=r"after a write of 20,480 bytes at byte .* it was truncated"):
+        file.write(other if last else first, 0, numbers(5 * BLOCK_BYTES))
+    with pytest.raises(TierFailure, match="it was truncated"):
+        file.read(first, 0, torch.empty(5 * BLOCK_BYTES, dtype=torch.uint8))
+    with pytest.raises(TierFailure, match="it was truncated"):
+        file.reserve(5 * BLOCK_BYTES)
+    assert file.failure is not None
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_file_that_was_cut_and_made_as_long_again_is_said(file: DiskFile, kept: float) -> None:
+    place, size = file.reserve(2**20), os.fstat(file._file).st_size
+    file.write(place, 0, numbers(2**20))
+    cut(file, int(kept * size))
+    cut(file, size)
+    with pytest.raises(TierFailure, match=rf"bytes on the disk, expected {size:,}: a part of it was cut out"):
+        file.read(place, 0, torch.empty(2**20, dtype=torch.uint8))
+
+
+def test_a_file_system_that_does_not_count_blocks_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some count them late, or not at all."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: os.ftruncate(file, start + size))
+    file = DiskFile(str(tmp_path))
+    place, found = file.reserve(2**20), torch.empty(2**20, dtype=torch.uint8)
+    file.write(place, 0, numbers(2**20))
+    file.read(place, 0, found)
+    assert torch.equal(found, numbers(2**20))
+    cut(file, BLOCK_BYTES)
+    with pytest.raises(TierFailure, match="it was truncated"):
+        file.read(place, 0, found)
+    file.close()
 
 
 def test_a_vanished_file_is_said(file: DiskFile, streams: DiskStreams) -> None:

@@ -306,6 +306,7 @@ class Engine:
 
     def check_usable(self, *, loading: bool = False) -> None:
         """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
+        self.store.check_process()
         self._check_kept()
         if self.surgery:
             raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
@@ -319,6 +320,7 @@ class Engine:
     @undisturbed
     def await_forward(self) -> None:
         """The root module is called: what is looked at from here on is of the pass that this belongs to."""
+        self.store.check_process()
         self.passes.end_open()
 
     @undisturbed
@@ -337,6 +339,7 @@ class Engine:
     @undisturbed
     def finish_pass(self) -> None:
         """Between passes everything is at home, but for what somebody holds on to."""
+        self.store.check_process()
         self.passes.finish()
 
     # What the optimizer asks (`_settings.Gradients`).

@@ -101,15 +101,18 @@ class Management:
             self._watch(model)  # others may have taken the parameters over
         if not self._owners and not self.engine.released:
             self.engine.released = True
+            forked = self.engine.store.forked  # then the disk tier is the parent's
             for group in self.engine.groups:
                 for record in group.tensors:
                     record.fresh()
                     self.engine.residency.unbind(record)
-                self._give_back(group)
+                if not forked:
+                    self._give_back(group)
             self.engine.passes.tide.stop()  # the last backward pass may have left its mode on
             if self.engine.passes.recording is not None:
                 take_out()
-            self.engine.store.close()
+            if not forked:
+                self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedParameter(

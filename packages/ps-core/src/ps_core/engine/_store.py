@@ -339,6 +339,16 @@ class Store:
         end = self._arena.numel()
         return end + sum(slot.bytes for slot in self._taken if slot.offset + slot.bytes > end)
 
+    @property
+    def forked(self) -> bool:
+        """True if there is a disk tier and this is a forked copy of its process: leave file and streams alone."""
+        return self.file is not None and self.file.forked
+
+    def check_process(self) -> None:
+        """`InvalidInput` in a forked copy of the process, if there is a disk tier; see `DiskFile.check_process`."""
+        if self.file is not None:
+            self.file.check_process()
+
     def close(self) -> None:
         """Let go of all memory: every slot was given back, and none is reserved any more."""
         self.free_spare()

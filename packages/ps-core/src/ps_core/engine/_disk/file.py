@@ -8,6 +8,13 @@ is a row of ranges, so that room that is there can always be used.
 
 The file has no name from the moment it is open, so nothing is left behind whatever becomes of the process. Its blocks
 are allocated before they are used: a full disk shows when a slot is reserved, not when it is written.
+
+[Note: a file cut short]
+Anyone with the right to may truncate the file, by way of ``/proc``. A later write behind the cut makes the file longer
+again, with a hole that reads as zeros. So the file ends with a guard, which is allocated and never written. After a cut
+no write brings the file back to its full size, and every read and write looks at that size when it is done. Whoever
+cuts the file and makes it as long again takes the guard's blocks away: where the file system counts blocks, their
+number is looked at too. (It counts its own blocks with them, so a small hole amid the file may go unnoticed.)
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ from ps_core._units import align_up
 from ps_core.engine._interrupts import alone
 
 BLOCK_BYTES = 4096
+_GUARD_BYTES = 2**20
+"""More than what a file system adds to the count for tables of its own: 4 KiB for some 340 fragments in ext4."""
 _PIECE_BYTES = 2**21
 """What one call of the system reads or writes; the buffers are as large."""
 
@@ -67,8 +76,13 @@ class DiskFile:
     def __init__(self, directory: str) -> None:
         self.name, self._file, self.direct = _open(directory)
         self._close = weakref.finalize(self, os.close, self._file)
+        self._process = os.getpid()
         self.bytes = 0
-        """Allocated so far."""
+        """Allocated so far, for slots."""
+        self._size = 0
+        """What the file has at least, in bytes; see [Note: a file cut short]."""
+        self._counted = True
+        """Whether the file system counts allocated blocks at once."""
         self.failure: TierFailure | None = None
         """What went wrong first; nothing is written after that."""
         self._rescued: list[tuple[int, torch.Tensor]] = []
@@ -82,13 +96,17 @@ class DiskFile:
         """Allocate so much more at once."""
         if size < 1:
             return
-        start, self.bytes = self.bytes, self.bytes + blocks(size)
+        self.check_process()
+        start, more = self.bytes, blocks(size)
+        self._check_whole("before an allocation", start, more)
         try:
-            os.posix_fallocate(self._file, start, self.bytes - start)
+            os.posix_fallocate(self._file, start, more + _GUARD_BYTES)
         except OSError as error:
-            self.bytes = start
             raise self._described(f"cannot allocate {size:,} bytes more than the {start:,} it has", error) from None
-        self._give((start, blocks(size)))
+        size = start + more + _GUARD_BYTES
+        self._counted = self._counted and _allocated_bytes(os.fstat(self._file)) >= size
+        self.bytes, self._size = start + more, size
+        self._give((start, more))
 
     def reserve(self, size: int) -> Place:
         """Room for a slot: in one piece if possible."""
@@ -125,6 +143,7 @@ class DiskFile:
 
     def read(self, place: Place, start: int, target: torch.Tensor) -> None:
         """Fill host memory from a slot's bytes behind ``start``."""
+        self.check_process()
         try:
             for piece in pieces(place, start, target):
                 self.read_piece(piece)
@@ -137,6 +156,7 @@ class DiskFile:
 
     def write(self, place: Place, start: int, source: torch.Tensor) -> None:
         """Write host memory to a slot behind ``start``."""
+        self.check_process()
         if self.failure is not None:
             raise self.failure
         for piece in pieces(place, start, source):
@@ -205,8 +225,45 @@ class DiskFile:
                 raise self._failed(self._described(where, error)) from None
             done += count
             if done < size and (not count or (self.direct and count % BLOCK_BYTES)):
-                where += f": a short {what}, of {count:,} bytes" + _shorter(self._file, offset + size)
-                raise self._failed(self._described(where))
+                self._check_whole(f"after a {what}", offset, size)
+                raise self._failed(self._described(f"{where}: a short {what}, of {count:,} bytes"))
+        self._check_whole(f"after a {what}", offset, size)
+
+    def _check_whole(self, when: str, offset: int, size: int) -> None:
+        """`TierFailure` if a part of the file is gone; see [Note: a file cut short]."""
+        expected = self._size  # before the file is looked at: the host thread may be making it longer
+        try:
+            found = os.fstat(self._file)
+        except OSError as error:
+            raise self._failed(self._described("cannot look at its size", error)) from None
+        allocated = _allocated_bytes(found) if self._counted else expected
+        if found.st_size >= expected <= allocated:
+            return
+        if found.st_size < expected:
+            lost = f"the file has {found.st_size:,} bytes, expected {expected:,}: it was truncated"
+        else:
+            lost = f"the file has {allocated:,} bytes on the disk, expected {expected:,}: a part of it was cut out"
+        raise self._failed(
+            TierFailure(
+                f"the disk tier failed: {self.name}: {when} of {size:,} bytes at byte {offset:,} {lost}\n"
+                "  what was in it is lost, what is in memory is intact: try model.state_dict(), which needs only\n"
+                "  the weights, or go on from the last checkpoint; and find out what shortens files in that folder"
+            )
+        )
+
+    @property
+    def forked(self) -> bool:
+        """True in a forked copy of the process that opened the file: its threads stayed there."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """`InvalidInput` in a forked copy of the process."""
+        if self.forked:
+            raise InvalidInput(
+                f"this is process {os.getpid()}, a copy (fork) of process {self._process}, whose model has a disk tier "
+                f"({self.name}): only process {self._process} can use that model. Start workers with "
+                'multiprocessing.get_context("spawn"), or hand them what they need as plain tensors'
+            )
 
     def _failed(self, failure: TierFailure) -> TierFailure:
         self.failure = self.failure or failure
@@ -288,6 +345,6 @@ def _overlay(piece: Piece, offset: int, memory: torch.Tensor) -> None:
         ctypes.memmove(piece.address + first - piece.offset, memory.data_ptr() + first - offset, end - first)
 
 
-def _shorter(file: int, needed: int) -> str:
-    size = os.fstat(file).st_size
-    return f"; the file has {size:,} bytes, and should have at least {needed:,}: it was truncated" * (size < needed)
+def _allocated_bytes(found: os.stat_result) -> int:
+    """What a file takes of the disk; ``st_blocks`` counts 512 bytes each, whatever the file system's blocks are."""
+    return found.st_blocks * 512

@@ -104,6 +104,7 @@ class DiskStreams:
     def _launch(
         self, queue: Queue, place: Place, start: int, memory: torch.Tensor, lost: Callable[[], None] | None
     ) -> None:
+        self._file.check_process()
         if self._file.failure is not None:
             self._recover()
             if queue is Queue.DISK_R:
@@ -122,6 +123,7 @@ class DiskStreams:
 
     def record(self, queue: Queue) -> DiskEvent:
         """An event behind everything launched on a queue so far, and all that this has waited for."""
+        self._file.check_process()
         if self._file.failure is not None and not self._told:
             self._raise()
         if self._waits[queue]:
