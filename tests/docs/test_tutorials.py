@@ -1,4 +1,4 @@
-"""Tutorials run from top to bottom, and say what they show.
+"""Tutorials and the README's sample run from top to bottom, and say what they show.
 
 A ``text`` block straight after a ``python`` block shows what that one prints, errors included. Numbers with a point and
 numbers of more than four digits may differ by a twentieth, for they may depend on the processor; ``...`` is anything.
@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-PAGES = [page for page in sorted(ROOT.glob("docs/tutorials/*.md")) if BLOCK.search(page.read_text("utf-8"))]
+README = ROOT / "README.md"
+PAGES = [README] + [page for page in sorted(ROOT.glob("docs/tutorials/*.md")) if BLOCK.search(page.read_text("utf-8"))]
 """Those in Python; the commands of another one have a test of their own."""
 NUMBER = re.compile(r"\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+|\d{5,}|\.\.\.")
 MARK = "---- block {} ----"
@@ -65,7 +66,7 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     shown = [expected for _, expected in BLOCK.findall(text)]
-    assert len(shown) > 3
+    assert len(shown) > 3 or (page == README and shown[0])
     for expected, said in zip(shown, outputs(done.stdout), strict=True):
         assert alike(expected, said), f"{page.name} shows\n{expected}\nbut this was printed:\n{said}"
 
