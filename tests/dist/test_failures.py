@@ -30,7 +30,7 @@ def launch(program: str, own: Sequence[dict[str, str]]) -> list[tuple[int, str]]
         for rank, settings in enumerate(own)
     ]
     try:
-        return [(each.wait(), output) for each in running for output in [each.communicate(timeout=60)[0]]]
+        return [(each.wait(), output) for each in running for output in [each.communicate(timeout=300)[0]]]
     finally:
         for each in running:
             each.kill()

@@ -54,8 +54,8 @@ class Company:
         return self._pool.submit(meet, self._clients[rank], mine, rank=rank, ranks=size, timeout_s=timeout_s)
 
     def until(self, done: Callable[[Any], Any]) -> Any:
-        """Wait for something in the store."""
-        deadline = monotonic() + 30
+        """Wait for something in the store; but not for ever."""
+        deadline = monotonic() + 300
         while not (found := done(self.store)):
             assert monotonic() < deadline
             sleep(0.005)

@@ -16,7 +16,7 @@ LOADED = (
 
 def loaded(module: str, watched: tuple[str, ...]) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", LOADED, module, *watched], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", LOADED, module, *watched], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -370,7 +370,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
             stdout=writer,
             stderr=subprocess.PIPE,
             check=False,
-            timeout=60,
+            timeout=300,
         )
     finally:
         os.close(writer)

@@ -6,7 +6,7 @@ import ps_dist
 from ps_core._errors import RanksDiverged
 
 try:
-    ps_dist.connect(timeout_s=5)
+    ps_dist.connect(timeout_s=60)
 except RanksDiverged as error:
     print(error, flush=True)
 else:
