@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -421,16 +422,11 @@ def test_what_ends_the_copy_is_one_clear_error(
 
 @pytest.mark.usefixtures("no_process_left")
 def test_a_copy_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, kill = list[int](), os.kill
-
-    def counted(process: int, number: int) -> None:
-        ended.append(number)
-        kill(process, number)
-
-    monkeypatch.setattr(os, "kill", counted)
+    kill = Mock(wraps=os.kill)
+    monkeypatch.setattr(os, "kill", kill)
     with pytest.raises(CannotTrace, match=r"it was not done after 0.5 s$"):
         trace(Does(lambda _: time.sleep(60)), torch.ones(2, 2), timeout_s=0.5)
-    assert ended == [signal.SIGKILL], "it is not waited for"
+    assert [call.args[1] for call in kill.mock_calls] == [signal.SIGKILL], "it is not waited for"
 
 
 def test_an_operator_a_device_lacks() -> None:
