@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ps_core import RanksDiverged
 from ps_dist import Mesh
 
 _PATIENCE_S = 30.0
@@ -34,7 +35,8 @@ class Meeting:
         if rank == 0:
             self.log.append(what + shown)
         self._barrier.wait()
-        assert len({row[0] for row in rows}) == 1, f"the ranks do different things: {[row[0] for row in rows]}"
+        if len({row[0] for row in rows}) > 1:
+            raise RanksDiverged(f"the ranks do different things: {[row[0] for row in rows]}")
         return [row[1] for row in rows]
 
     def leave(self) -> None:
@@ -92,6 +94,7 @@ class Together:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = self.process = rank
         self.ranks = self.local_ranks = meeting.ranks
+        self.copy = 0
         self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
         self.began: list[str] = []
@@ -127,7 +130,8 @@ class Together:
 
     def agree(self, name: str, value: str) -> None:
         rows = self._lane.submit(self.meeting.swap, self.rank, f"agree on {name}", value).result(_PATIENCE_S)
-        assert len(set(rows)) == 1, rows
+        if len(set(rows)) > 1:
+            raise RanksDiverged(f"{name} must be the same on all ranks, found: {rows}")
 
     def close(self) -> None:
         self._lane.shutdown()

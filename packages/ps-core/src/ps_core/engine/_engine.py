@@ -358,7 +358,7 @@ class Engine:
     def scale_gradient(self, record: TensorRecord, factor: float) -> None:
         """Have the step multiply by this too."""
         self._deciding.forget()
-        record.factor *= factor
+        self.gradients.scale(record, factor)
 
     @undisturbed
     def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
@@ -389,6 +389,7 @@ class Engine:
         self.passes.guide.consider()
         self.check_unchanged(self.records)
         self.residency.await_all(Queue.CPU)
+        self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         self.updater.free_sums()
         self.counters.clock.stepped()

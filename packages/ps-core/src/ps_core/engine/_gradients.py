@@ -292,6 +292,10 @@ class GradientKeeper:
         for record in over + lost:
             record.payload = Payload.VALID
 
+    def scale(self, record: TensorRecord, factor: float) -> None:
+        """Multiply a gradient in the step, by this too."""
+        record.factor *= factor
+
     def discard(self, records: list[TensorRecord]) -> None:
         """Forget gradients; what they lay over becomes the parameters again."""
         groups: dict[GroupRecord, None] = {}

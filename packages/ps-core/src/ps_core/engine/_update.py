@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,14 @@ class Updater:
         self._store = residency.store
         self._gradients = gradients
         self._groups = groups
+
+    def compare(self) -> None:
+        """Nothing to compare: there is one process."""
+
+    def compare_step(
+        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+    ) -> None:
+        """Nothing to compare: there is one process."""
 
     # Steps.
 

@@ -50,6 +50,7 @@ def save_checkpoint(
         manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}), alone=peers.alone)
     if not peers.alone:
         agree(peers, manifest, held[EXTRA], overwrite=overwrite)
+    engine.updater.compare()
     save(Folder(path), engine, share_out(peers, engine, manifest, held), overwrite=overwrite)
 
 

@@ -122,6 +122,7 @@ class ShardDriver(Demand):
         """Let the other processes know that a pass begins."""
         if self._on:
             return
+        self._sums.alike.compare()
         training = self.training or backward
         kind = _TRAINING * training + _LATE * backward
         self._turns.open([], 0)

@@ -17,13 +17,12 @@ from ps_core._options import Optimizer, Options
 from ps_core.engine._device import Device
 from ps_core.engine._messages import say
 from ps_core.engine._packing import Packing
+from ps_core.engine._processes.alike import checksum
 from ps_core.engine._processes.together import Together
 
 Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
 """Of `initial_values`."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SAMPLE_NUMEL = 16
-"""Elements at either end of a parameter that tell whether two processes have the same."""
 
 
 class Alone:
@@ -101,9 +100,7 @@ class Joining:
         """The same values; at the end `RanksDiverged` unless the model begins alike everywhere."""
         digest = blake2b(digest_size=8)
         for name, parameter, value in values:
-            flat = value.detach().reshape(-1)
-            for sample in (flat[:_SAMPLE_NUMEL], flat[-_SAMPLE_NUMEL:]):
-                digest.update(repr(sample.tolist()).encode())
+            digest.update(f"{value.dtype} {checksum(value)}".encode())
             yield name, parameter, value
         self._together.agree(
             "the initial parameters (give every rank the same torch.manual_seed before the model is made)",

@@ -10,7 +10,7 @@ the same on every process, and from nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients import GradientKeeper
+from ps_core.engine._processes.alike import Alike, checksum
 from ps_core.engine._processes.risers import low_tier
 from ps_core.engine._processes.shards import ShardResidency
 from ps_core.engine._processes.together import Together
@@ -36,6 +37,7 @@ class ShardGradients(GradientKeeper):
     def __init__(self, residency: ShardResidency, together: Together, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
         self._shards, self._together = residency, together
+        self.alike = Alike(together)
         self._over_weights = overwrites
         self._fresh: set[TensorRecord] = set()
         """Those whose gradient is on its way, and is nowhere yet."""
@@ -49,6 +51,18 @@ class ShardGradients(GradientKeeper):
         if record.gradient is Gradient.NONE:
             record.gradient = Gradient.SUMMED
             self._fresh.add(record)
+
+    def discard(self, records: list[TensorRecord]) -> None:
+        """As for one process; the other ranks must forget the same."""
+        if records:
+            names = ", ".join(record.name for record in records)
+            self.alike.note(f"{len(records)} gradients were forgotten ({names})")
+        super().discard(records)
+
+    def scale(self, record: TensorRecord, factor: float) -> None:
+        """As for one process; the other ranks must scale alike."""
+        self.alike.note(f"the gradient of {record.name!r} was multiplied by {factor!r}")
+        super().scale(record, factor)
 
     def settled(self) -> None:
         """Everything that was announced has come."""
@@ -225,9 +239,34 @@ def _lose(group: GroupRecord) -> None:
 class ShardUpdater(Updater):
     """Steps this process's shards."""
 
-    def __init__(self, residency: ShardResidency, gradients: GradientKeeper, groups: list[GroupRecord]) -> None:
+    def __init__(self, residency: ShardResidency, gradients: ShardGradients, groups: list[GroupRecord]) -> None:
         super().__init__(residency, gradients, groups)
-        self._shards = residency
+        self._shards, self._alike = residency, gradients.alike
+
+    def compare(self) -> None:
+        """Raise `RanksDiverged` unless all ranks did the same between passes."""
+        self._alike.compare()
+
+    def compare_step(
+        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+    ) -> None:
+        """Raise `RanksDiverged` unless all ranks are about to do the same step."""
+        self._alike.compare_step(records, settings_of, max_norm, loss_scale)
+
+    def weight(self, record: TensorRecord) -> torch.Tensor:
+        """As for one process."""
+        self.compare()
+        return super().weight(record)
+
+    def read(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """As for one process."""
+        self.compare()
+        return super().read(record, kind)
+
+    def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """As for one process; the other ranks must write the same."""
+        self._alike.note(f"{kind.value} of {record.name!r} was written: {checksum(value)}")
+        super().write(record, kind, value)
 
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard; what was gathered is old now."""
