@@ -83,10 +83,10 @@ def scale_row(server: Server, gpus: int, batch: int, patrickstar: str, deepspeed
     """The largest model of one machine."""
     found = largest(server.training(gpus, batch))
     if found is None:
-        return _row(server.label, gpus, batch, "-", "-", "-", patrickstar, deepspeed)
+        return _row(server.label, gpus, batch, "-", "-", "-", "-", patrickstar, deepspeed)
     told = found.forecast
     size = f"{format_count(found.shape.parameters)} (`{found.shape.name}`)"
-    speed = f"{told.tflops_per_gpu:.0f}", f"{told.tokens_per_s:,.0f}"
+    speed = f"{told.tflops_per_gpu:.0f}", f"{told.tokens_per_s:,.0f}", f"{told.bound_tokens_per_s:,.0f}"
     return _row(server.label, gpus, batch, size, *speed, patrickstar, deepspeed)
 
 
@@ -98,7 +98,7 @@ def speed_rows(
     try:
         found = forecast(shape(model), training)
     except DoesNotFit:
-        yield _row(server.label, gpus, f"`{model}`", batch, "does not fit", *[""] * 5, *published)
+        yield _row(server.label, gpus, f"`{model}`", batch, "does not fit", *[""] * 6, *published)
         return
     for policy in Policy:
         told = _under(found, policy)
@@ -115,6 +115,7 @@ def speed_rows(
             format_bytes(moved["device->host"]),
             format_bytes(moved["wire"]),
             f"{told.step_time_s:.1f}",
+            f"{told.prediction.bound_step_time_s:.1f}",
             f"{told.tflops_per_gpu:.1f}",
             *(published if policy is Policy.BELADY else ("", "")),
         )
@@ -151,6 +152,13 @@ Nothing on this page was measured here: every figure of ours is **predicted**, b
 with `verify`, and simulating it on a machine file. `python benchmarks/predicted.py > docs/predicted.md` writes the
 page anew. Sequences have 1024 tokens; batch is per GPU; blocks are recomputed in backward; the loss is computed in
 chunks of rows; checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token, per GPU.
+
+Speeds are what today's engine makes of a plan: forward, backward and step one after the other, with a wait for every
+queue between them. *Bound* is what the plan itself would allow if they overlapped, which the engine does not do yet
+([ADR 34](adr/0034-as-run.md)): 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes 1,539 ms
+where the bound is 1,262. Rows of several GPUs are of a plan too, and several processes do not follow one
+([what they do](distributed.md#order)).
+
 The published figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their
 plots, at batch sizes of their choice.
 
@@ -212,14 +220,15 @@ def apart_row(*, cpu_embedding: bool, head_tiles: int) -> str:
         format_bytes(moved["host->device"]),
         format_bytes(moved["device->host"]),
         f"{found.step_time_s:.1f}",
+        f"{found.prediction.bound_step_time_s:.1f}",
         f"{found.tokens_per_s:,.0f}",
     )
 
 
 def apart() -> Iterator[str]:
     """All four ways."""
-    yield _row("table", "head tiles", "least", "up", "down", "step, s", "tokens/s")
-    yield "| --- | --: | --: | --: | --: | --: | --: |"
+    yield _row("table", "head tiles", "least", "up", "down", "step, s", "bound, s", "tokens/s")
+    yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
     for tiles in (1, 16):
         for away in (False, True):
             yield apart_row(cpu_embedding=away, head_tiles=tiles)
@@ -234,28 +243,29 @@ def card_row(device: int, host: int, batch: int) -> str:
     server = Server(label="", machine=default_machine(device * GIB).name, device=device * GIB, host=host * GIB)
     found = largest(server.training(1, batch))
     if found is None:
-        return _row(f"{device} GiB", f"{host} GiB", "-", batch, "-", "-")
+        return _row(f"{device} GiB", f"{host} GiB", "-", batch, "-", "-", "-")
     told = found.forecast
     card = f"{device} GiB (`{server.machine}`)"
     size = f"{format_count(found.shape.parameters)} (`{found.shape.name}`)"
-    return _row(card, f"{host} GiB", size, batch, f"{told.tokens_per_s:,.0f}", f"{told.tflops_per_gpu:.0f}")
+    speeds = f"{told.tokens_per_s:,.0f}", f"{told.bound_tokens_per_s:,.0f}", f"{told.tflops_per_gpu:.0f}"
+    return _row(card, f"{host} GiB", size, batch, *speeds)
 
 
 def cards() -> Iterator[str]:
     """The README's table."""
-    yield _row("card (rates of)", "RAM", "largest model", "batch", "tokens/s", "TFLOPS")
-    yield "|---|--:|---|--:|--:|--:|"
+    yield _row("card (rates of)", "RAM", "largest model", "batch", "tokens/s", "bound, tokens/s", "TFLOPS")
+    yield "|---|--:|---|--:|--:|--:|--:|"
     yield from (card_row(*card) for card in CARDS)
 
 
 def page() -> Iterator[str]:
     """The whole page."""
     yield HEAD
-    yield from _header("batch", "largest, predicted", "TFLOPS per GPU", "tokens/s")
+    yield from _header("batch", "largest, predicted", "TFLOPS per GPU", "tokens/s", "bound, tokens/s")
     for scale in SCALES:
         yield scale_row(*scale)
     yield MIDDLE
-    yield from _header("model", "batch", "policy", "up", "down", "wire", "step, s", "TFLOPS per GPU")
+    yield from _header("model", "batch", "policy", "up", "down", "wire", "step, s", "bound, s", "TFLOPS per GPU")
     for server, gpus, nodes, model, batch, *published in SPEEDS:
         yield from speed_rows(server, gpus, nodes, model, batch, published)
     yield APART

@@ -50,7 +50,7 @@ def row(case: Case, gpus: int) -> str:
     except DoesNotFit as refusal:
         missing = refusal.needed_bytes - refusal.available_bytes
         why = f"does not fit: {format_bytes(missing)} of {refusal.tier} missing, each"
-        return _row(f"{gpus:,}", nodes, why, "", "", "", "", "", published)
+        return _row(f"{gpus:,}", nodes, why, "", "", "", "", "", "", published)
     told = found.planned.prediction
     ring = told.busy_s["collectives"]
     per_rank = case.server.training(gpus, case.batch, nodes).cluster.ranks_per_node
@@ -61,6 +61,7 @@ def row(case: Case, gpus: int) -> str:
         nodes,
         peaks,
         f"{told.step_time_s:.1f}",
+        f"{told.bound_step_time_s:.1f}",
         f"{ring:.1f}",
         f"{tree:.1f}",
         f"{found.tflops_per_gpu:.0f}",
@@ -92,7 +93,11 @@ process), blocks recomputed in backward, the loss in chunks of rows. *Peaks* are
 of host memory. TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv
 2108.05818; IEEE TPDS 34(1)), read off its plots, at a batch of its choice.
 
-`pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40 --chunked-loss` asks for one such row.
+*Step* is with forward, backward and optimizer one after the other, as today's engine runs a plan; *bound* is what the
+plan would allow, were they to overlap. And several processes do not follow this plan yet: they agree on collectives as
+they run, and keep on the GPU what steps have shown room for ([what they do](distributed.md#order)).
+
+`pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.
 
 ## How long a collective takes
 
@@ -133,9 +138,18 @@ def page() -> Iterator[str]:
         yield f"\n## {case.title}\n"
         yield f"`{case.model}` on {case.server.label} a node, {case.batch} sequences a GPU.\n"
         yield _row(
-            "GPUs", "nodes", "peaks", "step, s", "ring, s", "tree, s", "TFLOPS per GPU", "tokens/s", "published TFLOPS"
+            "GPUs",
+            "nodes",
+            "peaks",
+            "step, s",
+            "bound, s",
+            "ring, s",
+            "tree, s",
+            "TFLOPS per GPU",
+            "tokens/s",
+            "published TFLOPS",
         )
-        yield "| --: | --: | --- | --: | --: | --: | --: | --: | --: |"
+        yield "| --: | --: | --- | --: | --: | --: | --: | --: | --: | --: |"
         for gpus in SIZES:
             yield row(case, gpus)
     yield TAIL.rstrip("\n")

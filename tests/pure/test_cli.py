@@ -282,8 +282,12 @@ MISTAKES = [
     (("plan", "gpt2", "--gpus", "3", "--nodes", "2"), "3 GPUs cannot be spread evenly over 2 nodes"),
     (("plan", "gpt2", "--precision", "fp8"), "invalid choice: 'fp8'"),
     (("plan", "gpt2", "--reserve-fragmentation", "nan"), "nonmodel_overhead"),
-    (("plan", "gpt2", "--frob"), "unrecognized arguments: --frob"),
-    (("plan", "gpt2", "--dev", "1GiB"), "unrecognized arguments: --dev"),
+    (("plan", "gpt2", "--frob"), "unrecognized arguments: --frob (pstar plan --help lists the options)"),
+    (("plan", "gpt2", "--dev", "1GiB"), "unrecognized arguments: --dev 1GiB; did you mean --device-memory?"),
+    (("plan", "gpt2", "--devise-memory=1GiB"), "--devise-memory=1GiB; did you mean --device-memory"),
+    (("scale", "--min-tflop", "3"), "did you mean --min-tflops?"),
+    (("plan", "gpt2", "--device-memory", "64"), "64 is so many bytes; did you mean 64GiB?"),
+    (("plan", "xyzzy"), "gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN is any size"),
     (("plan", "gpt2", "--no-checkpointing", "--offload-checkpoints"), "needs --checkpointing"),
     (("plan", "gpt2", "--machine", "abacus"), "unknown machine 'abacus'"),
     (("plan", "--hf", "missing.json"), "cannot read 'missing.json'"),
@@ -312,6 +316,7 @@ def test_mistakes_get_one_line(
     assert says in err
     assert err.startswith("pstar: ")
     assert err.count("\n") == 1
+    assert len(err) < 250, "one line that can be read"
 
 
 def test_help_and_version_end_well(capsys: pytest.CaptureFixture[str]) -> None:

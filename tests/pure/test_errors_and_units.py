@@ -49,13 +49,15 @@ def test_an_illegal_transition_names_what_would_be_legal():
         ("1.5KiB", 1536),
         (" 0.5 TB ", 5 * 10**11),
         ("7B", 7),
+        ("24G", 24 * 2**30),
+        ("1.5m", 3 * 2**19),
     ],
 )
 def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["20Gb?", "", "GiB", "-1", "1e9", "20 XB", "9" * 30, -5, True, 2.5, None])
+@pytest.mark.parametrize("text", ["20Gb?", "", "GiB", "-1", "1e9", "20 XB", "24X", "G", "9" * 30, -5, True, 2.5, None])
 def test_what_is_no_size_is_refused_in_one_line(text):
     with pytest.raises(InvalidInput) as caught:
         parse_bytes(text)

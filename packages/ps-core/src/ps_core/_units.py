@@ -7,7 +7,7 @@ import re
 from ps_core._errors import InvalidInput
 
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BINARY = {f"{letter}{rest}": 1024**power for power, letter in enumerate("KMGT", 1) for rest in ("", "IB")}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 ALIGNMENT_BYTES = 128
@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 128
 
 
 def parse_bytes(size: int | str) -> int:
-    """``"20GiB"`` (binary), ``"20GB"`` (decimal), ``"4096"`` or a whole number, in bytes."""
+    """``"20GiB"`` or ``"20G"`` (binary), ``"20GB"`` (decimal), ``"4096"`` or a whole number, in bytes."""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise InvalidInput(f"a size cannot be negative: {size}")

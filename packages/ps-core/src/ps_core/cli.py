@@ -98,10 +98,11 @@ def _plan(options: argparse.Namespace) -> int:
         return DOES_NOT_FIT
     if options.svg is not None:
         _write(options.svg, tide_svg(tide(found.planned.program, found.planned.plan)))
+    told = advice(subject, found)
     if options.json:
-        _print(fits_document(case, found, advice(found)))
+        _print(fits_document(case, found, told))
         return FITS
-    _print(fits_text(case, found, advice(found), ascii_only=_ascii_only()))
+    _print(fits_text(case, found, told, ascii_only=_ascii_only()))
     if options.tide:
         _print("\n" + tide_text(tide(found.planned.program, found.planned.plan), ascii_only=_ascii_only()))
     return FITS
@@ -120,12 +121,12 @@ def _scale(options: argparse.Namespace) -> int:
         _print(nothing_document() if options.json else why)
         return DOES_NOT_FIT
     case = Case(found.shape, found.forecast.training, place.assumed)
-    told = advice(found.forecast)
+    told = advice(found.shape, found.forecast)
     if options.json:
         _print(scale_document(found, fits_document(case, found.forecast, told)))
     else:
         plan = fits_text(case, found.forecast, told, ascii_only=_ascii_only())
-        _print(scale_text(found, plan, chunked_loss=options.chunked_loss))
+        _print(scale_text(found, plan))
     return FITS
 
 

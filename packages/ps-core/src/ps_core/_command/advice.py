@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
-from ps_core._command.forecast import Forecast, Subject, Training, bounds, model_of, surely_fits
+from ps_core._command.forecast import Forecast, Subject, Training, Way, bounds, model_of, surely_fits
 from ps_core._errors import InvalidInput
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
@@ -16,6 +17,9 @@ from ps_core._workloads.shapes import Family, Part, placed_tensors
 _IDLE = 0.1
 """A part of the step the GPU may wait without a remark."""
 _FULL = 0.99
+_GAIN = 1.03
+"""A change that gains less is not worth a line."""
+_MOST_LEVERS = 3
 _WAITS = {
     "host->device": "uploads over the link",
     "device->host": "downloads over the link",
@@ -24,6 +28,9 @@ _WAITS = {
     "collectives": "the other GPUs",
     "cpu": "the optimizer step on the CPU",
 }
+_SPARE = 1.25
+"""Of device memory that would be enough, so much more is suggested."""
+_HUGE = 2**50
 _ROUND = 2**34
 """Memory is suggested in whole 16 GiB."""
 _TILES = 16
@@ -32,18 +39,19 @@ _NODE = 8
 """GPUs that a node usually has room for."""
 
 
-def advice(found: Forecast) -> tuple[str, ...]:
-    """What would make a plan that fits faster, and what its owner should know."""
+def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:
+    """What its owner should know of a plan that fits, and what would make it faster, by simulation."""
     told = found.prediction
-    said = list(found.planned.plan.notes)
+    said = []
     idle = told.stalled_s / told.step_time_s if told.step_time_s else 0.0
     if idle > _IDLE:
         busy = {name: told.busy_s[name] for name in _WAITS}
         name = max(busy, key=lambda key: busy[key])
         said.append(
             f"compute is idle {idle:.0%} of the step, waiting most of all for {_WAITS[name]} ({busy[name]:.3g} s of "
-            "work); a larger --batch or --accumulate spreads that over more tokens"
+            "work)"
         )
+    said += _faster(subject, found)
     if found.offloads and not isinstance(found.training.offload_checkpoints, bool):
         said.append("checkpoints leave the GPU between forward and backward (--no-offload-checkpoints keeps them)")
     if found.training.cpu_embedding and found.table is None:
@@ -53,6 +61,35 @@ def advice(found: Forecast) -> tuple[str, ...]:
     if "host" in full:
         said.append("host memory is full to within 1 %: nothing else of size may run there (--reserve-host sets more)")
     return tuple(said)
+
+
+def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
+    """The changes that gain most, each planned and simulated at a first look."""
+    if not found.tokens_per_s:
+        return
+    speeds = []
+    for label, changed in _levers(subject, found):
+        offload = bool(changed.offload_checkpoints)
+        speed = Way(subject, replace(changed, quick=True), offload=offload).tokens_per_s()
+        if speed is not None and speed > _GAIN * found.tokens_per_s:
+            speeds.append((speed, label))
+    for speed, label in sorted(speeds, reverse=True)[:_MOST_LEVERS]:
+        yield f"{label}: {speed:,.0f} tokens/s, {speed / found.tokens_per_s:.2f} times as many (predicted)"
+
+
+def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]:
+    """What could be changed in a training that fits, without other hardware."""
+    training = replace(found.training, offload_checkpoints=found.offloads)
+    yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
+    if isinstance(subject, Trace):
+        return
+    yield f"--batch {2 * training.batch}", replace(training, batch=2 * training.batch)
+    if not training.chunked_loss:
+        yield "--chunked-loss", replace(training, chunked_loss=True)
+    if training.checkpointing:
+        yield "--no-checkpointing", replace(training, checkpointing=False, offload_checkpoints=False)
+    if found.training.offload_checkpoints is False and training.checkpointing and len(found.tiers) > 1:
+        yield "--offload-checkpoints", replace(training, offload_checkpoints=True)
 
 
 def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, ...]:
@@ -139,8 +176,10 @@ def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Train
         for disk in (2**40, 2**42, 2**44):
             yield f"--disk {disk // 2**40}TiB", replace(training, cluster=replace(cluster, disk=disk))
     if cluster.device_memory:
-        for factor in (2, 4):
-            size = -(-cluster.device_memory * factor // 2**30)
+        reserve = _HUGE - replace(cluster, device_memory=_HUGE).tiers()[0].capacity_bytes
+        enough = reserve + _SPARE * bounds(subject, training)[0].needed_bytes
+        needs = (2 * cluster.device_memory, 4 * cluster.device_memory, enough)
+        for size in sorted({math.ceil(need / 2**30) for need in needs}):
             label = f"--device-memory {size}GiB"
             yield label, replace(training, cluster=replace(cluster, device_memory=size * 2**30))
 

@@ -46,7 +46,8 @@ class Training:
     checkpointing: bool = True
     offload_checkpoints: bool | None = False
     """None: whichever is faster, or fits."""
-    chunked_loss: bool = False
+    chunked_loss: bool = True
+    """As ps_models computes it."""
     untied_head: bool = False
     """Give a model whose head is its token table a head of its own."""
     cpu_embedding: bool = False
@@ -209,6 +210,15 @@ class Way:
         """The best plan whose moves overlap; None: memory is too short for one."""
         planned = None if self._lacks_table else self._search.roomy()
         return None if planned is None else self._forecast(planned)
+
+    def tokens_per_s(self) -> float | None:
+        """The speed of all processes, at a first look; None: memory is too short for a plan whose moves overlap."""
+        step_s = None if self._lacks_table else self._search.glance_s()
+        if step_s is None:
+            return None
+        training = self._training
+        waited_s = 0.0 if self._table is None else sum(self._table.seconds(training.machine))
+        return self._trace.tokens * training.accumulate * training.cluster.gpus / (step_s + waited_s)
 
     def tight(self) -> Forecast:
         """The plan for tight memory; `DoesNotFit` if there is none."""

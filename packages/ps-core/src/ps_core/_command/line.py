@@ -6,18 +6,31 @@ import argparse
 from typing import Any, NoReturn
 
 from ps_core._errors import InvalidInput
+from ps_core._names import did_you_mean
 from ps_core._planner.policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
 from ps_core._units import parse_bytes
 from ps_core._version import __version__
 
+_LEAST_BYTES = 4096
+"""A smaller number without a unit is no size that anyone means."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As the base class, which leaves what it does not know to the command above; that knows other options."""
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            near = did_you_mean(extra[0].partition("=")[0], self._option_string_actions, "")
+            self.error(f"unrecognized arguments: {' '.join(extra)}" + (f"; {near}" if near else ""))
+        return found, extra
+
     def error(self, message: str) -> NoReturn:
-        raise InvalidInput(f"{message} ({self.prog} --help lists the options)")
+        asks = message.endswith("?")
+        raise InvalidInput(message if asks else f"{message} ({self.prog} --help lists the options)")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--svg", metavar="FILE", help="draw the tide to this file")
     plan.add_argument("--tide", action="store_true", help="draw the tide in characters")
     _add_where(plan)
-    _add_how(plan, chunked_loss=False)
+    _add_how(plan)
 
     scale = commands.add_parser("scale", help="the largest model this can train", allow_abbrev=False)
     scale.set_defaults(command="scale")
@@ -43,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--min-tflops", type=float, metavar="N", help="least TFLOPS per GPU (default: half the machine's matmul rate)"
     )
     _add_where(scale)
-    _add_how(scale, chunked_loss=True)
+    _add_how(scale)
 
     doctor = commands.add_parser("doctor", help="what this computer has", allow_abbrev=False)
     doctor.set_defaults(command="doctor")
@@ -82,7 +95,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     add("--reserve-fragmentation", **part, help="part of non-model bytes added to them (default: 0.05)")
 
 
-def _add_how(parser: argparse.ArgumentParser, *, chunked_loss: bool) -> None:
+def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how").add_argument
     flag = argparse.BooleanOptionalAction
     add("--batch", type=_count, default=4, metavar="N", help="sequences per GPU and micro-batch (default: 4)")
@@ -92,8 +105,7 @@ def _add_how(parser: argparse.ArgumentParser, *, chunked_loss: bool) -> None:
     add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
     auto = "move checkpoints off the GPU (default: where it helps)"
     add("--offload-checkpoints", action=flag, default=None, help=auto)
-    word = "yes" if chunked_loss else "no"
-    add("--chunked-loss", action=flag, default=chunked_loss, help=f"head and loss in chunks of rows (default: {word})")
+    add("--chunked-loss", action=flag, default=True, help="head and loss in chunks of rows (default: yes)")
     add("--untied-head", action=flag, default=False, help="a head of its own, where the model's is its token table")
     away = "look tokens up in host memory, where their table stays (default: no)"
     add("--cpu-embedding", action=flag, default=False, help=away)
@@ -116,6 +128,9 @@ def _count(text: str) -> int:
 
 def _size(text: str) -> int:
     try:
-        return parse_bytes(text)
+        found = parse_bytes(text)
     except InvalidInput as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if text.strip().isdigit() and 0 < found < _LEAST_BYTES:
+        raise argparse.ArgumentTypeError(f"{found} is so many bytes; did you mean {found}GiB?")
+    return found

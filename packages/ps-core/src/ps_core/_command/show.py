@@ -209,11 +209,11 @@ def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> st
     return "\n".join(lines) + "\n"
 
 
-def scale_text(found: Largest, plan: str, *, chunked_loss: bool) -> str:
+def scale_text(found: Largest, plan: str) -> str:
     """`pstar scale`."""
     shape = found.shape
     size = f"{format_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden}"
-    again = f"as: pstar plan {shape.name} --{'' if chunked_loss else 'no-'}chunked-loss, other options the same"
+    again = f"as: pstar plan {shape.name}, other options the same"
     return f"largest: {shape.name}, {size}\nstopped: {found.limit}\n{again}\n\n{plan}"
 
 

@@ -125,6 +125,11 @@ class Search:
                 return _checked(scorer.program, plan, self._machine, self._setup, placement)
         return None
 
+    def glance_s(self) -> float | None:
+        """Seconds a step of the best plan with overlapping moves, which is not completed; None: there is none."""
+        best = _best(self._scorers, self._setup)
+        return None if best is None else best[1].score[0]
+
     def tight(self) -> Planned:
         """The plan for tight memory, with the smallest groups first; `DoesNotFit` names the least that is lacking."""
         programs = [scorer.program for scorer in self._scorers]

@@ -37,19 +37,20 @@ from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 def tight_plan(program: Program, tiers: tuple[Tier, ...], check: Callable[[Plan], None] | None = None) -> Plan:
     """Make a plan within little more than the lower bound; `DoesNotFit` (not proven) if even this fails.
 
-    ``check`` gets a plan with the segments of a training step, and raises if the others need not be made.
+    ``check`` gets a plan with the segments of a training step at least, and raises if the others need not be made.
     """
     home = _pack(program, tiers)
-    made = {name: _segment(program, tiers, home, name) for name in dict.fromkeys(program.iteration())}
-    if check is not None:
-        check(Plan(tiers=tiers, home=home, segments=tuple(made.values())))
-    segments = tuple(made.get(name) or _segment(program, tiers, home, name) for name in program.segments)
+    segments: list[Segment] = []
+    for name in program.segments:
+        segments.append(_segment(program, tiers, home, name))
+        if check is not None and name is program.iteration()[-1]:
+            check(Plan(tiers=tiers, home=home, segments=tuple(segments)))
     steps = [-1] * len(program.layout.groups)
     for instr in next((s.instrs for s in segments if s.name is SegmentName.STEP), ()):
         if isinstance(instr.op, Step):
             steps[instr.op.group] = 0 if instr.queue is Queue.COMPUTE else 1
     note = "memory is so short that extents move one at a time, without overlap"
-    return Plan(tiers=tiers, home=home, segments=segments, step_tiers=tuple(steps), notes=(note,))
+    return Plan(tiers=tiers, home=home, segments=tuple(segments), step_tiers=tuple(steps), notes=(note,))
 
 
 def _segment(program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], name: SegmentName) -> Segment:

@@ -7,10 +7,10 @@ allow. The first is what all other figures are about.
 What a plan allows. Every queue does one thing at a time, in list order; an instruction starts when its queue is free
 and everything in ``after`` is complete; see [Note: cost model] for how long it then takes. Where one segment follows
 another, the instruction also waits for every earlier segment's instruction that touched bytes it touches, non-model
-bytes of the tide included. That join is kept per *cell*, a stretch of a tier's addresses that no slot begins or ends inside: what
-matters of a segment is when each cell was last touched, and for each instruction the cells it is the first (of its
-queue) to touch. A slot that is reserved and released within the segment joins at its `Reserve` and is left at its
-`Release`: a sound plan puts all its other users between.
+bytes of the tide included. That join is kept per *cell*, a stretch of a tier's addresses that no slot begins or ends
+inside: what matters of a segment is when each cell was last touched, and for each instruction the cells it is the first
+(of its queue) to touch. A slot that is reserved and released within the segment joins at its `Reserve` and is left at
+its `Release`: a sound plan puts all its other users between.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
+from ps_core._names import did_you_mean
 from ps_core._simulate.built_in import MACHINES
 from ps_core._simulate.rates import NUMBERS, OPTIONAL, Machine
 
@@ -37,7 +38,8 @@ def machine_from_toml(text: str, source: str = "machine file") -> Machine:
         data = {"name": f"{base}, adapted", **known, **data}
     unknown = sorted(data.keys() - {"name", *NUMBERS})
     if unknown:
-        raise InvalidInput(f"{source}: unknown key {unknown[0]!r} (known: base, name, {', '.join(NUMBERS)})")
+        near = did_you_mean(unknown[0], ("base", "name", *NUMBERS), "docs/command.md lists the keys")
+        raise InvalidInput(f"{source}: unknown key {unknown[0]!r}; {near}")
     missing = [key for key in ("name", *NUMBERS) if key not in data and key not in OPTIONAL]
     if missing:
         raise InvalidInput(f"{source}: {missing[0]!r} is missing (or name a built-in machine as base)")

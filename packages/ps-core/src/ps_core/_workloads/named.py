@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import replace
 
 from ps_core._errors import InvalidInput
+from ps_core._names import did_you_mean
 from ps_core._workloads.shapes import Family, TransformerShape
 
 # The published sizes: layers and hidden size. All have 16 heads, 175B has 96; vocabulary and positions are GPT-2's
@@ -158,6 +158,9 @@ def published_names() -> tuple[str, ...]:
     return tuple(f"gpt-{label}" for label in _PUBLISHED)
 
 
+_ANY_SIZE = "gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN is any size, as in gpt-24x2048; docs/sizes.md has the names"
+
+
 def shape(name: str, *, vocabulary: int | None = None, positions: int | None = None) -> TransformerShape:
     """The shape of that name (case does not matter), or of ``gpt-LAYERSxHIDDEN`` or ``bert-LAYERSxHIDDEN``.
 
@@ -168,19 +171,12 @@ def shape(name: str, *, vocabulary: int | None = None, positions: int | None = N
     if found is None:
         free = _FREE_NAME.fullmatch(key)
         if free is None:
-            raise InvalidInput(f"no model is called {name!r}; {_nearest(key)}")
+            raise InvalidInput(f"no model is called {name!r}; {did_you_mean(key, _NAMED, _ANY_SIZE)}")
         layers, hidden = int(free[2]), int(free[3])
         found = gpt(layers, hidden) if free[1] == "gpt" else bert(layers, hidden, _heads(hidden), name=key)
     if vocabulary is not None:
         found = replace(found, vocabulary=vocabulary)
     return found if positions is None else replace(found, positions=positions)
-
-
-def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, _NAMED, n=3, cutoff=0.6)
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"known: {', '.join(_NAMED)}, gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN"
 
 
 def size_table() -> str:

@@ -12,6 +12,7 @@ from ps_core.engine._remedies import Way, in_pieces, in_tiles, larger, on_the_ho
 from ps_core.engine._store import Store
 
 _ACTIVATIONS = ", and what activations take"
+_PARTS = {2: "half", 4: "a quarter of", 8: "an eighth of", 16: "a sixteenth of"}
 _SO_FAR = ", as far as this pass has come"
 
 
@@ -30,11 +31,12 @@ def compute_tier_too_small(
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     weight, largest = group.chunk_numel * group.dtype.itemsize, _largest(group).numel * group.dtype.itemsize
     unknown = "" if whole or store.foreseen_bytes else _SO_FAR
-    asked, batch = needed_bytes, f"half the batch or sequence: about {size(nonmodel_bytes // 2)} less non-model data"
+    asked, missing = needed_bytes, needed_bytes - capacity
+    batch = _smaller_batch(missing, max(nonmodel_bytes, store.foreseen_bytes - 2 * weight))
     if not nonmodel_bytes:
         asked, unknown = asked + largest * group.trainable, _ACTIVATIONS  # and its gradient
         batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
-    if largest < weight:
+    if missing <= weight - largest:
         parts = (
             f"{options_as(store, group_bytes=largest)}: a moment holds {size(largest)} of weights, not {size(weight)}"
         )
@@ -53,6 +55,15 @@ def compute_tier_too_small(
         proven=proven,
         remedies=(larger(store, 0, asked) + unknown, parts, batch),
     )
+
+
+def _smaller_batch(missing_bytes: int, nonmodel_bytes: int) -> str:
+    """The largest part of the batch that leaves out as many non-model bytes as are missing."""
+    for part, words in _PARTS.items():
+        left_out = nonmodel_bytes - nonmodel_bytes // part
+        if left_out >= missing_bytes:
+            return f"{words} the batch or sequence: about {size(left_out)} less non-model data"
+    return f"a smaller batch or sequence: at most {size(nonmodel_bytes)} less non-model data, not enough by itself"
 
 
 def _largest(group: GroupRecord) -> TensorRecord:

@@ -11,11 +11,11 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput
+from ps_core._names import did_you_mean
 from ps_models.train import _rules as rules
 
 COMMAND = "pstar-train"
@@ -257,8 +257,7 @@ def merged(config: Mapping[str, Any], line: Mapping[str, Any]) -> TrainOptions:
 def nearest(name: str) -> str:
     """What somebody may have meant."""
     known = [row.name.replace("_", "-") for row in fields(TrainOptions)]
-    near = get_close_matches(name.lstrip("-").replace("_", "-"), known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    return did_you_mean(name.lstrip("-").replace("_", "-"), known, f"{COMMAND} --help lists the options", most=1)
 
 
 def table() -> str:
