@@ -111,11 +111,10 @@ what NCCL does for gathers and sums of this kind.
 TAIL = """
 ## Where this is off
 
-- **The published points are slower**: 110 TFLOPS where 157 are predicted (32 GPUs), 126 where 157 are (64), so the
-  prediction is too high by 43 and by 25 per cent; and they rise from 32 to 64 GPUs, where it stays flat. The A100's
-  rate for matrix work in the machine file is that of well-tuned code of later years, and the published system paid for
-  moves that nothing hid, at a batch and on a network that are not known here. That more GPUs leave less to move shows
-  here in the peaks of host memory only: the computation hides it. Nothing is fitted: a machine file with the rates a
+- **The published points are slower**: 110 TFLOPS where 140 are predicted (32 GPUs), 126 where 152 are (64), so the
+  prediction is too high by 27 and by 21 per cent. Both rise from 32 to 64 GPUs, which leave less to step and to move on
+  each. The A100's rate for matrix work in the machine file is that of well-tuned code of later years, and the published
+  system paid for moves that nothing hid, at a batch and on a network that are not known here. Nothing is fitted: a machine file with the rates a
   cluster reaches (`pstar doctor --calibrate` on one of its nodes) says more than this page.
 - **Up to a few hundred GPUs** the model says that the network does not matter for batches like these: a step computes
   for longer than it gathers. Stragglers, congestion, and adapters that are shared with storage are not in it, and
