@@ -83,7 +83,8 @@ def train_under_a_budget(steps: int) -> tuple[list[float], list[Tensor], Statist
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, [entry["master"] for entry in optimizer.state_dict(masters=True)["state"].values()], statistics(model)
+    masters = [entry["master"] for entry in optimizer.state_dict(masters=True)["state"].values()]
+    return losses, masters, statistics(model)
 
 
 def main(steps: int = STEPS) -> int:

@@ -45,8 +45,6 @@ class Masters:
     def weight(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor | None:
         """Choose the master that follows from a loaded weight; None: the one that is there stays."""
         dtype, value = value.dtype, value.detach()
-        if dtype.itemsize > 4:
-            value = value.float()  # rounded once, for the 16-bit copy is rounded from the master
         self._weights[record] = dtype
         if record.trainable and (record in self._given or record.steps):
             value = value.to("cpu")

@@ -273,7 +273,7 @@ class DiskFile:
         reason = what if error is None else f"{what}: {error.strerror} (errno {error.errno})"
         return TierFailure(
             f"the disk tier failed: {self.name}: {reason}\n"
-            "  what is in memory is intact, and can be saved: model.state_dict(), optimizer.state_dict(masters=True)\n"
+            "  what is in memory is intact, and can be saved: model.state_dict(), optimizer.state_dict()\n"
             "  try: another Budget(disk_dir=...), in a process of its own"
         )
 
