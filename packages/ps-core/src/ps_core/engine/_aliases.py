@@ -66,8 +66,8 @@ def find_ties(model: nn.Module) -> list[list[str]]:
 def tied_by_memory(names: list[str], why: str) -> UnsupportedParameter:
     """Say that a tie cannot be kept."""
     return UnsupportedParameter(
-        f"the parameters {names[0]!r} and {names[1]!r} share memory, {why}: share the Parameter itself before chunked(...), "
-        "as in `model.head.weight = model.table.weight`, or give one of them memory of its own (.clone())"
+        f"the parameters {names[0]!r} and {names[1]!r} share memory, {why}: before chunked(...), share the Parameter "
+        "itself, as in `model.head.weight = model.table.weight`, or give one of them memory of its own (.clone())"
     )
 
 

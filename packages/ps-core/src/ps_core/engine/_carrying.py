@@ -193,7 +193,6 @@ class Carrier:
         if any(record.bound is not None and record.bound.aliased for record in here):
             raise Diverged(f"somebody holds on to memory of {group.name}")
         for record in here:
-            self._residency.check_untouched(record, slot)
             self._residency.unbind(record)
 
     def _copy(self, instr: Instr, op: Copy) -> None:

@@ -77,6 +77,7 @@ class Demand:
                 del self._in[group]
             else:
                 self._residency.write_home(group.home)
+                self._residency.expose(group)
 
     def adopt(self, groups: list[GroupRecord]) -> None:
         """Take over what a plan left on the compute tier."""

@@ -21,7 +21,7 @@ from ps_core.engine._eager import Eager
 from ps_core.engine._interrupts import undisturbed
 from ps_core.engine._managed_grad import ManagedGrad
 from ps_core.engine._masters import Masters
-from ps_core.engine._parameter import Function, aliased, changes, clear_grad
+from ps_core.engine._parameter import OPENING, Function, aliased, changes, clear_grad
 from ps_core.engine._parts import whole
 from ps_core.engine._passes import Passes
 from ps_core.engine._processes.driver import sharded
@@ -31,6 +31,7 @@ from ps_core.engine._refusals import changed_in_place, not_trained, whole_table
 from ps_core.engine._saved import Kept, SavedTensors
 from ps_core.engine._scaler import LossScale
 from ps_core.engine._settings import Outcome
+from ps_core.engine._state_copies import StateCopies
 from ps_core.engine._stepping import Decision, SettingsOf
 from ps_core.engine._store import Store
 from ps_core.engine._tables import Tables
@@ -88,8 +89,7 @@ class Engine:
         """What failed amid replacing values; nothing may be trained until it has been done."""
         self.collecting = 0
         """State dicts being made, one within another: parameters answer with copies."""
-        self.copies: dict[TensorRecord, torch.Tensor] = {}
-        """For the state dict that is being made; tied parameters share theirs, as plain ones would."""
+        self.copies = StateCopies()
         self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
         """A state dict is being loaded: parameters are written through this."""
 
@@ -103,6 +103,8 @@ class Engine:
                 result = self._call_beside_others(function, args, kwargs)
             else:
                 result = function(*args, **kwargs)
+            if self.passes.outside or function in OPENING:
+                self._expose(records, function)
             # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
             for record in records:
                 if record.parameter._version != record.version:
@@ -123,6 +125,19 @@ class Engine:
             return function(*args, **kwargs)
         finally:
             self.saved.pop_to(depth)
+
+    def _expose(self, records: list[TensorRecord], function: Function) -> None:
+        """Note whose memory a call gave away; in backward, only what shows memory as such."""
+        always = function in OPENING
+        if always or torch._C._current_graph_task_id() == -1:
+            for record in records:
+                if record.bound is not None and (always or record.bound.aliased):
+                    self.residency.exposed.add(record)
+
+    def check_writes(self) -> None:
+        """Raise if something was written where it is lost; between passes, before values are used."""
+        self.copies.check()
+        self.passes.check_writes()
 
     def check_unchanged(self, records: Iterable[TensorRecord]) -> None:
         """Refuse changes in place that nobody was told of, and undo them."""
@@ -180,29 +195,26 @@ class Engine:
     def collected(self) -> None:
         """Whatever became of a state dict, made or loaded, it is over: nothing of it is answered with any more."""
         self.collecting, self.loading = 0, None
-        self.copies.clear()
+        self.copies.finish()
 
     def detached(self, record: TensorRecord) -> torch.Tensor | None:
         """A copy for a state dict that is being collected."""
         if self.collecting <= 0:
             return None
-        if record.first not in self.copies:
-            self.copies[record.first] = self.read(record)
-        return self.copies[record.first]
+        copy = self.copies.get(record)
+        return self.copies.add(record, self.read(record)) if copy is None else copy
 
     @undisturbed
     def abort(self) -> None:
         """The root module's forward failed: end the pass, and let go of everything."""
+        self.passes.outside = True
         self.finish_pass()
         self.passes.tide.stop()
 
     def _refuse_change(self, record: TensorRecord) -> None:
         record.version = changes(record.parameter)
-        home = record.group.home
-        if 0 in home.copies and home.copies[0].stamp == home.stamp and not home.dirty:
-            home.copies[0].stamp = -1  # home still has the bytes as they were
-        elif record.group.weight is Kind.P16 and record.group.trainable:
-            self.residency.rebuild(record.group, [record])
+        if record.bound is not None:
+            self.residency.undo_changes(record, record.bound.slot)
         record.group.reading = -1
         raise changed_in_place(record.name)
 
@@ -321,6 +333,7 @@ class Engine:
     def await_forward(self) -> None:
         """The root module is called: what is looked at from here on is of the pass that this belongs to."""
         self.store.check_process()
+        self.copies.check()
         self.passes.end_open()
 
     @undisturbed
@@ -384,7 +397,7 @@ class Engine:
         self.masters.before_step()
         self.collected()
         self.finish_pass()
-        self.passes.check_tampered()
+        self.check_writes()
         self.counters.clock.turn("step")
         self.passes.guide.consider()
         self.check_unchanged(self.records)
@@ -395,6 +408,7 @@ class Engine:
         self.counters.clock.stepped()
         self.counters.steps += 1
         self.counters.skipped += decision.skip
+        self.residency.exposed.check()
         return Outcome(norm=decision.norm, skipped=decision.skip)
 
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Decision:
@@ -418,8 +432,9 @@ class Engine:
     def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         self._check_kept()
-        self.copies.pop(record.first, None)  # of a state dict that broke off
+        self.copies.drop(record)  # of a state dict that broke off
         self.updater.write(record, kind, value)
+        self.residency.exposed.check(record)
 
     def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
         """Replace the parameter by a master of a state dict, unless other weights were loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -22,7 +23,7 @@ from ps_core.engine._parameter import ManagedParameter, make_plain, plain_value,
 from ps_core.engine._pilot import Pilot
 from ps_core.engine._processes.unplanned import Unplanned
 from ps_core.engine._records import GroupRecord, TensorRecord
-from ps_core.engine._refusals import graph_of_gradient
+from ps_core.engine._refusals import changed_in_place, graph_of_gradient
 
 
 class Management:
@@ -102,9 +103,11 @@ class Management:
         if not self._owners and not self.engine.released:
             self.engine.released = True
             forked = self.engine.store.forked  # then the disk tier is the parent's
+            self.engine.residency.exposed.clear()
             for group in self.engine.groups:
                 for record in group.tensors:
                     record.fresh()
+                    self.engine.forget_version(record)
                     self.engine.residency.unbind(record)
                 if not forked:
                     self._give_back(group)
@@ -203,13 +206,14 @@ class Management:
             )
         if not self.engine.collecting:
             self.engine.finish_pass()
-            self.engine.copies.clear()
+            self.engine.check_writes()
+            self.engine.copies.finish()
         self.engine.collecting += 1
 
     def _collected(self, *_: Any) -> None:
         self.engine.collecting = max(0, self.engine.collecting - 1)
         if not self.engine.collecting:
-            self.engine.copies.clear()
+            self.engine.copies.finish()
 
     def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -219,6 +223,7 @@ class Management:
             )
         self.engine.finish_pass()
         self.engine.collected()  # whatever became of a state dict
+        self.engine.copies.forget()
         self.engine.loading = self.engine.load_weight
 
     def _loaded(self, *_: Any) -> None:
@@ -236,6 +241,10 @@ class Management:
         engine.saved.pop_to(0)  # whatever an interrupt left
         engine.finish_pass()
         engine.discard_gradients()
+        engine.residency.exposed.check()
+        for record in engine.residency.take_tampered():
+            lost = changed_in_place(record.name)
+            warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
         engine.released = True
         self.remove()
         for group in engine.groups:

@@ -79,6 +79,15 @@ _PLAIN = frozenset(
 _STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
 """Answered for the memory a parameter has when it is in."""
 
+OPENING = frozenset(
+    {
+        *_methods("detach", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
+        *_methods("_typed_storage"),
+        *_getters("__cuda_array_interface__"),
+    }
+)
+"""What is called to have the memory itself, wherever that is: others may write there past PyTorch's count."""
+
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
 """Types of most arguments, in which no parameter can be."""
 _NESTS = (list, tuple, dict)

@@ -121,6 +121,8 @@ class Passes:
         self.moment = 0
         self._broke_off = False
         """The last pass ended by an exception."""
+        self.outside = True
+        """The root module's forward is not running: memory that a call gives away is somebody else's."""
         self.recording: Recording | None = None
         """Of the pass that is on; None between passes."""
 
@@ -130,10 +132,10 @@ class Passes:
         recording = self.recording
         return recording.beats[-1] if recording is not None and recording.beats else None
 
-    def check_tampered(self) -> None:
-        """Raise if a parameter left with changes in place."""
-        tampered, self._residency.tampered = self._residency.tampered, []
-        for record in tampered:
+    def check_writes(self) -> None:
+        """Raise if a parameter was changed in place, which is undone; keep what may be written to exposed memory."""
+        self._residency.exposed.check()
+        for record in self._residency.take_tampered():
             raise changed_in_place(record.name)
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -161,10 +163,12 @@ class Passes:
             self._begin(backward=False)
         else:
             self.recording.regular = False
+        self.outside = False
         self._clock.turn("forward")
 
     def leave_forward(self) -> None:
         """It is over."""
+        self.outside = True
         within_backward = torch._C._current_graph_task_id() != -1
         self._clock.turn("backward" if within_backward else "")
         if not torch.is_grad_enabled() and self.recording is not None and not within_backward:
@@ -200,6 +204,7 @@ class Passes:
         """End the moment, begin another."""
         recording = self.recording
         assert recording is not None, "there is a pass"
+        self._residency.exposed.check(ended=True)
         held = self._close_moment()
         backward = torch._C._current_graph_task_id() != -1
         reads = list(dict.fromkeys(record.group for record in records))
@@ -285,7 +290,9 @@ class Passes:
     # The beginning and the end of a pass.
 
     def _begin(self, *, backward: bool) -> None:
-        self.check_tampered()
+        self._residency.exposed.check(ended=True)
+        for record in self._residency.take_tampered():
+            raise changed_in_place(record.name)
         put_in()
         if self._broke_off and self.tide.current_bytes:
             gc.collect()  # an exception's frames may hold on to one another, and with them to activations
@@ -317,6 +324,7 @@ class Passes:
     def finish(self, *, strict: bool = False) -> None:
         """End the pass, if one is on. ``strict``: it went well, and its last moment has to keep to the budget too."""
         self._task = -1
+        self._residency.exposed.check(ended=True)
         recording = self.recording
         if recording is None:
             self.tide.stop()  # within backward it cannot leave the stack

@@ -61,7 +61,11 @@ class Bound:
     @property
     def aliased(self) -> bool:
         """Whether something besides the parameter holds on to the memory."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
+        return self.used_by_others(True)
+
+    def used_by_others(self, bound: bool) -> bool:
+        """Whether something holds on to the memory besides the parameter, or, if that is not ``bound`` here, at all."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - (not bound)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
+from ps_core.engine._exposed import Exposed
 from ps_core.engine._interrupts import alone
 from ps_core.engine._parameter import changes, point_at
 from ps_core.engine._records import Bound, GroupRecord, TensorRecord
@@ -46,6 +47,7 @@ class Residency:
         """By the address of a storage: whose residency it is."""
         self.tampered: list[TensorRecord] = []
         """Parameters that left with changes in place, which are lost; to be told of at the next occasion."""
+        self.exposed = Exposed(self)
 
     # Parameters.
 
@@ -61,7 +63,9 @@ class Residency:
             point_at(record.parameter, bound.view)
         else:
             bound = _bound(record, slot)
-        record.version = changes(record.parameter)
+        if changes(record.parameter) != record.version:  # by an alias of memory where it was before
+            record.version = changes(record.parameter)
+            self.tampered.append(record)
         record.bound = bound
         self.owners[bound.storage._cdata] = record
         return bound
@@ -70,16 +74,49 @@ class Residency:
         """Let the parameter be nowhere."""
         bound = record.bound
         if bound is not None:
+            self._check_untouched(record, bound.slot)
             point_at(record.parameter, record.placeholder)
             del self.owners[bound.storage._cdata]
             record.bound = None
 
-    def check_untouched(self, record: TensorRecord, slot: Slot) -> None:
+    def _check_untouched(self, record: TensorRecord, slot: Slot) -> None:
         """Notice a change in place that nobody was told of; the copy that has it is not to be used."""
-        if record.bound is not None and changes(record.parameter) != record.version:
+        self.exposed.check(record)
+        if changes(record.parameter) != record.version:
             self.tampered.append(record)
-            if not record.group.home.dirty:
-                slot.stamp = -1  # home still has the bytes as they were
+            self.undo_changes(record, slot)
+
+    def expose(self, group: GroupRecord) -> None:
+        """Note that somebody holds on to memory of a group when its pass ends."""
+        for record in group.tensors:
+            if record.bound is not None and record.bound.aliased:
+                self.exposed.add(record)
+
+    def take_tampered(self) -> list[TensorRecord]:
+        """Return the parameters whose changes in place are lost, and forget about them."""
+        found, self.tampered = self.tampered, []
+        return found
+
+    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+        """Do without what was written to a slot: another copy has the parameter as it was, or else its master."""
+        record.version, home = changes(record.parameter), record.group.home
+        if self._copies_besides(home, slot):
+            slot.stamp = -1
+        elif record.group.weight is Kind.P16 and record.group.trainable:
+            self.rebuild(record.group, [record])
+
+    def _copies_besides(self, home: Home, slot: Slot) -> list[Slot]:
+        """The newest copies but for this one."""
+        return [each for each in (home.slot, *home.copies.values()) if each is not slot and each.stamp == home.stamp]
+
+    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A parameter's elements in a slot, and in what these were made from; None: there is no other copy."""
+        group, own = record.group, self.part_of(slot, record, record.dtype)
+        if copies := self._copies_besides(group.home, slot):
+            return own, self.part_of(max(copies, key=lambda each: each.tier), record, record.dtype)
+        if group.weight is Kind.P16 and group.trainable:
+            return own, self.part_of(group.homes[Kind.P32].source(), record, torch.float32)
+        return own, next((self.part_of(slot, other, record.dtype) for other in record.others), None)
 
     # Groups.
 
@@ -168,7 +205,6 @@ class Residency:
         if group.aliased:
             return False
         for record in group.tensors:
-            self.check_untouched(record, slot)
             self.unbind(record)
         if slot.stamp == home.stamp:
             self.write_home(home)

@@ -57,6 +57,7 @@ class _Materialized(AbstractContextManager[nn.Module]):
         wanted = _wanted(engine, self._names)
         engine.check_usable()
         engine.finish_pass()
+        engine.check_writes()
         put_in()
         self._engine = engine
         self._take(engine, wanted)

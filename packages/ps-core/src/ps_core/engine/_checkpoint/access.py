@@ -40,6 +40,7 @@ def settle(engine: Engine, what: str) -> None:
     """End the pass that is on; `InvalidInput` amid a step."""
     check_outside(what)
     engine.finish_pass()
+    engine.check_writes()
     waiting = [record.name for record in engine.records if record.gradient is not Gradient.NONE]
     if waiting:
         raise InvalidInput(

@@ -16,6 +16,7 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
+from ps_core.engine._parameter import changes
 from ps_core.engine._processes.beside import beside
 from ps_core.engine._processes.risers import Risers
 from ps_core.engine._processes.together import Together
@@ -105,7 +106,6 @@ class ShardResidency(Residency):
         if slot is not None:
             bounds = {record: record.bound for record in group.tensors if record.bound is not None}
             for record in group.tensors:
-                self.check_untouched(record, slot)
                 self.unbind(record)
             self._held.append((slot, bounds))
             self.watcher.evicted()
@@ -116,7 +116,7 @@ class ShardResidency(Residency):
         """Give the memory back that nobody holds on to any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
-            if any(_used(bound) for bound in bounds.values()):
+            if any(bound.used_by_others(False) for bound in bounds.values()):
                 self._held.append((slot, bounds))
             else:
                 slot.bounds = bounds
@@ -135,6 +135,19 @@ class ShardResidency(Residency):
             self.give_back(slot)
         else:
             self.store.spare.put(slot)
+
+    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This process's elements of a parameter in what was gathered, and in its shard."""
+        group, home = record.group, record.group.homes[record.group.weight]
+        first = group.rank * group.shard_numel
+        piece = record.piece
+        mine = slot.flat(group.dtype, group.chunk_numel)[first + piece.start : first + piece.stop]
+        return mine, self.load(home, piece)
+
+    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+        """Gather anew what was written to; the shard is as it was."""
+        record.version = changes(record.parameter)
+        slot.stamp = -1
 
     def gives_way(self, size: int) -> int:
         """Do without what is ahead of need or kept for later; take back to the disk what came up while there was room.
@@ -239,8 +252,3 @@ class ShardResidency(Residency):
 
 def _nothing() -> None:
     pass
-
-
-def _used(bound: Bound) -> bool:
-    """Whether somebody uses memory that its parameter no longer does."""
-    return torch._C._storage_Use_Count(bound.storage._cdata) > bound.uses - 1

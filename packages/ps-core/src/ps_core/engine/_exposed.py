@@ -1,0 +1,94 @@
+"""Find what was written to a parameter's memory without PyTorch's knowledge: by NumPy, DLPack, a storage, an address.
+
+[Note: writes that PyTorch does not count]
+PyTorch counts changes in place through tensors, and the engine refuses those. It counts no others. So memory of a
+parameter that code outside of the model was given (``detach()``, ``.data``, any view that outlives its call) is
+*exposed*: before the engine reads another copy of the parameter, or writes over this one, it compares the two.
+
+If they differ, what the memory is decides. Where the weight itself is trained (fp32), or nothing trains it, the written
+memory becomes the newest copy, as in plain PyTorch. In 16 bits it is a copy of the fp32 master, and of a group that
+several processes share it was gathered: there the write is refused, as one that PyTorch counts is. Where there is
+nothing to compare with, the memory is the only copy, and a write needs no help.
+
+Memory is compared once after its last alias is gone; as long as there is one, at each step and each reading of states.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._records import Bound, Payload, TensorRecord
+from ps_core.engine._store import Slot
+
+if TYPE_CHECKING:
+    from ps_core.engine._residency import Residency
+
+_PIECE_NUMEL = 2**18
+"""So many elements are compared at a time: where one side has to be rounded or fetched, the copy stays small."""
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Exposed:
+    """The exposed memory of one engine; in ordinary training there is none."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._bounds: dict[int, tuple[TensorRecord, Bound]] = {}
+        """By the address of the storage."""
+
+    def add(self, record: TensorRecord) -> None:
+        """Note that code outside of the model has, or had, the memory where a parameter is now."""
+        assert record.bound is not None, "only memory that a parameter has can be exposed"
+        self._bounds[record.bound.storage._cdata] = (record, record.bound)
+
+    def clear(self) -> None:
+        """Forget all of it: its contents do not matter any more."""
+        self._bounds.clear()
+
+    def check(self, record: TensorRecord | None = None, *, ended: bool = False) -> None:
+        """Keep or refuse what was written: to one parameter, or to all; ``ended``: where no alias is left."""
+        if self._bounds:
+            with torch.no_grad():
+                self._check_all(record, ended=ended)
+
+    def _check_all(self, record: TensorRecord | None, *, ended: bool) -> None:
+        for key, (owner, bound) in list(self._bounds.items()):
+            alive = bound.used_by_others(bound is owner.bound)
+            if record not in (None, owner) or (ended and alive):
+                continue
+            if not alive or not bound.slot.memory.numel():
+                del self._bounds[key]
+            if bound.slot.memory.numel():
+                self._check(owner, bound.slot, alive=alive)
+
+    def _check(self, record: TensorRecord, slot: Slot, *, alive: bool) -> None:
+        residency, home = self._residency, record.group.home
+        if slot.stamp != home.stamp:
+            if alive and home.copies.get(slot.tier) is slot:
+                residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
+        elif record.payload is Payload.VALID and self._differs(record, slot):
+            if record.group.gathered or (Kind.P32 in record.group.homes and record.group.weight is Kind.P16):
+                residency.tampered.append(record)
+                residency.undo_changes(record, slot)
+            else:
+                flat = slot.flat(record.dtype, record.group.chunk_numel)
+                for other in record.others:
+                    flat[other.span].copy_(flat[record.span])
+                home.changed(slot)
+
+    def _differs(self, record: TensorRecord, slot: Slot) -> bool:
+        """Whether a parameter's elements in a slot are others than in what they were copied from."""
+        mine, source = self._residency.sides(record, slot)
+        if source is None:
+            return False
+        self._residency.await_all(Queue.CPU)
+        self._residency.store.device.work(Queue.CPU, f"compare {record.name}", (mine, source), ())
+        bits = _BITS[mine.dtype.itemsize]
+        return any(
+            not torch.equal(one.cpu().view(bits), other.cpu().to(one.dtype).view(bits))
+            for one, other in zip(torch.split(mine, _PIECE_NUMEL), torch.split(source, _PIECE_NUMEL), strict=True)
+        )
