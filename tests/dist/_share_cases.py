@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import ps_dist
 from _one_process import added, adds_like, check_homes, check_weights, give, gradients
 from _zero_cases import Way, batches, passes, states
-from ps_core import SGD, Budget, Options
+from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._management import management_of
 from ps_core.engine._records import Gradient
@@ -236,3 +237,31 @@ def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:
     for one in (model, other):
         release(one)
     return found
+
+
+def writes_past_the_count(each: ps_dist.TorchCollectives, precision: str, device: str) -> None:
+    """What PyTorch does not count of changes to gathered copies is refused on the ranks that have those elements."""
+    both = Both(each, Way(precision=precision, device=device))
+    both.backward(0)
+    both.step()
+    weights = both.model.state_dict()
+    for name in ("blocks.1.1.weight", "odd"):
+        with torch.no_grad():
+            both.model.get_parameter(name).detach().untyped_storage().fill_(0)
+        refused = rf"'{re.escape(name)}' was changed in place"
+        with pytest.raises(UnsupportedParameter, match=refused):
+            both.seen()
+        for other, value in both.model.state_dict().items():
+            assert torch.equal(value, weights[other]), other
+    both.backward(1)
+    both.step()
+    release(both.model)
+    release(both.single)
+
+
+def ties_by_memory(each: ps_dist.TorchCollectives) -> None:
+    """Their elements may be on different ranks."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UnsupportedParameter, match=r"'0\.weight' and '1\.weight' share memory.* the Parameter itself"):
+        chunked(model, SGD(lr=0.1), collectives=each)

@@ -85,3 +85,13 @@ def test_shards_are_above_the_disk_while_there_is_room(two: Crew, tmp_path: Path
         assert rows[4] == (20, 0), "everything fits, and nothing is read any more"
         assert 0 < ups[-1] < 20, "the larger batch needs some of the room"
         assert reads[-1] > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "checked"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_that_pytorch_does_not_count_are_refused(two: Crew, precision: str, device: str) -> None:
+    two.run(cases.writes_past_the_count, precision, device)
+
+
+def test_ties_by_memory_are_refused(two: Crew) -> None:
+    two.run(cases.ties_by_memory)

@@ -178,3 +178,19 @@ def test_pickled_weights_are_called_so(new: bool, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"model\.pt is of torch\.save, expected safetensors"):
         load_weights(model, tmp_path / "model.pt")
     release(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_from_before_are_forgotten_aloud(device: str) -> None:
+    """A plain loop that steps before it calls ``zero_grad`` would use them."""
+    model = two()
+    backward(model)
+    with pytest.warns(UserWarning, match=r"'0\.weight' and 3 others have gradients from before chunked.*forgotten"):
+        model, optimizer = chunked(model, SGD(lr=0.1), device=device, budget=budget_for(device))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    release(model)
+    model = two()
+    backward(model)
+    release(chunked(model, None, device=device, budget=budget_for(device))[0])  # nothing would be stepped

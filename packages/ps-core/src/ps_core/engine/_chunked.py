@@ -36,7 +36,7 @@ from ps_core.engine._store import Store
 from ps_core.engine._surgery import undo
 from ps_core.engine._tiers import device_of, disk_file, passing_bytes, tiers_of
 from ps_core.engine._tracing.materialise import initial_values
-from ps_core.engine._unmatched import say_unmatched
+from ps_core.engine._unmatched import say_unmatched, warn_of_gradients
 
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
@@ -67,6 +67,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
     if options.eager_step:
         _check_eager(wishes, disk=budget.disk is not None)
+    if wishes.training:
+        warn_of_gradients(model)
     where = device_of(device, pin=options.pin)
     joining = Alone() if collectives is None else Joining(collectives)
     joining.check(where, options)

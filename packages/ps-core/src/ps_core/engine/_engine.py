@@ -130,9 +130,10 @@ class Engine:
         """Note whose memory a call gave away; in backward, only what shows memory as such."""
         always = function in OPENING
         if always or torch._C._current_graph_task_id() == -1:
-            for record in records:
-                if record.bound is not None and (always or record.bound.aliased):
-                    self.residency.exposed.add(record)
+            with self.passes.tide.paused():
+                for record in records:
+                    if record.bound is not None and (always or record.bound.aliased):
+                        self.residency.exposed.add(record)
 
     def check_writes(self) -> None:
         """Raise if something was written where it is lost; between passes, before values are used."""

@@ -11,6 +11,7 @@ several processes share it was gathered: there the write is refused, as one that
 nothing to compare with, the memory is the only copy, and a write needs no help.
 
 Memory is compared once after its last alias is gone; as long as there is one, at each step and each reading of states.
+What was gathered from several processes is compared with a copy, so that all of them find the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._records import Bound, Payload, TensorRecord
+from ps_core.engine._records import Bound, GroupRecord, Payload, TensorRecord
 from ps_core.engine._store import Slot
 
 if TYPE_CHECKING:
@@ -37,45 +38,52 @@ class Exposed:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._bounds: dict[int, tuple[TensorRecord, Bound]] = {}
-        """By the address of the storage."""
+        self.bounds: dict[int, tuple[TensorRecord, Bound, torch.Tensor | None]] = {}
+        """By the address of the storage; empty in ordinary training, which has to ask nothing else."""
 
     def add(self, record: TensorRecord) -> None:
         """Note that code outside of the model has, or had, the memory where a parameter is now."""
-        assert record.bound is not None, "only memory that a parameter has can be exposed"
-        self._bounds[record.bound.storage._cdata] = (record, record.bound)
+        bound = record.bound
+        assert bound is not None, "only memory that a parameter has can be exposed"
+        if bound.storage._cdata not in self.bounds:
+            before = bound.view.detach().to("cpu", copy=True) if record.group.gathered else None
+            self.bounds[bound.storage._cdata] = (record, bound, before)
+
+    def forget(self, group: GroupRecord) -> None:
+        """Do without the memory of a group's copy, which other groups may be given from now on."""
+        if self.bounds:
+            self.bounds = {key: row for key, row in self.bounds.items() if row[0].group is not group}
 
     def clear(self) -> None:
         """Forget all of it: its contents do not matter any more."""
-        self._bounds.clear()
+        self.bounds.clear()
 
+    @torch.no_grad()
     def check(self, record: TensorRecord | None = None, *, ended: bool = False) -> None:
         """Keep or refuse what was written: to one parameter, or to all; ``ended``: where no alias is left."""
-        if self._bounds:
-            with torch.no_grad():
-                self._check_all(record, ended=ended)
-
-    def _check_all(self, record: TensorRecord | None, *, ended: bool) -> None:
-        for key, (owner, bound) in list(self._bounds.items()):
-            alive = bound.used_by_others(bound is owner.bound)
+        for key, (owner, bound, before) in list(self.bounds.items()):
+            alive = bound.aliased if bound is owner.bound else bound.outlived
             if record not in (None, owner) or (ended and alive):
                 continue
             if not alive or not bound.slot.memory.numel():
-                del self._bounds[key]
+                del self.bounds[key]
             if bound.slot.memory.numel():
-                self._check(owner, bound.slot, alive=alive)
+                self._check(owner, bound, before, alive=alive)
 
-    def _check(self, record: TensorRecord, slot: Slot, *, alive: bool) -> None:
-        residency, home = self._residency, record.group.home
+    def _check(self, record: TensorRecord, bound: Bound, before: torch.Tensor | None, *, alive: bool) -> None:
+        residency, home, slot = self._residency, record.group.home, bound.slot
+        group = record.group
         if slot.stamp != home.stamp:
-            if alive and home.copies.get(slot.tier) is slot:
+            if alive and home.copies.get(slot.tier) is slot and not group.gathered:
                 residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
-        elif record.payload is Payload.VALID and self._differs(record, slot):
-            if record.group.gathered or (Kind.P32 in record.group.homes and record.group.weight is Kind.P16):
+        elif record.payload is Payload.VALID and (
+            self._differs(record, slot) if before is None else not _same(bound.view, before)
+        ):
+            if group.gathered or (group.trainable and group.weight is Kind.P16):
                 residency.tampered.append(record)
                 residency.undo_changes(record, slot)
             else:
-                flat = slot.flat(record.dtype, record.group.chunk_numel)
+                flat = slot.flat(group.dtype, group.chunk_numel)
                 for other in record.others:
                     flat[other.span].copy_(flat[record.span])
                 home.changed(slot)
@@ -87,8 +95,11 @@ class Exposed:
             return False
         self._residency.await_all(Queue.CPU)
         self._residency.store.device.work(Queue.CPU, f"compare {record.name}", (mine, source), ())
-        bits = _BITS[mine.dtype.itemsize]
-        return any(
-            not torch.equal(one.cpu().view(bits), other.cpu().to(one.dtype).view(bits))
-            for one, other in zip(torch.split(mine, _PIECE_NUMEL), torch.split(source, _PIECE_NUMEL), strict=True)
-        )
+        return not _same(mine, source)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these have the same bits, once both are of the first one's type."""
+    bits = _BITS[one.dtype.itemsize]
+    pieces = zip(*(torch.split(each.reshape(-1), _PIECE_NUMEL) for each in (one, other)), strict=True)
+    return all(torch.equal(left.cpu().view(bits), right.cpu().to(left.dtype).view(bits)) for left, right in pieces)

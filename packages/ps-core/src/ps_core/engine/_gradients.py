@@ -84,7 +84,8 @@ class GradientKeeper:
 
     def put_over(self, record: TensorRecord) -> bool:
         """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
-        self._residency.exposed.check(record, ended=True)
+        if self._residency.exposed.bounds:
+            self._residency.exposed.check(record, ended=True)
         slot = record.group.home.newest(record.group.fixed or 0)
         if slot is None or record.busy or record.aside is None:
             return False

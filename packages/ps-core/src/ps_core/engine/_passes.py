@@ -204,7 +204,8 @@ class Passes:
         """End the moment, begin another."""
         recording = self.recording
         assert recording is not None, "there is a pass"
-        self._residency.exposed.check(ended=True)
+        if self._residency.exposed.bounds:
+            self._residency.exposed.check(ended=True)
         held = self._close_moment()
         backward = torch._C._current_graph_task_id() != -1
         reads = list(dict.fromkeys(record.group for record in records))

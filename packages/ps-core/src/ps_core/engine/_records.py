@@ -61,11 +61,12 @@ class Bound:
     @property
     def aliased(self) -> bool:
         """Whether something besides the parameter holds on to the memory."""
-        return self.used_by_others(True)
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
 
-    def used_by_others(self, bound: bool) -> bool:
-        """Whether something holds on to the memory besides the parameter, or, if that is not ``bound`` here, at all."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - (not bound)
+    @property
+    def outlived(self) -> bool:
+        """Whether something holds on to the memory although the parameter does not any more."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
 
 
 @dataclass(slots=True, eq=False)

@@ -81,7 +81,8 @@ class Residency:
 
     def _check_untouched(self, record: TensorRecord, slot: Slot) -> None:
         """Notice a change in place that nobody was told of; the copy that has it is not to be used."""
-        self.exposed.check(record)
+        if self.exposed.bounds:
+            self.exposed.check(record)
         if changes(record.parameter) != record.version:
             self.tampered.append(record)
             self.undo_changes(record, slot)

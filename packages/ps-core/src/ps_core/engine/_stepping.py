@@ -130,7 +130,7 @@ def step_group(
             record.epoch += 1
             record.payload = Payload.VALID
             record.fresh()
-            for other in record.others:  # stepped, or not, from here on, as memory that both have would be
+            for other in record.others if record.tied else ():  # as memory that they share would be
                 master[other.piece].copy_(master[record.piece])
                 other.epoch += 1
                 overtaken.add(other)

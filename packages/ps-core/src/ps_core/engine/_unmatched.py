@@ -1,13 +1,17 @@
-"""Choices of parameters that choose none: probably misspelled, and said in a line.
+"""What `chunked` was given and makes no use of: choices of parameters that choose none, and gradients from before.
 
-No error, for one `Options`, or one optimizer, may serve several models, not all of which have such parameters.
+No error: one `Options`, or one optimizer, may serve several models, not all of which have such parameters; and loops
+that begin by forgetting gradients lose nothing.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import warnings
 from collections.abc import Collection, Iterator
+
+from torch import nn
 
 from ps_core._options import Options
 from ps_core.engine._messages import say
@@ -26,6 +30,18 @@ def say_unmatched(model: str, names: Collection[str], options: Options, front: C
         if not group["params"]:
             before = " that no group before it has" if index else ""
             say(f"{model}: groups[{index}] has no parameter: its match is true for none{before}")
+
+
+def warn_of_gradients(model: nn.Module) -> None:
+    """Warn where a plain loop's first step would use gradients that parameters have already."""
+    names = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is not None]
+    if names:
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        warnings.warn(
+            f"{names[0]!r}{others} have gradients from before chunked(...), which are forgotten: call it before "
+            "backward, or model.zero_grad() before it",
+            stacklevel=3,
+        )
 
 
 def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:

@@ -107,6 +107,7 @@ class ShardResidency(Residency):
             bounds = {record: record.bound for record in group.tensors if record.bound is not None}
             for record in group.tensors:
                 self.unbind(record)
+            self.exposed.forget(group)
             self._held.append((slot, bounds))
             self.watcher.evicted()
             self.sweep()
@@ -116,7 +117,7 @@ class ShardResidency(Residency):
         """Give the memory back that nobody holds on to any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
-            if any(bound.used_by_others(False) for bound in bounds.values()):
+            if any(bound.outlived for bound in bounds.values()):
                 self._held.append((slot, bounds))
             else:
                 slot.bounds = bounds
@@ -135,14 +136,6 @@ class ShardResidency(Residency):
             self.give_back(slot)
         else:
             self.store.spare.put(slot)
-
-    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This process's elements of a parameter in what was gathered, and in its shard."""
-        group, home = record.group, record.group.homes[record.group.weight]
-        first = group.rank * group.shard_numel
-        piece = record.piece
-        mine = slot.flat(group.dtype, group.chunk_numel)[first + piece.start : first + piece.stop]
-        return mine, self.load(home, piece)
 
     def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
         """Gather anew what was written to; the shard is as it was."""
