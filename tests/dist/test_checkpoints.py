@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 import _checkpoint_cases as cases
+from _buggy import Change, Original, Rows, take_out
 from _crew import Crew
 from ps_core import CheckpointDamaged
 from ps_core.engine import export_checkpoint
@@ -77,6 +80,51 @@ def test_parts_are_checked_by_one_process_too(two: Crew, tmp_path: Path) -> None
             file.write_bytes(before)
         run.load(tmp_path / "a")
         assert run.values() == values
+
+
+def test_parts_that_a_rank_forgot(two: Crew, tmp_path: Path) -> None:
+    """Each tensor or part of each rank left out, the files of a rank, and a part that begins too early or too late."""
+    two.run(cases.begins, tmp_path / "a")
+    original = Original(tmp_path / "a")
+    places = original.places()
+    assert {row["writer"] for row in original.manifest["files"].values()} == {0, 1}
+
+    def without_rank_one(manifest: dict[str, Any], rows: Rows) -> None:
+        for name in [name for name, row in manifest["files"].items() if row["writer"] == 1]:
+            if manifest["files"][name]["section"] != "buffers":
+                del manifest["files"][name]
+
+    def shifted(name: str, index: int, by: int) -> Change:
+        def change(manifest: dict[str, Any], rows: Rows) -> None:
+            manifest["files"][name]["tensors"][index][4] += by
+
+        return change
+
+    def put(value: Any, *keys: str) -> Change:
+        def change(manifest: dict[str, Any], rows: Rows) -> None:
+            for key in keys[:-1]:
+                manifest = manifest[key]
+            manifest[keys[-1]] = value
+
+        return change
+
+    changes = [(take_out(name, index), f"{section}.*{tensor.split('[')[0]}") for name, index, section, tensor in places]
+    parts = [each for each in places if "[" in each[3] and not each[3].split("[")[1].startswith("0:")]
+    assert {section for *_, section, _ in parts} == {"masters", "exp_avg", "exp_avg_sq", "weights"}
+    changes += [(shifted(name, index, -1), "more than once") for name, index, *_ in parts]
+    changes += [(shifted(name, index, 1), "are missing") for name, index, *_ in parts]
+    changes += [(without_rank_one, "are missing|lacks"), (put(1, "ranks"), "1 ranks"), (put(0, "ranks"), "ranks")]
+    changes += [(put([], "random_files"), "random_files"), (put({"turned": [1]}, "orders"), "'turned'")]
+    with cases.running(None, seed=3) as run:
+        before = run.values()
+        for change, expected in changes:
+            path = original.changed(change)
+            with pytest.raises(CheckpointDamaged, match=expected):
+                run.load(path)
+            shutil.rmtree(path)
+        assert run.values() == before
+        run.load(original.changed(lambda manifest, rows: None))
+        assert run.values() != before
 
 
 def test_weights_are_loaded_by_shards(two: Crew, tmp_path: Path) -> None:

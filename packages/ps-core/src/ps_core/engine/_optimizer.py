@@ -174,6 +174,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         lr, decay = _float("lr", group["lr"]), _float("weight_decay", group["weight_decay"])
         if self._rule is Rule.SGD:
             return Settings(kind=Rule.SGD, lr=lr, weight_decay=decay, momentum=_float("momentum", group["momentum"]))
+        if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
+            raise InvalidInput(f"betas must be two numbers when the optimizer steps, found {group['betas']!r}")
         first, second = (_float("betas", beta) for beta in group["betas"])
         return Settings(
             kind=Rule.ADAM,

@@ -55,11 +55,21 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Take over what `state_dict` (or ``GradScaler``'s) gave."""
+        if not isinstance(state, Mapping):
+            raise InvalidInput(f"a loss scale's state must be a mapping, found {state!r}")
         absent = self.state_dict().keys() - state.keys()
         if absent:
             raise InvalidInput(f"a loss scale's state needs {sorted(absent)[0]!r}, found only {sorted(state)}")
-        if not SMALLEST <= state["scale"] <= LARGEST:
-            raise InvalidInput(f"a loss scale must be a positive number within fp32, found {state['scale']!r}")
+        for key, least in (("growth_interval", 1), ("_growth_tracker", 0)):
+            if type(state[key]) is not int or state[key] < least:
+                raise InvalidInput(
+                    f"a loss scale's {key!r} must be a whole number from {least} on, found {state[key]!r}"
+                )
+        for key in ("scale", "growth_factor", "backoff_factor"):
+            if type(state[key]) not in (int, float) or not SMALLEST <= state[key] <= LARGEST:
+                raise InvalidInput(
+                    f"a loss scale's {key!r} must be a positive number within fp32, found {state[key]!r}"
+                )
         self.value = float(state["scale"])
         self.growth_factor = float(state["growth_factor"])
         self.backoff_factor = float(state["backoff_factor"])

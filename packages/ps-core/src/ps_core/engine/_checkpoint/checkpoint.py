@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ps_core.engine._checkpoint.access import changing, check_outside, managed_pair, settle, targets_of
-from ps_core.engine._checkpoint.compare import check, parameters_of
+from ps_core.engine._checkpoint.compare import as_state_dict, check, parameters_of, readable_values
 from ps_core.engine._checkpoint.contents import EXTRA, Held, contents, extra_states
 from ps_core.engine._checkpoint.folder import Folder
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.peers import Peers
 from ps_core.engine._checkpoint.random import random_state, restore_random_state
 from ps_core.engine._checkpoint.reading import Reader, stored
-from ps_core.engine._checkpoint.values import decode, encode
+from ps_core.engine._checkpoint.values import encode
 from ps_core.engine._checkpoint.writing import agree, save, share_out
 from ps_core.engine._engine import Engine
 from ps_core.engine._management import management_of
@@ -107,6 +107,7 @@ def load_checkpoint(
     with peers.step("load_checkpoint"):
         held = contents(model, engine, optimizer)
         check(saved, model, engine, optimizer, held)
+        random = None if optimizer is None else saved.random_of(peers.rank)
     targets, extra_tensors = targets_of(saved, held)
     engine.discard_gradients()
     engine.finish_pass()
@@ -115,18 +116,18 @@ def load_checkpoint(
         Reader(engine, peers).read(stored(saved, targets, peers.rank))
         with peers.step("load_checkpoint"):
             if optimizer is not None:
-                _restore(engine, optimizer, decode(saved.manifest["optimizer"], find))
+                _restore(engine, optimizer, readable_values(saved, "optimizer", find))
             modules = dict(model.named_modules())
-            for name, state in decode(saved.manifest["modules"], find).items():
+            for name, state in readable_values(saved, "modules", find).items():
                 modules[name].set_extra_state(state)
-            if optimizer is not None:
-                restore_random_state(decode(saved.random_of(peers.rank), find))
+            if random is not None:
+                restore_random_state(random)
     if optimizer is not None and (ranks := peers.size()) != saved.ranks and peers.leads:
         say(
             f"{saved.path} was saved by {saved.ranks} processes, and {ranks} load it: rank i goes on with the "
             f"random numbers of rank i modulo {saved.ranks}"
         )
-    extra: dict[str, Any] = decode(saved.manifest["extra"], find)
+    extra: dict[str, Any] = readable_values(saved, "extra", find)
     return extra
 
 
@@ -135,14 +136,6 @@ def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any])
     engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
         record.steps = 0  # or the optimizer would clear moments that it finds no state for
-    groups, index = [], 0
-    for group in state["groups"]:
-        count = len(group["param_names"])
-        groups.append({**group, "params": list(range(index, index + count))})
-        index += count
-    whole = {"state": {}, "param_groups": groups}
-    if state["loss_scale"] is not None:
-        whole["loss_scale"] = state["loss_scale"]
-    optimizer.load_state_dict(whole)
+    optimizer.load_state_dict(as_state_dict(state))
     for record in engine.records:
-        record.steps = state["steps"].get(record.name, 0)
+        record.steps = state["steps"].get(record.name, 0)  # a frozen one has none

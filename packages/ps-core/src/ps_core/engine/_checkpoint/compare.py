@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from ps_core._errors import CheckpointMismatch
+from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine._checkpoint.contents import BUFFERS, Sections, entries, extra_states
+from ps_core.engine._checkpoint.folder import MANIFEST
 from ps_core.engine._checkpoint.manifest import Saved
-from ps_core.engine._checkpoint.safetensors import type_name
+from ps_core.engine._checkpoint.safetensors import damaged, type_name
+from ps_core.engine._checkpoint.values import decode
 from ps_core.engine._engine import Engine
-from ps_core.engine._optimizer import ChunkedOptimizer
+from ps_core.engine._optimizer import LOSS_SCALE, ChunkedOptimizer
+from ps_core.engine._scaler import LossScale
 
 SHOWN = 8
 """So many differences are told; the rest is counted."""
@@ -36,6 +40,8 @@ def check(saved: Saved, model: nn.Module, engine: Engine, optimizer: ChunkedOpti
     found = [] if optimizer is None else list(_of_optimizer(theirs, optimizer))
     found += [*_of_parameters(saved, engine, training=training and theirs is not None)]
     found += [*_of_the_rest(saved, model, held)]
+    if optimizer is not None and not found:
+        found += [*_of_numbers(readable_values(saved, "optimizer", _zero), optimizer, engine)]
     if not found:
         return
     shown = [f"  {line}" for line in found[:SHOWN]]
@@ -51,6 +57,25 @@ def check(saved: Saved, model: nn.Module, engine: Engine, optimizer: ChunkedOpti
             ]
         )
     )
+
+
+def readable_values(saved: Saved, key: str, find: Callable[[str], torch.Tensor]) -> Any:
+    """What the manifest says under a key, decoded; `CheckpointDamaged` where it cannot be (any: see `values`)."""
+    try:
+        return decode(saved.manifest[key], find)
+    except (TypeError, ValueError) as error:
+        raise damaged(saved.path / MANIFEST, f"its {key!r} cannot be read ({error})") from None
+
+
+def as_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of an optimizer in the form that ``load_state_dict`` takes; without states."""
+    groups, index = [], 0
+    for group in state["groups"]:
+        count = len(group["param_names"])
+        groups.append({**group, "params": list(range(index, index + count))})
+        index += count
+    scale = {} if state["loss_scale"] is None else {LOSS_SCALE: state["loss_scale"]}
+    return {"state": {}, "param_groups": groups, **scale}
 
 
 def _of_parameters(saved: Saved, engine: Engine, *, training: bool) -> Iterator[str]:
@@ -87,6 +112,26 @@ def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer)
     for name, place in saved.items():
         if now.get(name, place) != place:
             yield f"{name!r}: in param_groups[{place}] in the checkpoint, in param_groups[{now[name]}] here"
+
+
+def _of_numbers(theirs: Mapping[str, Any], optimizer: ChunkedOptimizer, engine: Engine) -> Iterator[str]:
+    """Yield what of the groups and of the loss scale cannot be taken over."""
+    try:
+        optimizer._match_groups(as_state_dict(theirs)["param_groups"])
+    except (LookupError, TypeError, ValueError) as error:
+        yield f"the optimizer's groups: {error}"
+    if (theirs["loss_scale"] is None) != (engine.loss_scale is None):
+        yield f"the loss scale: {theirs['loss_scale']} in the checkpoint, {engine.loss_scale} here"
+    elif theirs["loss_scale"] is not None:
+        try:
+            LossScale().load_state_dict(theirs["loss_scale"])
+        except InvalidInput as error:
+            yield str(error)
+
+
+def _zero(_: str) -> torch.Tensor:
+    """In place of a number that is kept as a tensor, which has not been read yet."""
+    return torch.zeros(())
 
 
 def _names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

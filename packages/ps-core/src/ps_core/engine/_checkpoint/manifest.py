@@ -3,6 +3,7 @@
 [Note: damage]
 ``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest; the manifest says which tensors each file
 has, from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
+What a writer with a bug left out has sound checksums too: see `complete`.
 
 [Note: one or several]
 What one process saves is of version 1. Where several do, which is version 2, every file has a writer, files have parts
@@ -15,17 +16,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
+from ps_core.engine._checkpoint.complete import wrong_tensors, wrong_values
 from ps_core.engine._checkpoint.direct import open_new
 from ps_core.engine._checkpoint.folder import FORMAT, MANIFEST, SUMS
+from ps_core.engine._checkpoint.random import check_random_state
 from ps_core.engine._checkpoint.safetensors import TYPES, Entry, damaged, table_of, type_name, write_all
 from ps_core.engine._checkpoint.sums import Checksum
+from ps_core.engine._checkpoint.values import decode
 
 VERSIONS = (1, 2)
 """See [Note: one or several]."""
@@ -163,12 +170,17 @@ class Saved:
             mine = 0
         return [file for file in self.files if file.section != "buffers" or file.writer == mine]
 
-    def random_of(self, rank: int) -> Any:
-        """What the manifest, or its own file, says of a process's random numbers (any: see `values`)."""
+    def random_of(self, rank: int) -> dict[str, Any]:
+        """The states of a process's random numbers, from the manifest or a file; checked."""
         names = self.manifest.get("random_files", [])
-        if not names:
-            return self.manifest["random"]
-        return json.loads(self.read_small(names[rank % len(names)]))
+        path = self.path / (names[rank % len(names)] if names else MANIFEST)
+        try:
+            found = json.loads(self.read_small(path.name)) if names else self.manifest["random"]
+            state: dict[str, Any] = decode(found, _no_tensor)
+            check_random_state(state)
+        except (LookupError, TypeError, ValueError) as error:
+            raise damaged(path, f"the states of random numbers in it cannot be taken over ({error})") from None
+        return state
 
     def read_small(self, name: str) -> bytes:
         """A small file, checked."""
@@ -191,15 +203,11 @@ def read_manifest(path: Path, *, files_too: bool = True) -> Saved:
     text = _read(path / MANIFEST)
     if _checksum(text) != sums.get(MANIFEST):
         raise damaged(path / MANIFEST, f"its checksum is not what {SUMS} says")
-    manifest: dict[str, Any] = json.loads(text)
-    if manifest["format"] != FORMAT or manifest["version"] not in VERSIONS:
-        known = " or ".join(map(str, VERSIONS))
-        raise CheckpointMismatch(
-            f"{path} is a {manifest['format']!r} of version {manifest['version']}, expected {FORMAT!r} of version "
-            f"{known}: load it with the version that wrote it ({manifest['written_by']})"
-        )
+    manifest = _parsed(path / MANIFEST, text)
+    _refuse(path, wrong_values(manifest))
     mark = manifest.get("save", "")
     files = tuple(_file(name, row, mark) for name, row in manifest["files"].items())
+    _refuse(path, wrong_tensors(manifest, [(file.section, file.writer, file.entries) for file in files]))
     small = manifest.get("random_files", [])
     if sums.keys() != {MANIFEST, *(file.name for file in files), *small}:
         raise damaged(path / SUMS, "it names other files than the manifest does")
@@ -210,6 +218,43 @@ def read_manifest(path: Path, *, files_too: bool = True) -> Saved:
         for name in small:
             saved.read_small(name)
     return saved
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    """The manifest's values, if it is one of a version that is known."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise damaged(path, f"it has {twice!r} more than once")
+        return found
+
+    try:
+        manifest = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"it is not JSON ({error})") from None
+    if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
+        raise damaged(path, "it says neither its 'format' nor its 'version'")
+    kind, version = manifest["format"], manifest["version"]
+    if kind != FORMAT or type(version) is not int or version not in VERSIONS:
+        known = " or ".join(map(str, VERSIONS))
+        raise CheckpointMismatch(
+            f"{path.parent} is a {kind!r} of version {version}, expected {FORMAT!r} of version {known}: load it "
+            f"with the version that wrote it ({manifest.get('written_by')})"
+        )
+    return manifest
+
+
+def _refuse(path: Path, wrong: Iterator[str]) -> None:
+    """`CheckpointDamaged` for the first thing that is wrong; the others may follow from that."""
+    first = next(wrong, None)
+    if first is not None:
+        raise damaged(path / MANIFEST, f"its checksum is right, but {first}: whatever wrote it has a bug")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ValueError(f"it refers to a tensor {name!r}")
 
 
 def _file(name: str, row: dict[str, Any], save: str) -> File:

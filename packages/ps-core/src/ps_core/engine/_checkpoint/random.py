@@ -11,6 +11,9 @@ import torch
 
 from ps_core.engine._checkpoint.safetensors import bytes_of
 
+_CUDA_BYTES = 16
+"""Of a CUDA generator's state: its seed and its offset."""
+
 
 def random_state() -> dict[str, Any]:
     """torch's, Python's, CUDA's where it is in use, NumPy's where it is imported."""
@@ -34,8 +37,29 @@ def restore_random_state(state: dict[str, Any]) -> None:
     if "numpy" in state and importlib.util.find_spec("numpy") is not None:
         import numpy
 
-        inner = {**state["numpy"]["state"], "key": numpy.array(state["numpy"]["state"]["key"], dtype=numpy.uint32)}
-        numpy.random.set_state({**state["numpy"], "state": inner})
+        numpy.random.set_state(_of_numpy(state["numpy"]))
+
+
+def check_random_state(state: Any) -> None:
+    """`ValueError` unless `restore_random_state` can take it (any: a file says it); no generator changes."""
+    try:
+        torch.Generator().set_state(_tensor(state["torch"]))
+        random.Random().setstate(state["python"])
+        if any(len(each) != _CUDA_BYTES for each in map(_tensor, state.get("cuda", ()))):
+            raise ValueError("CUDA's have another size")
+        if "numpy" in state and importlib.util.find_spec("numpy") is not None:
+            import numpy
+
+            numpy.random.RandomState().set_state(_of_numpy(state["numpy"]))
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
+
+
+def _of_numpy(state: dict[str, Any]) -> dict[str, Any]:
+    """NumPy's state in its own types."""
+    import numpy
+
+    return {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}
 
 
 def _bytes(state: torch.Tensor) -> bytes:
