@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -167,12 +168,12 @@ def test_a_line_that_is_no_text_is_named(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["u1", "<u2", "<i2", "<u4", "<i4", "<i8"])
-def test_token_files_are_mapped(kind: str, tmp_path: Path) -> None:
+def test_token_files_are_read(kind: str, tmp_path: Path) -> None:
     numbers = np.arange(100).astype(kind)
     np.save(tmp_path / "a.npy", numbers)
     found = corpus(options(tmp_path / "a.npy", validation=0.1))
     assert Packed(found.train, 4).spread(99).flatten().tolist() == list(range(84))
-    assert found.validation[0].tolist() == list(range(90, 100))
+    assert found.validation[0][:].tolist() == list(range(90, 100))
     assert found.tokenizer is None
 
 
@@ -181,6 +182,26 @@ def test_a_bin_file_is_numbers_of_16_bits(tmp_path: Path) -> None:
     found = corpus(options(tmp_path / "a.bin"))
     assert found.train[0].dtype == torch.uint16
     assert Packed(found.train, 5).spread(1).tolist() == [[65000, 65001, 65002, 65003, 65004]]
+
+
+@pytest.mark.parametrize("left", [0, 100, 199])
+def test_a_token_file_cut_short_during_the_run_is_named(left: int, tmp_path: Path) -> None:
+    """Within the last page it would read as zeros, were it mapped; before that the process would end."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(np.arange(1, 101, dtype="<u2").tobytes())
+    found = Packed(corpus(options(path)).train, 5)
+    assert found.take(0, 3).min() > 0
+    os.truncate(path, left)
+    with pytest.raises(InvalidInput, match=rf"--data: .*a\.bin' has {left} bytes, expected 200: it was cut short"):
+        found.take(0, 3)
+
+
+def test_a_file_that_lacks_tokens_of_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(100, dtype="<u2"))
+    os.truncate(path, path.stat().st_size - 20)
+    with pytest.raises(InvalidInput, match="has 90 tokens, its header says 100; allowed is a whole file"):
+        corpus(options(path))
 
 
 def test_another_file_is_another_digest(tmp_path: Path) -> None:

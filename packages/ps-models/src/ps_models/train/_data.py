@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,13 +30,25 @@ FEW = 20
 """Fewer documents than this are split each, not among them."""
 
 
+class Run(Protocol):
+    """Tokens in order: a tensor, or what is read from a file."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        ...
+
+    def __getitem__(self, which: slice) -> Tensor:
+        """Return some of them."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """All data of a run."""
 
-    train: tuple[Tensor, ...]
+    train: tuple[Run, ...]
     """Runs of tokens; a sequence lies within one."""
-    validation: tuple[Tensor, ...]
+    validation: tuple[Run, ...]
     tokenizer: Tokenizer | None
     """None: the data are token numbers already."""
     digest: str
@@ -90,8 +103,8 @@ def _of_tokens(files: Sequence[Path], options: TrainOptions) -> Corpus:
     digest = hashlib.sha256(b"".join(digest_of(path) for path in files) + str(options.validation).encode())
     told = f"{sum(cuts):,} tokens to train on, {sum(map(len, runs)) - sum(cuts):,} held back"
     return Corpus(
-        train=tuple(run[:cut] for run, cut in zip(runs, cuts, strict=True)),
-        validation=tuple(run[cut:] for run, cut in zip(runs, cuts, strict=True)),
+        train=tuple(run.part(0, cut) for run, cut in zip(runs, cuts, strict=True)),
+        validation=tuple(run.part(cut, len(run)) for run, cut in zip(runs, cuts, strict=True)),
         tokenizer=None,
         digest=digest.hexdigest(),
         told=f"{', '.join(map(str, files))}: {told}",
@@ -129,7 +142,7 @@ def pack(every: Iterable[bytes], chosen: Tokenizer) -> Tensor:
 class Packed:
     """Runs of tokens as sequences; see [Note: packing]."""
 
-    def __init__(self, runs: Sequence[Tensor], length: int, *, seed: int = 0, vocabulary: int | None = None) -> None:
+    def __init__(self, runs: Sequence[Run], length: int, *, seed: int = 0, vocabulary: int | None = None) -> None:
         self.runs, self.length, self.seed, self.vocabulary = runs, length, seed, vocabulary
         # Often a sequence less than there might be, so that any offset below the length is possible.
         self.counts = [max(int(len(run) >= length), (len(run) - length + 1) // length) for run in runs]

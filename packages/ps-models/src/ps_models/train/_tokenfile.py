@@ -1,9 +1,15 @@
-"""Files of token numbers, mapped into memory: never read as a whole, whatever their size."""
+"""Files of token numbers: read a sequence at a time, never as a whole, whatever their size.
+
+They are not mapped into memory. A file that somebody cuts short while it is mapped ends the process (SIGBUS), or gives
+zeros up to the end of a page; reading tells.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -16,22 +22,77 @@ _TYPES |= {"<i8": torch.int64}
 _PIECE_BYTES = 2**20
 
 
-def token_file(path: Path) -> Tensor:
-    """The tokens of a ``.bin`` file (16-bit numbers, little-endian, nothing else) or a flat ``.npy`` file."""
+class _Opened:
+    """A file that is read at positions, open for as long as this object lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self.bytes = os.fstat(self._file).st_size
+
+    def read(self, start: int, size: int) -> bytearray:
+        """Return these bytes; `InvalidInput` if the file is shorter than it was when it was opened."""
+        data, done = bytearray(size), 0
+        while done < size:
+            count = os.preadv(self._file, [memoryview(data)[done:]], start + done)
+            if not count:
+                break
+            done += count
+        found = os.fstat(self._file).st_size
+        if done < size or found < self.bytes:
+            raise InvalidInput(
+                f"--data: {str(self.path)!r} has {found:,} bytes, expected {self.bytes:,}: it was cut short during the "
+                "run; allowed is the file as it was, to go on from the last checkpoint"
+            )
+        return data
+
+
+class Tokens:
+    """A run of tokens in a file; slices of it are read when they are asked for."""
+
+    def __init__(self, file: _Opened, dtype: torch.dtype, start: int, count: int) -> None:
+        """``start``: the position of the first token, in bytes."""
+        self._file, self.dtype, self._start, self._count = file, dtype, start, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def part(self, first: int, end: int) -> Tokens:
+        """Return the run from token ``first`` up to ``end``, without reading it."""
+        return Tokens(self._file, self.dtype, self._start + first * self.dtype.itemsize, end - first)
+
+    def __getitem__(self, which: slice) -> Tensor:
+        """Read a slice."""
+        first, end, _ = which.indices(self._count)
+        if end <= first:
+            return torch.empty(0, dtype=self.dtype)
+        size = self.dtype.itemsize
+        return torch.frombuffer(self._file.read(self._start + first * size, (end - first) * size), dtype=self.dtype)
+
+
+def token_file(path: Path) -> Tokens:
+    """Open a ``.bin`` file (16-bit numbers, little-endian, nothing else) or a flat ``.npy`` file."""
     try:
-        size = path.stat().st_size
-        kind, start = _npy(path) if path.suffix == ".npy" else (torch.uint16, 0)
+        file = _Opened(path)
+        kind, start, told = _npy(path) if path.suffix == ".npy" else (torch.uint16, 0, None)
     except OSError as error:
         raise InvalidInput(f"--data: cannot read {str(path)!r}: {error.strerror}; allowed is what can be") from error
-    if start % kind.itemsize or (size - start) % kind.itemsize or size == start:
+    size = file.bytes - start
+    if size % kind.itemsize or size < 1:
         raise InvalidInput(
-            f"--data: {str(path)!r} has {size - start} bytes of tokens; allowed is a multiple of {kind.itemsize}"
+            f"--data: {str(path)!r} has {size} bytes of tokens; allowed is a multiple of {kind.itemsize}"
         )
-    return torch.from_file(str(path), shared=False, size=size // kind.itemsize, dtype=kind)[start // kind.itemsize :]
+    count = size // kind.itemsize
+    if told not in (None, count):
+        raise InvalidInput(
+            f"--data: {str(path)!r} has {count:,} tokens, its header says {told:,}; allowed is a whole file"
+        )
+    return Tokens(file, kind, start, count)
 
 
-def _npy(path: Path) -> tuple[torch.dtype, int]:
-    """The type of a ``.npy`` file's numbers, and where they start."""
+def _npy(path: Path) -> tuple[torch.dtype, int, int]:
+    """Read a ``.npy`` file's header: the type of its numbers, where they start, and how many they are."""
     with path.open("rb") as file:
         magic, version = file.read(6), file.read(2)
         width = 2 if version[:1] == b"\x01" else 4
@@ -41,12 +102,12 @@ def _npy(path: Path) -> tuple[torch.dtype, int]:
         told = ast.literal_eval(header.decode("latin-1").strip())
         kind, shape = _TYPES[told["descr"]], told["shape"]
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError):
-        kind, shape = torch.uint8, ()
+        kind, shape = torch.uint8, ()  # refused below
     if magic != b"\x93NUMPY" or len(shape) != 1:
         raise InvalidInput(
             f"--data: {str(path)!r} is not a .npy file of tokens; allowed is one dimension of {', '.join(_TYPES)}"
         )
-    return kind, 8 + width + length
+    return kind, 8 + width + length, shape[0]
 
 
 def digest_of(path: Path) -> bytes:
