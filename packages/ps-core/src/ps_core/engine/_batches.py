@@ -53,20 +53,21 @@ class Largest:
 
 def batch_of(args: Any, kwargs: Any) -> Batch:
     """Of the arguments of a call."""
-    tensors = list(_tensors((args, kwargs)))
+    tensors = list(tensors_of((args, kwargs)))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     return Batch(shapes, max((_tokens(tensor) for tensor in tensors), default=0))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dictionaries, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_of(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_of(each)
 
 
 def _tokens(tensor: torch.Tensor) -> int:

@@ -44,6 +44,9 @@ class Gauge(Protocol):
     def count(self, tensor: torch.Tensor) -> None:
         """Count this tensor too, which it may not have seen being made."""
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Stop counting this tensor, where tensors are counted one by one."""
+
     def paused(self) -> AbstractContextManager[None]:
         """Leave out what the engine makes meanwhile."""
 

@@ -331,11 +331,11 @@ class Engine:
     # Passes.
 
     @undisturbed
-    def await_forward(self) -> None:
+    def await_forward(self, inputs: Iterable[torch.Tensor]) -> None:
         """The root module is called: what is looked at from here on is of the pass that this belongs to."""
         self.store.check_process()
         self.copies.check()
-        self.passes.end_open()
+        self.passes.end_open(inputs)
 
     @undisturbed
     def enter(self) -> None:

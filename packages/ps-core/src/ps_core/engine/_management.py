@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._around import Around, Call
+from ps_core.engine._batches import tensors_of
 from ps_core.engine._blocks import Blocks
 from ps_core.engine._bystanders import bring_along
 from ps_core.engine._engine import Engine
@@ -138,7 +139,7 @@ class Management:
         self._blocks.refresh(model)
         if self._running:
             return self._call(call, args, kwargs)
-        self.engine.await_forward()
+        self.engine.await_forward(tensors_of((args, kwargs)))
         self.pilot.prepare(model, args, kwargs)
         depth = self.engine.saved.depth
         try:

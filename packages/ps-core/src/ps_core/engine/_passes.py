@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -119,10 +120,10 @@ class Passes:
         self.driver: Driver = self.demand
         self.guide: Guide = Unguided(self.demand)
         self.moment = 0
-        self._broke_off = False
-        """The last pass ended by an exception."""
         self.outside = True
         """The root module's forward is not running: memory that a call gives away is somebody else's."""
+        self.broke_off = False
+        """True if an exception ended the last pass; `finish` sets it."""
         self.recording: Recording | None = None
         """Of the pass that is on; None between passes."""
 
@@ -146,8 +147,11 @@ class Passes:
 
     # The root module's forward.
 
-    def end_open(self) -> None:
-        """End a pass that was left open, if a forward that comes now cannot belong to it."""
+    def end_open(self, inputs: Iterable[torch.Tensor] = ()) -> None:
+        """End a pass that was left open, if a forward that comes now cannot belong to it.
+
+        ``inputs`` of that forward were made while the pass was open, and are counted as little as between passes.
+        """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
         recording = self.recording
@@ -155,6 +159,8 @@ class Passes:
             unfinished = recording.beats and recording.beats[-1].backward
             if unfinished or not any(record.handles for record in self._records):
                 self.finish()
+                for tensor in inputs:
+                    self.tide.forget(tensor)
 
     def enter_forward(self) -> None:
         """It begins."""
@@ -295,8 +301,10 @@ class Passes:
         for record in self._residency.take_tampered():
             raise changed_in_place(record.name)
         put_in()
-        if self._broke_off and self.tide.current_bytes:
-            gc.collect()  # an exception's frames may hold on to one another, and with them to activations
+        self._store.left_over_bytes = 0
+        if self.broke_off and self.tide.current_bytes:
+            _free_broken_pass()
+            self._store.left_over_bytes = self.tide.current_bytes
         training = backward or torch.is_grad_enabled()
         self.recording = Recording(regular=not backward, training=training)
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)
@@ -332,7 +340,7 @@ class Passes:
             return
         self._close_moment(strict=strict)  # where that raises, the pass is still to be ended
         self.recording = None
-        self._broke_off = not strict and (sys.exc_info()[0] is not None or recording.ends_backward)
+        self.broke_off = not strict and (sys.exc_info()[0] is not None or recording.ends_backward)
         self.moment += 1
         try:
             self._go_home(recording)
@@ -360,3 +368,16 @@ class Passes:
                     self.driver.finish()
                 raise
         self._counters.replayed += self.driver is not self.demand
+
+
+def _free_broken_pass() -> None:
+    """Free the activations that an exception left alive, if no object of the user's holds them.
+
+    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph, until the
+    thread's next backward pass: so run one. The frames of an exception may hold one another until they are collected.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros((), device="cpu", requires_grad=True)
+            torch.autograd.grad(leaf.clone(), leaf)
+    gc.collect()

@@ -47,13 +47,15 @@ def compute_tier_too_small(
             "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block, in forward "
             "(activation checkpointing): then only one block's activations are there at a time"
         )
+    kept = size(store.left_over_bytes)
+    held = f"drop the exception that ended the pass before (or sys.last_value): its frames may hold up to {kept}"
     return DoesNotFit(
         tier=store.tiers[0].name,
         moment=moment,
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
         proven=proven,
-        remedies=(larger(store, 0, asked) + unknown, parts, batch),
+        remedies=(larger(store, 0, asked) + unknown, parts, batch, *([held] if store.left_over_bytes else [])),
     )
 
 

@@ -145,6 +145,8 @@ class Store:
         """By how much they rose within a moment of backward, at the most."""
         self.foreseen_bytes = 0
         """Of the compute tier, for a whole pass, where fake tensors told that it does not fit."""
+        self.left_over_bytes = 0
+        """Non-model bytes that were alive when this pass began, if an exception ended the pass before; else 0."""
         self.fixed_bytes = 0
         """Of the host, what tables have that never leave it."""
         self._arena: torch.Tensor | None = None

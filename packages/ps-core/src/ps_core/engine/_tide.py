@@ -134,6 +134,13 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         if storage._cdata not in self._lives:
             self._born(storage)
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Stop counting this tensor's storage."""
+        if self._counts(tensor):
+            life = self._lives.get(tensor.untyped_storage()._cdata)
+            if life is not None:
+                self._died(life)
+
     def _born(self, storage: torch.UntypedStorage) -> None:
         life = _Life(storage, self._died_callback)
         life.key = storage._cdata
