@@ -18,10 +18,11 @@ import torch
 from ps_core._options import SGD
 from ps_core.engine._checkpoint.contents import BUFFERS, EXTRA, MASTERS, WEIGHTS
 from ps_core.engine._checkpoint.safetensors import TYPES, Entry
-from ps_core.engine._optimizer import FIXED, STATES
+from ps_core.engine._optimizer import FIXED
+from ps_core.engine._optimizer_state import MOMENTS as KINDS
 from ps_core.engine._settings import Rule
 
-MOMENTS = {kind.__name__: tuple(STATES[Rule.SGD if kind is SGD else Rule.ADAM]) for kind in FIXED}
+MOMENTS = {kind.__name__: tuple(KINDS[Rule.SGD if kind is SGD else Rule.ADAM]) for kind in FIXED}
 """The sections of each optimizer's states."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
 _FIELDS_OF_SEVERAL = {"save": str, "ranks": int, "orders": dict, "random_files": list}

@@ -4,7 +4,7 @@
 A rank applies to its own shard what the program sets, loads, writes, scales or forgets. A rank that does otherwise than
 the others would make a model of parts that do not belong together, and none of them would notice. So each notes what it
 does. Before anything is gathered or stepped, and as a pass begins, the notes are compared, and `RanksDiverged` says who
-did what. A rank without notes compares nothing; if others have some, it is found by the collective that it does instead.
+did what. A rank without notes compares nothing; if others have some, the collective that it does instead tells of it.
 """
 
 from __future__ import annotations
