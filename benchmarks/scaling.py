@@ -115,7 +115,8 @@ TAIL = """
   prediction is too high by 27 and by 21 per cent. Both rise from 32 to 64 GPUs, which leave less to step and to move on
   each. The A100's rate for matrix work in the machine file is that of well-tuned code of later years, and the published
   system paid for moves that nothing hid, at a batch and on a network that are not known here. Nothing is fitted: a
-  machine file with a cluster's own rates (`pstar doctor --calibrate` on one of its nodes) says more than this page.
+  machine file with the rates a cluster reaches (`pstar doctor --calibrate` on one of its nodes) says more than this
+  page.
 - **Up to a few hundred GPUs** the model says that the network does not matter for batches like these: a step computes
   for longer than it gathers. Stragglers, congestion, and adapters that are shared with storage are not in it, and
   they are what large clusters lose most to.
