@@ -43,7 +43,7 @@ NEVER_JOINED = (
     *(f"{how}:3:{rank}" for how in ("killed_importing", "killed_meeting", "stopped_meeting") for rank in (0, 1)),
     *("killed_forming:3:0", "stopped_forming:3:0"),  # the others may have met by then, or not yet
 )
-AWAY = ("held_gil:3:1", "stopped_and_continued:3:1", "stopped_and_continued:3:0")
+AWAY = ("held_gil:3:0", "held_gil:3:1", "stopped_and_continued:3:1", "stopped_and_continued:3:0")
 UNLIKE = {
     "ps-core": "ps-core",
     "ps-dist": "ps-dist",

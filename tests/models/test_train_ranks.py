@@ -183,5 +183,5 @@ def test_what_stops_the_first_is_told_by_the_others(crew: Ranks, tmp_path: Path)
     assert first.status == 2
     assert "holds another run: --seed 0 there, 7 now" in first.output
     assert second.status == 1
-    assert "rank 0 raised InvalidInput: --out: " in second.output
+    assert re.search(r"rank 0 on \S+ raised InvalidInput: --out: ", second.output)
     assert json.loads((out / "run.json").read_text("utf-8"))["options"]["seed"] == 0

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from time import monotonic
+from socket import create_connection
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from ps_dist._timeouts import AwakeClock, Timeouts
 from ps_dist._watchdog import Watchdog
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TRY_S = 2.0
+"""In which a store answers that is there; else it is tried again."""
 _GRACE_S = 10.0
 """Beyond the timeout, in which processes that could not all meet tell each other why."""
 
@@ -148,15 +151,19 @@ def _found_in_time(
     def find() -> None:
         deadline_s = monotonic() + timeout_s
         store, rank, ranks = _store(environment, timeout_s) if owned else _store_of_group()
+        own = store.clone()
+        if owned:
+            for each in (store, own):
+                each.set_timeout(timedelta(seconds=timeout_s))
         facts = own_facts(ranks=ranks, replicate=replicate, transport=named)
         left_s = max(deadline_s - monotonic(), 0.0)
         met = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
-        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{met.call}", store.clone()), rank, ranks, met))
+        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{met.call}", own), rank, ranks, met))
 
     attempt = Attempt(find)
     words = attempt.within(timeout_s + _GRACE_S) and f"has not answered for {timeout_s:g} s"
     error = attempt.error
-    if isinstance(error, RuntimeError | ValueError) and not isinstance(error, PatrickStarError):
+    if isinstance(error, OSError | RuntimeError | ValueError) and not isinstance(error, PatrickStarError):
         words = f"ended or cannot be reached ({str(error).splitlines()[0]})"
     elif error is not None:
         raise error
@@ -181,13 +188,23 @@ def _keeper(environment: Mapping[str, str]) -> int | None:
 def _store(environment: Mapping[str, str], timeout_s: float) -> tuple[Any, int, int]:
     """Open the store that torchrun tells of; rank 0 keeps it where torchrun does not."""
     timeout = timedelta(seconds=timeout_s)
-    if int(environment["RANK"]) != _keeper(environment):
-        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
-        return store, rank, ranks
-    # As torch does it, but that it would wait for the others here, and not know who is missing.
     address, port, ranks = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"])
-    kept = TCPStore(address, port, ranks, is_master=True, timeout=timeout, multi_tenant=True, wait_for_workers=False)
-    return kept, 0, ranks
+    if int(environment["RANK"]) == _keeper(environment):
+        # As torch does it, but that it would wait for the others here, and not know who is missing.
+        own = TCPStore(address, port, ranks, is_master=True, timeout=timeout, multi_tenant=True, wait_for_workers=False)
+        return own, 0, ranks
+    deadline_s = monotonic() + timeout_s
+    while True:
+        try:
+            create_connection((address, port), timeout=_TRY_S).close()
+            # It would go on trying for up to twice its timeout, in a call that nothing ends.
+            store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=_TRY_S)))
+        except (OSError, RuntimeError):
+            if monotonic() >= deadline_s:
+                raise
+            sleep(_TRY_S / 10)
+        else:
+            return store, rank, ranks
 
 
 def _store_of_group() -> tuple[Any, int, int]:
@@ -219,8 +236,10 @@ def _connected(found: _Found, lane: Lane, watchdog: Watchdog, timeouts: Timeouts
     try:
         lane.submit(Entry(0, "connecting the processes", "0" * 16), connect_all).wait()
     except BaseException:
-        lane.close(waits=False)
+        ended = lane.close(waits=False)
         watchdog.close(words_of(sys.exc_info()[1]) if lane.error is None else "")
+        if not ended and found.rank != _keeper(os.environ):
+            lane.wait_cut()  # the thread ends when the store goes with its process, which must not be as this one exits
         raise
     return made[0]
 

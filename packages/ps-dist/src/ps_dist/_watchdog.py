@@ -84,7 +84,7 @@ class Watchdog:
                 known = self._look(known)
             except RuntimeError as error:
                 if self._waits():
-                    self._judge_alone(str(error).splitlines()[0])
+                    self._judge_alone(store_error=str(error).splitlines()[0])
             self._asked_at_s = None
         self._asked_at_s = self._clock()
         with suppress(RuntimeError):  # nobody is there to be told
@@ -117,7 +117,7 @@ class Watchdog:
         patience_s = self._timeouts.long_s if self._heard is None else self._timeouts.look_s
         return self._lane.failure is not None or (flight is not None and flight[1] > patience_s)
 
-    def _wait(self, store_error: str = "") -> Wait:
+    def _wait(self, *, store_silent_s: float = 0.0, store_error: str = "") -> Wait:
         now_s, flight, failure = self._clock(), self._lane.flight, self._lane.failure
         peers = {rank: replace(state, silent_s=now_s - at_s) for rank, (_, at_s, state) in tuple(self._peers.items())}
         if failure is not None and self._failed_at_s is None:
@@ -132,7 +132,7 @@ class Watchdog:
             failure=failure,
             failed_s=0.0 if self._failed_at_s is None else now_s - self._failed_at_s,
             heard=self._heard,
-            store_silent_s=self._store_silent_s(),
+            store_silent_s=store_silent_s,
             store_error=store_error,
         )
 
@@ -207,13 +207,15 @@ class Watchdog:
         silent_s = 0.0 if asked_at_s is None else self._clock() - asked_at_s
         return silent_s if silent_s > self._timeouts.answer_s else 0.0
 
-    def _judge_alone(self, store_error: str = "") -> None:
+    def _judge_alone(self, *, store_silent_s: float = 0.0, store_error: str = "") -> None:
         """End a wait in vain without asking the others."""
-        reason = reason_to_stop(self._wait(store_error), self._timeouts, self._names)
+        wait = self._wait(store_silent_s=store_silent_s, store_error=store_error)
+        reason = reason_to_stop(wait, self._timeouts, self._names)
         if reason is not None:
             self._fail(reason.text)
 
     def _check_wait(self) -> None:
         """Judge in the watchdog's place while the store does not answer it; the thread that waits calls this."""
-        if self._lane.error is None and (self._store_silent_s() or not self._thread.is_alive()):
-            self._judge_alone()
+        silent_s = self._store_silent_s()
+        if self._lane.error is None and (silent_s or not self._thread.is_alive()):
+            self._judge_alone(store_silent_s=silent_s)

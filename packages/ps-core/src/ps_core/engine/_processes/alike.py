@@ -1,10 +1,10 @@
 """What every rank must do alike between collectives; it is compared where the ranks meet next.
 
 [Note: alike]
-A rank applies to its own shard what the program sets, loads, writes, scales or forgets. A rank that does otherwise than
-the others would make a model of parts that do not belong together, and none of them would notice. So each notes what it
-does. Before anything is gathered or stepped, and as a pass begins, the notes are compared, and `RanksDiverged` says who
-did what. A rank without notes compares nothing; if others have some, the collective that it does instead tells of it.
+A rank applies to its own shard what the program sets, loads, writes, scales or forgets. If one rank does otherwise than
+the others, the model's parts no longer belong together, and no rank would notice. So each notes what it does. The notes
+are compared before a state is read, before a step and as a pass begins; `RanksDiverged` says who did what. A rank
+without notes compares nothing. If others have some, the collective that it does instead gives it away.
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+"""The kernel says which processes of this computer are gone, and is not asked about those of others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ps_dist._local_ranks import LocalRanks, Place, _started
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends when it is told to."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+def place_of(process: subprocess.Popen[bytes]) -> Place:
+    return replace(Place.own(), process=process.pid, started=_started(process.pid))
+
+
+def test_a_process_that_ended(other: subprocess.Popen[bytes]) -> None:
+    ranks = LocalRanks({0: Place.own(), 3: place_of(other)})
+    assert ranks.ended() == frozenset()
+    other.communicate(b"\n")
+    assert ranks.ended() == ranks.ended() == {3}
+    ranks.close()
+    assert ranks.ended() == frozenset()
+
+
+def test_processes_of_other_computers(other: subprocess.Popen[bytes]) -> None:
+    here = place_of(other)
+    ranks = LocalRanks(
+        {1: replace(here, machine="another"), 2: replace(here, machine=""), 3: replace(here, started="7")}
+    )
+    other.communicate(b"\n")
+    assert ranks.ended() == frozenset(), "another computer's process may have the same number"
+    ranks.close()
