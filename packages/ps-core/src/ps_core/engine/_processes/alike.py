@@ -36,21 +36,23 @@ class Alike:
 
     def _clear(self) -> None:
         self._notes = blake2b(digest_size=6)
-        self._count, self._first = 0, list[str]()
+        self._count, self._shown = 0, list[str]()
+        self._first = ""
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, how: str) -> None:
         """Note something that this rank did."""
-        self._notes.update(f"{what}\n".encode())
+        self._notes.update(f"{what}: {how}\n".encode())
         self._count += 1
-        if len(self._first) < _SHOWN:
-            self._first.append(what)
+        self._first = self._first or what
+        if len(self._shown) < _SHOWN:
+            self._shown.append(f"{what}: {how}")
 
     def compare(self) -> None:
         """Raise `RanksDiverged` unless all ranks noted the same; without notes do nothing."""
         if self._count:
-            text = self._text()
+            first, text = self._first, self._text()
             self._clear()
-            self._together.agree("what was done between passes", text)
+            self._together.agree(f"what was done between passes, first: {first}", text)
 
     def compare_step(
         self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
@@ -76,8 +78,8 @@ class Alike:
         raise RanksDiverged("what optimizer.step() goes by must be the same on all ranks")
 
     def _text(self) -> str:
-        more = f", and {self._count - len(self._first)} more" if self._count > len(self._first) else ""
-        return f"{'; '.join(self._first)}{more} [{self._notes.hexdigest()}]" if self._count else "nothing"
+        more = f", and {self._count - len(self._shown)} more" if self._count > len(self._shown) else ""
+        return f"{'; '.join(self._shown)}{more} [{self._notes.hexdigest()}]" if self._count else "nothing"
 
 
 def checksum(value: torch.Tensor) -> str:

@@ -56,12 +56,12 @@ class ShardGradients(GradientKeeper):
         """As for one process; the other ranks must forget the same."""
         if records:
             names = ", ".join(record.name for record in records)
-            self.alike.note(f"{len(records)} gradients were forgotten ({names})")
+            self.alike.note(f"{len(records)} gradients were forgotten", names)
         super().discard(records)
 
     def scale(self, record: TensorRecord, factor: float) -> None:
         """As for one process; the other ranks must scale alike."""
-        self.alike.note(f"the gradient of {record.name!r} was multiplied by {factor!r}")
+        self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
 
     def settled(self) -> None:
@@ -265,7 +265,8 @@ class ShardUpdater(Updater):
 
     def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
         """As for one process; the other ranks must write the same."""
-        self._alike.note(f"{kind.value} of {record.name!r} was written: {checksum(value)}")
+        of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
+        self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
 
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
