@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,36 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["export", str(tmp_path / "saved"), str(file), "--overwrite"]) == 0
     assert safetensors.torch.load_file(file)["table.weight"].dtype is torch.bfloat16
     assert cli.main(["export", str(tmp_path / "nowhere"), str(file), "--overwrite"]) == cli.BAD_INPUT
+
+
+def test_two_that_save_to_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused; it would take the first one's place half-written."""
+    file, real = tmp_path / "a.safetensors", os.fsync
+    with Run("cpu") as run:
+        save_checkpoint(tmp_path / "saved", run.model, run.optimizer)
+
+        def meanwhile(descriptor: int) -> None:
+            monkeypatch.setattr(os, "fsync", real)
+            with pytest.raises(InvalidInput, match=r"a\.safetensors is being saved to by another process: wait for it"):
+                export_checkpoint(tmp_path / "saved", file, masters=True)
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", meanwhile)
+        save_weights(file, run.model)
+        wanted = run.model.state_dict()
+    found = safetensors.torch.load_file(file)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors", "saved"]
+
+
+def test_what_a_killed_save_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".a.safetensors.ps-partial").mkdir()
+    (tmp_path / ".a.safetensors.ps-partial" / "a.safetensors").write_text("half")
+    (tmp_path / ".b.safetensors.ps-partial").write_text("half, of an older version")
+    with Run("cpu") as run:
+        save_weights(tmp_path / "a.safetensors", run.model)
+        save_weights(tmp_path / "b.safetensors", run.model)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
 def test_damage_and_places_that_cannot_be(tmp_path: Path) -> None:

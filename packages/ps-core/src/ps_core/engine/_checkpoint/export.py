@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from ps_core.engine._checkpoint.access import check_outside, settle
 from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.direct import BUFFER_BYTES, Buffers, buffers, open_new
 from ps_core.engine._checkpoint.files import PIECE_BYTES, Sink, Source
-from ps_core.engine._checkpoint.folder import Folder, named, sync
+from ps_core.engine._checkpoint.folder import Folder, locked, named, sync
 from ps_core.engine._checkpoint.manifest import Saved, is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.peers import Peers
 from ps_core.engine._checkpoint.reading import Stored, assembled, compare, readable, stored
@@ -173,20 +174,25 @@ def _put(out: int, at: int, tensor: torch.Tensor) -> None:
 def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Where to write a file that takes the path's place if all goes well."""
     path = path.resolve()
-    partial = path.with_name(f".{path.name}.ps-partial")
+    partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
     with named(path):
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
         if path.exists() and not overwrite:
             raise InvalidInput(f"{path} exists already: choose another name, or give overwrite=True (--overwrite)")
         os.makedirs(path.parent, exist_ok=True)
-        with suppress(FileNotFoundError):
-            os.unlink(partial)  # a killed one's
+        with suppress(OSError):
+            os.unlink(partial)  # a killed one's, of an older version
+        with suppress(OSError), locked(partial):
+            shutil.rmtree(partial)  # a killed one's
         try:
-            yield partial
-            os.rename(partial, path)
-            sync(path.parent)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(partial)
-            raise
+            os.mkdir(partial)
+        except FileExistsError:
+            raise InvalidInput(f"{path} is being saved to by another process: wait for it") from None
+        try:
+            with locked(partial, wait=True):
+                yield partial / path.name
+                os.rename(partial / path.name, path)
+                sync(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

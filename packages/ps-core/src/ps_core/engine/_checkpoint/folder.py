@@ -58,7 +58,7 @@ class Folder:
                 os.mkdir(self._partial)
             except FileExistsError:
                 raise InvalidInput(f"{self.path} is being saved to by another process: wait for it") from None
-            with _locked(self._partial, wait=True):
+            with locked(self._partial, wait=True):
                 try:
                     yield self._partial
                     sync(self._partial)
@@ -121,7 +121,7 @@ class Folder:
     def recover(self) -> None:
         """Bring what a killed save left behind to a good end."""
         try:
-            with _locked(self._ready, wait=not self.path.exists()):  # if somebody exchanges them now, it is soon done
+            with locked(self._ready, wait=not self.path.exists()):  # if somebody exchanges them now, it is soon done
                 if self._ready.exists():
                     self._exchange()
         except OSError as error:
@@ -129,7 +129,7 @@ class Folder:
                 raise TierFailure(f"{self._ready} cannot become {self.path} ({error.strerror}): rename it") from error
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
-        with suppress(OSError), _locked(self._partial):
+        with suppress(OSError), locked(self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
@@ -156,7 +156,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a folder; `BlockingIOError` if somebody else does, unless one is to wait for that."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from ps_core.engine._checkpoint.complete import wrong_tensors, wrong_values
 from ps_core.engine._checkpoint.direct import open_new
 from ps_core.engine._checkpoint.folder import FORMAT, MANIFEST, SUMS
 from ps_core.engine._checkpoint.random import check_random_state
-from ps_core.engine._checkpoint.safetensors import TYPES, Entry, damaged, table_of, type_name, write_all
+from ps_core.engine._checkpoint.safetensors import TYPES, Entry, damaged, no_key_twice, table_of, type_name, write_all
 from ps_core.engine._checkpoint.sums import Checksum
 from ps_core.engine._checkpoint.values import decode
 
@@ -222,18 +221,10 @@ def read_manifest(path: Path, *, files_too: bool = True) -> Saved:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     """The manifest's values, if it is one of a version that is known."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise damaged(path, f"it has {twice!r} more than once")
-        return found
-
     try:
-        manifest = json.loads(text, object_pairs_hook=once)
+        manifest = json.loads(text, object_pairs_hook=no_key_twice)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"it is not JSON ({error})") from None
+        raise damaged(path, f"it cannot be read as JSON ({error})") from None
     if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
         raise damaged(path, "it says neither its 'format' nor its 'version'")
     kind, version = manifest["format"], manifest["version"]

@@ -60,6 +60,8 @@ class Stored:
     checksum: str | None = None
     common: bool = False
     """Whether every process reads all of it."""
+    version: tuple[int, ...] = ()
+    """What `version_of` the file was, where there is no checksum."""
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +120,7 @@ class Reader:
                 mine = [each for each in rows[file.path] if self._is_mine(file, each)]
                 sums[file.path] = _read(file, mine, chunks, pair) if mine else []
             self._turn(files, chunks)
-        self._check([file for file in files if file.checksum is not None], rows, sums)
+        self._check(files, rows, sums)
         if not self._peers.alone:
             for record in {held[0]: None for file in files for held in file.targets.values() if _is_managed(held)}:
                 replaced(record)
@@ -162,8 +164,9 @@ class Reader:
         return not same_order(record.shape, _order(file, entry, record.shape), record.stride)
 
     def _check(self, files: Sequence[Stored], rows: Mapping[Path, list[Span]], sums: Mapping[Path, list[int]]) -> None:
-        """Put the sums of what each process read together."""
+        """Put the sums of what each process read together; files without a checksum must be as they were."""
         peers = self._peers
+        changing, files = files, [file for file in files if file.checksum is not None]
         shared = [file for file in files if not file.common]
         read = {file.path: runs(rows[file.path]) for file in shared}
         counts = [sum(reader == shard for row in read.values() for reader, *_ in row) for shard in range(peers.shards)]
@@ -171,6 +174,9 @@ class Reader:
         told = peers.rows(mine, "checksums of what was read", count=max(counts), shards_only=True)
         found = [iter(row) for row in told]
         with peers.step("checking what was read"):
+            for file in changing:
+                if file.version and version_of(file.path) != file.version:
+                    raise damaged(file.path, "it was written to while it was read")
             for index, file in enumerate(shared):
                 pieces = [(next(found[reader]), stop - start) for reader, start, stop in read[file.path]]
                 if index % peers.shards == peers.shard:
@@ -195,6 +201,13 @@ def _read(file: Stored, mine: Sequence[Span], chunks: Chunks, pair: Buffers) -> 
             else:
                 source.take(dtype, chunks.elements(held, span.first, (span.stop - span.start) // dtype.itemsize))
         return source.sums()
+
+
+def version_of(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is exchanged or written to: its number, its size and its time of change."""
+    with readable(path):
+        found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import ctypes
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -121,7 +122,7 @@ def read_table(path: Path) -> tuple[int, list[Entry]]:
     except OSError as error:
         raise damaged(path, str(error.strerror)) from error
     try:
-        table = json.loads(text)
+        table = json.loads(text, object_pairs_hook=no_key_twice)
         rows = [_row(name, row) for name, row in table.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"its table cannot be read ({error})") from None
@@ -133,6 +134,29 @@ def read_table(path: Path) -> tuple[int, list[Entry]]:
     if LENGTH_BYTES + length + ends[-1] != size:
         raise damaged(path, f"it has {size:,} bytes, expected {LENGTH_BYTES + length + ends[-1]:,}")
     return LENGTH_BYTES + length, [entry for _, _, entry in rows]
+
+
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dictionary of a JSON object; `ValueError` for a key that is there twice (JSON takes the last)."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"it has {twice!r} more than once")
+    return found
+
+
+def keeps_values(given: torch.dtype, kept: torch.dtype) -> bool:
+    """True if values of a type can be kept in another: floating-point ones are rounded, whole numbers have to fit."""
+    if given == kept or (given.is_floating_point and kept.is_floating_point):
+        return True
+    if any(dtype.is_floating_point or dtype.is_complex for dtype in (given, kept)):
+        return False
+    (low, high), (least, most) = _limits(given), _limits(kept)
+    return least <= low and high <= most
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
+    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _row(name: str, row: dict[str, Any]) -> tuple[int, int, Entry]:

@@ -18,8 +18,8 @@ from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, Held
 from ps_core.engine._checkpoint.folder import Folder
 from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.peers import Peers
-from ps_core.engine._checkpoint.reading import Reader, Stored, stored
-from ps_core.engine._checkpoint.safetensors import damaged, read_table
+from ps_core.engine._checkpoint.reading import Reader, Stored, stored, version_of
+from ps_core.engine._checkpoint.safetensors import damaged, keeps_values, no_key_twice, read_table
 from ps_core.engine._checkpoint.sums import Checksum
 from ps_core.engine._checkpoint.ties import owner, settle_ties
 from ps_core.engine._management import management_of
@@ -107,19 +107,25 @@ def _files(path: Path) -> Iterator[Stored]:
 
 
 def _single(path: Path) -> Iterator[Stored]:
+    version = version_of(path)
     start, entries = read_table(path)
-    yield Stored(path, start, tuple(entries), {})
+    yield Stored(path, start, tuple(entries), {}, version=version)
 
 
 def _indexed(path: Path) -> Iterator[Stored]:
     try:
-        places: dict[str, str] = dict(json.loads(path.read_bytes())["weight_map"])
+        places: dict[str, str] = dict(json.loads(path.read_bytes(), object_pairs_hook=no_key_twice)["weight_map"])
         names = dict.fromkeys(places.values())
         paths = [path.parent / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"it is not an index of a model's files ({error})") from None
     files = [file for each in paths for file in _single(each)]
-    present = {entry.name for file in files for entry in file.entries}
+    present: dict[str, Path] = {}
+    for file in files:
+        for entry in file.entries:
+            if entry.name in present:
+                raise damaged(file.path, f"it has {entry.name!r}, and so has {present[entry.name]}: keep one of them")
+            present[entry.name] = file.path
     for name, place in places.items():
         if name not in present:
             raise damaged(path.parent / place, f"it has no {name!r}, which {path.name} says it has")
@@ -170,7 +176,7 @@ def _check(
         shape, dtype = (held.shape, held.dtype) if isinstance(held, torch.Tensor) else (held[0].shape, held[0].dtype)
         if tuple(shape) != file.shape_of(entry):
             wrong.append(f"{entry.owner!r}: shape {file.shape_of(entry)} in the files, {tuple(shape)} in the model")
-        elif dtype.is_floating_point != entry.dtype.is_floating_point:
+        elif not keeps_values(entry.dtype, dtype):
             wrong.append(f"{entry.name!r}: {entry.dtype} in the files, {dtype} in the model")
     if not wrong:
         return
