@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,15 +45,18 @@ class Ranks:
         ranks: int = 2,
         own: Sequence[Sequence[str]] = ((), ()),
         at: tuple[int, int, signal.Signals] | None = None,
+        nan: tuple[int, int] | None = None,
     ) -> list[End]:
         """How each of so many processes ended.
 
         ``own``: words of each process. ``at``: a process, a step, and the signal that it gets at its beginning.
+        ``nan``: a process, and the step from which its losses are NaN.
         """
         asked = {
             "words": [[*map(str, words), *more] for more in own[:ranks]],
             "said": [str(folder / f"said-{rank}") for rank in range(ranks)],
             "at": at,
+            "nan": nan,
         }
         pipes = self._process.stdin, self._process.stdout
         assert pipes[0] is not None
@@ -75,20 +78,30 @@ def _become(rank: int, asked: dict[str, Any], port: int) -> None:
     ranks = str(len(asked["words"]))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if asked["at"] is not None and asked["at"][0] == rank:
-        _hear_at(asked["at"][1], asked["at"][2])
+        number = asked["at"][2]
+        _do_at(asked["at"][1], lambda: os.kill(os.getpid(), number))
+    if asked["nan"] is not None and asked["nan"][0] == rank:
+        _do_at(asked["nan"][1], _make_nan)
 
 
-def _hear_at(step: int, number: int) -> None:
-    """Get a signal at the beginning of a step."""
+def _do_at(step: int, do: Callable[[], object]) -> None:
+    """Do something at the beginning of a step."""
     loop: Any = importlib.import_module("ps_models.train._loop")
     rate = loop.learning_rate
 
     def learning_rate(options: Any, at: int) -> float:
         if at == step:
-            os.kill(os.getpid(), number)
+            do()
         return float(rate(options, at))
 
     loop.learning_rate = learning_rate
+
+
+def _make_nan() -> None:
+    """Let every loss of this process be NaN."""
+    kind: Any = importlib.import_module("ps_models.train._loop").Loop
+    loss_of = kind._loss
+    kind._loss = lambda loop, batch: loss_of(loop, batch) * float("nan")
 
 
 def _serve() -> None:

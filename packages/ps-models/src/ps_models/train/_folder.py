@@ -5,7 +5,8 @@
       run.json                what the run is: options that cannot change, the data's digest
       metrics.jsonl           a row a step
       checkpoints/
-        step-00000100/        complete, or not there under this name; damaged-step-... is one that broke later
+        step-00000100/        complete, or not there under this name; damaged-step-... is one that broke later,
+                              unsound-step-... one whose weights gave a loss that is not finite
         latest                the newest one's name; for people and other programs
         best                  with --keep-best: the best one's name and its validation loss
 
@@ -44,6 +45,8 @@ class RunFolder:
             raise InvalidInput(
                 f"--out: cannot make {str(self.path)!r}: {error.strerror}; allowed is a folder that can be written to"
             ) from error
+        self._sound = 0
+        """The last step of which a checkpoint is known to be sound; 0: none."""
         self._lock = _lock(self.path)
         try:
             self._claim(options, digest)
@@ -128,20 +131,39 @@ class RunFolder:
             return found
         return None
 
-    def saved(self, step: int, keep: int) -> None:
-        """A checkpoint is complete: point to it, and remove those that nobody wants any more."""
+    def saved(self, step: int, keep: int, *, sound: bool) -> None:
+        """Point to the newest checkpoint, and remove old ones, but not the last that is ``sound``.
+
+        A checkpoint is sound once a loss of its weights was seen, and is finite.
+        """
+        self._sound = step if sound else self._sound
         self._point(step)
-        wanted = {*self.steps()[:keep], step, self.best()[0]}
+        wanted = {*self.steps()[:keep], step, self.best()[0], self._sound}
         for each in self.steps():
             if each not in wanted:
                 remove_whole(self.checkpoint(each))
 
+    def note_sound(self, step: int, keep: int) -> None:
+        """Note that the newest checkpoint is sound, so that older ones may go."""
+        if step > self._sound:
+            self.saved(step, keep, sound=True)
+
+    def drop_unsound(self, step: int) -> int:
+        """Rename this checkpoint if it is there, since its weights give no finite loss; return the newest one left."""
+        if self.checkpoint(step).exists():
+            self._put_aside(step, "unsound")
+            (self.checkpoints / "latest").unlink(missing_ok=True)
+        left = max(self.steps(), default=0)
+        if left:
+            self._point(left)
+        return left
+
     def _point(self, step: int) -> None:
         write_whole(self.checkpoints / "latest", self.checkpoint(step).name + "\n")
 
-    def _put_aside(self, step: int) -> Path:
-        """Give a damaged checkpoint another name."""
-        aside = self.checkpoints / f"damaged-{self.checkpoint(step).name}"
+    def _put_aside(self, step: int, why: str = "damaged") -> Path:
+        """Rename a checkpoint that is not to be resumed from."""
+        aside = self.checkpoints / f"{why}-{self.checkpoint(step).name}"
         shutil.rmtree(aside, ignore_errors=True)
         self.checkpoint(step).rename(aside)
         return aside

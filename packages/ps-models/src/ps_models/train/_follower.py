@@ -31,8 +31,15 @@ class Followed(RunFolder):
         """As in `RunFolder`."""
         return Unwritten()
 
-    def saved(self, step: int, keep: int) -> None:
+    def saved(self, step: int, keep: int, *, sound: bool) -> None:
         """The first process tidies up."""
+
+    def note_sound(self, step: int, keep: int) -> None:
+        """Do nothing: the first process removes old checkpoints."""
+
+    def drop_unsound(self, step: int) -> int:
+        """Do nothing: the first process renames the checkpoint, and speaks of it."""
+        return 0
 
     def check_best(self, loaded: int, say: Callable[[str], None]) -> None:
         """The first process looks."""
@@ -43,7 +50,7 @@ class Followed(RunFolder):
     def _point(self, step: int) -> None:
         pass
 
-    def _put_aside(self, step: int) -> Path:
+    def _put_aside(self, step: int, why: str = "damaged") -> Path:
         return self.checkpoint(step)
 
 

@@ -24,7 +24,7 @@ from ps_models.train._options import (
 
 STATUS = (
     "Exit status: 0 trained, or stopped by a signal and saved; 3 the model does not fit; 2 input that cannot be used; "
-    "1 anything else; 130 interrupted twice."
+    "1 a loss that is not finite, or anything else; 130 interrupted twice."
 )
 
 

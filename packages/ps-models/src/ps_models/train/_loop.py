@@ -59,6 +59,8 @@ class Loop:
         """The last validation's."""
         self.moved_bytes: Counter[str] = Counter()
         """By link, in this call's steps; what validations move is not among it."""
+        self.not_finite = ""
+        """Which loss was NaN or infinite, so that training stopped, and what to try; empty: none was."""
         self._saved = 0
 
     def say(self, text: str) -> None:
@@ -87,7 +89,7 @@ class Loop:
         return found
 
     def run(self, asked: Callable[[], bool]) -> None:
-        """Train up to the last step, or until ``asked``; what was trained is saved then."""
+        """Train up to the last step, or until ``asked``, and save; or until a loss is not finite."""
         options = self.options
         metrics = self.folder.metrics(self.step)
         try:
@@ -97,22 +99,53 @@ class Loop:
                 metrics.write(row.as_dict())
                 for each in self._watchers:
                     each.step(row, self._pace.left_s(options.steps - self.step))
-                if row.skipped and options.precision != "fp16":
-                    self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
+                self._check(row)
+                if self.not_finite:
+                    return
                 best = False
                 if options.keep_best and row.val_loss is not None:
                     best = self._peers.first(row.val_loss < self.folder.best()[1])
                 every = options.checkpoint_every
                 if best or self.step == options.steps or (every and self.step % every == 0):
                     metrics.sync()
-                    self._save()
+                    self._save(sound=row.val_loss is not None and math.isfinite(row.val_loss))
                     if best and row.val_loss is not None:
                         self.folder.set_best(self.step, row.val_loss)
             if self.step > self._saved:
                 metrics.sync()
-                self._save()
+                self._save(sound=False)
         finally:
             metrics.close()
+
+    def _check(self, row: Row) -> None:
+        """Set ``not_finite`` if the step has such a loss; else note that the newest checkpoint is sound.
+
+        A step's loss is that of the weights before it, which the newest checkpoint may hold; a validation's is that of
+        the weights after it. All processes have the same sums, so they stop at the same step.
+        """
+        options = self.options
+        if math.isfinite(row.loss):
+            self.folder.note_sound(self._saved, options.keep)
+        told = {"loss": row.loss, "validation loss": 0.0 if row.val_loss is None else row.val_loss}
+        wrong = next((name for name, value in told.items() if not math.isfinite(value)), None)
+        if wrong is not None and options.on_nan == "stop":
+            left = self.folder.drop_unsound(row.step - 1) if wrong == "loss" else self._saved
+            self.not_finite = f"step {row.step}: the {wrong} is {told[wrong]}; {self._remedies(left)}"
+            return
+        if row.skipped and (options.precision != "fp16" or self.optimizer.scaler.get_scale() < 1):
+            self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
+
+    def _remedies(self, left: int) -> str:
+        """What to try, and where the same command goes on: after step ``left``, or from the start if it is 0."""
+        options = self.options
+        clip = f"a smaller --clip (now {options.clip:g})" if options.clip else "--clip 1 (now not clipped)"
+        wider = ", --precision bf16" if options.precision == "fp16" else ""
+        found = f"the last sound checkpoint, {self.folder.checkpoint(left)}" if left else "the start, for no checkpoint"
+        rest = "" if left else " is sound"
+        return (
+            f"try a smaller --lr (now {options.lr:g}), a longer --warmup (now {options.warmup_steps}), {clip}{wider}: "
+            f"the same command goes on from {found}{rest}; with --on-nan continue training does not stop"
+        )
 
     def _row(self) -> Row:
         """One step, with its validation where there is one."""
@@ -122,7 +155,9 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self._peers.total(self._gradients())
-        self.optimizer.step()
+        stops = self.options.on_nan == "stop" and not math.isfinite(loss)
+        if not stops:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         self._pace.add(seconds)
@@ -130,9 +165,9 @@ class Loop:
         self.sequences += options.batch * options.accumulate
         counted = statistics(self.model)
         validates = self.step == options.steps or (options.eval_every and self.step % options.eval_every == 0)
-        if validates:
+        if validates and not stops:
             self.val_loss = self.validate()
-        norm = self.optimizer.last_norm
+        norm = None if stops else self.optimizer.last_norm
         moved = {link: count - before.get(link, 0) for link, count in counted.moved_bytes.items()}
         self.moved_bytes.update(moved)
         return Row(
@@ -142,8 +177,8 @@ class Loop:
             grad_norm=math.nan if norm is None else norm,
             memory=memory_of(counted),
             moved_bytes=moved,
-            skipped=self.optimizer.last_skipped,
-            val_loss=self.val_loss if validates else None,
+            skipped=stops or self.optimizer.last_skipped,
+            val_loss=self.val_loss if validates and not stops else None,
             tokens_per_s=self.rates.tokens_per_s(seconds) * self._peers.ranks,
             tflops=self.rates.tflops(seconds),
             mfu=self.rates.mfu(seconds),
@@ -186,8 +221,8 @@ class Loop:
             self.model.train()
         return self._peers.total(mine) / self._peers.total(sum(count for _, count in self._held))
 
-    def _save(self) -> None:
+    def _save(self, *, sound: bool) -> None:
         extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}
         save_checkpoint(self.folder.checkpoint(self.step), self.model, self.optimizer, extra=extra)
         self._saved = self.step
-        self.folder.saved(self.step, self.options.keep)
+        self.folder.saved(self.step, self.options.keep, sound=sound)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = TrainOptions()
     try:
         options = parse(argv)
-        train(options)
+        return train(options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except InvalidInput as error:
@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(DOES_NOT_FIT, advice(error, options))
     except (PatrickStarError, OSError) as error:
         return _fail(FAILED, str(error))
-    return DONE
 
 
 def _fail(status: int, told: str) -> int:
@@ -59,8 +58,8 @@ def _fail(status: int, told: str) -> int:
     return status
 
 
-def train(options: TrainOptions) -> None:
-    """Train as the options say, from the newest checkpoint if there is one."""
+def train(options: TrainOptions) -> int:
+    """Train as the options say, from the newest checkpoint if there is one; return the exit status."""
     check_installed(options)
     shape_of(options)
     with ExitStack() as stack:
@@ -85,14 +84,18 @@ def train(options: TrainOptions) -> None:
         before, started = loop.step, time.perf_counter()
         halt = Halt(stop, peers)
         loop.run(halt)
+        if loop.not_finite:
+            stack.close()  # the display ends, and the processes part in order, before anything is said
+            return _fail(FAILED, loop.not_finite) if peers.leads else FAILED
         seconds = time.perf_counter() - started
         if loop.step > before:
             counted, steps = statistics(managed.model), loop.step - before
             loop.say(summary(options, counted, rates, loop.moved_bytes, steps=steps, seconds=seconds))
         if halt():
             loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
-            return
+            return DONE
         if loop.val_loss is not None:
             loop.say(f"validation loss {loop.val_loss:.4f} {task.measured_in}")
         if options.sample:
             loop.say(sample(options, data, managed, task))
+    return DONE

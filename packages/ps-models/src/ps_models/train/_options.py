@@ -120,6 +120,9 @@ class TrainOptions:
     beta2: float = _option(0.95, rules.number(0, 1, below=True), TRAINING, "of AdamW")
     eps: float = _option(1e-8, rules.number(0, above=True), TRAINING, "of AdamW")
     clip: float = _option(1.0, rules.number(0), TRAINING, "largest global gradient norm; 0: not clipped")
+    on_nan: str = _option(
+        "stop", rules.one_of("stop", "continue"), TRAINING, "what to do when a loss is NaN or infinite"
+    )
 
     eval_every: int = _option(100, rules.whole(0), WATCHING, "steps between validations; 0: only at the end")
     eval_batches: int = _option(8, rules.whole(1), WATCHING, "batches of a validation")

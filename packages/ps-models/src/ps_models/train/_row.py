@@ -43,7 +43,7 @@ class Row:
     mfu: float | None = None
     """Model FLOPs of the device's peak, where that is known."""
     skipped: bool = False
-    """Whether a gradient was not finite, so that nothing was changed."""
+    """True if the step changed nothing, because a gradient or the loss was not finite."""
     val_loss: float | None = None
     """After the update, in the steps that have a validation."""
 
