@@ -27,10 +27,10 @@ from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import Machine, machine
 from ps_core.engine import chunked
 from ps_core.engine._calibrate import calibrate
-from ps_core.engine._emulated.links import Links
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._management import management_of
-from ps_core.engine._pilot import Pilot
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.slow_links import Links
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.scheduler import Pilot
 from ps_models import build
 from regime import check_regime
 

@@ -32,9 +32,9 @@ from ps_core import AdamW, Budget
 from ps_core._plan import Copy
 from ps_core._program import SegmentName
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._disk.file import DiskFile
-from ps_core.engine._disk.streams import DiskStreams
-from ps_core.engine._management import management_of
+from ps_core.engine._devices.disk.file import DiskFile
+from ps_core.engine._devices.disk.streams import DiskStreams
+from ps_core.engine._execution.hooks import management_of
 from turns import ratios, spread
 
 BYTES_PER_PARAMETER = 14

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.tensor_bytes import Tide
 from regime import check_regime
 from turns import ratios, spread, take_turns
 

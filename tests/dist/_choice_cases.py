@@ -19,7 +19,7 @@ from _cuda_cases import Quiet, on, trained
 from _fake_cuda import FakeRuntime
 from _zero_cases import Way
 from ps_core import InvalidInput
-from ps_core.engine._cuda.device import CudaDevice
+from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_dist import _choice, _groups
 from ps_dist._choice import Choice
 from ps_dist._direct import CardWire

@@ -20,8 +20,8 @@ from _one_process import check_homes
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._management import management_of
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._execution.hooks import management_of
 from ps_core.engine._processes import beside
 
 STEPS = 2

@@ -15,8 +15,8 @@ from _fake_cuda import FakeRuntime
 from _states import masters_of
 from ps_core import Budget, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._processes.beside import OnStream
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._sharding.streams import OnStream
 
 
 def card(rank: int) -> int:

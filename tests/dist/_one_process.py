@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import ps_dist
 from ps_core._program import Kind
-from ps_core.engine._management import management_of
-from ps_core.engine._records import Gradient, TensorRecord
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.state import Gradient, TensorRecord
 
 Sums: TypeAlias = dict[TensorRecord, Tensor]
 Run: TypeAlias = Callable[[int], Any]

@@ -15,8 +15,8 @@ from _one_process import added, adds_like, check_homes, check_weights, give, gra
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._management import management_of
-from ps_core.engine._records import Gradient
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.state import Gradient
 
 
 class Both:

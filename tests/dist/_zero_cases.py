@@ -20,8 +20,8 @@ from _one_process import adds_like, check_homes, check_weights
 from _states import masters_of
 from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._management import management_of
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._execution.hooks import management_of
 
 WIDTH, ROWS = 24, 8
 

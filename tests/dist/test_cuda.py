@@ -11,7 +11,7 @@ import _cuda_cases as cases
 from _crew import Crew, crew
 from _zero_cases import Way
 from ps_core.engine._processes import joining
-from ps_core.engine._processes.joining import crowded
+from ps_core.engine._sharding.join import crowded
 from ps_dist._connect import _take_card
 
 

@@ -6,8 +6,8 @@ import torch
 
 from _threads import Together, run
 from ps_core.engine import release
-from ps_core.engine._management import management_of
-from ps_core.engine._processes.shards import ShardResidency
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._sharding.residency import ShardResidency
 from test_rising import WIDTH, front
 
 

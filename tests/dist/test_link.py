@@ -15,7 +15,7 @@ from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._management import management_of
+from ps_core.engine._execution.hooks import management_of
 
 LAYERS, WIDTH = 5, 32
 SHARD_NUMEL = WIDTH * WIDTH // 2

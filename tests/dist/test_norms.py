@@ -12,8 +12,8 @@ import ps_kernels
 from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, release
-from ps_core.engine._management import management_of
-from ps_core.engine._processes.sums import ShardGradients
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._sharding.gradients import ShardGradients
 
 SIZES = (3, 700, 41, 20_000, 128)
 """Of tensors, of which some lie in one shard wholly and some in both."""

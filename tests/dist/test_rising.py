@@ -19,11 +19,11 @@ from ps_core import AdamW, Budget, Options
 from ps_core._plan import Tier
 from ps_core._program import Kind
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._batches import Largest, batch_of
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._management import management_of
-from ps_core.engine._records import GroupRecord
-from ps_core.engine._store import Store
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._memory.store import Store
+from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._tracing.batch_shape import Largest, batch_of
 
 LAYERS, WIDTH = 6, 64
 SHARD_NUMEL = WIDTH * WIDTH // 2

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._management import management_of
-from ps_core.engine._processes.driver import ShardDriver
-from ps_core.engine._processes.schedule import Turn as Act
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._sharding.driver import ShardDriver
+from ps_core.engine._sharding.schedule import Turn as Act
 
 WIDTH, EXPERTS = 8, 4
 FEW_ULPS = 16 * torch.finfo(torch.float32).eps

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, release
-from ps_core.engine._management import management_of
-from ps_core.engine._processes.schedule import Act, Turn
-from ps_core.engine._processes.turns import Step
-from ps_core.engine._records import GroupRecord, TensorRecord
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._sharding.collective_order import Step
+from ps_core.engine._sharding.schedule import Act, Turn
 
 WIDTH, STEPS = 16, 3
 PATIENCE_S = 30.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core.engine._checkpoint import manifest as _manifest
-from ps_core.engine._checkpoint.folder import MANIFEST, SUMS
+from ps_core.engine._checkpoint.atomic_folder import MANIFEST, SUMS
 
 Rows = dict[str, list[bytes]]
 """By file: the bytes of each of its tensors."""

@@ -1,4 +1,4 @@
-"""A CUDA device that the CPU plays, and that checks all order: see `ps_core.engine._emulated.ordering`.
+"""A CUDA device that the CPU plays, and that checks all order: see `ps_core.engine._devices.cpu.race_check`.
 
 Two threads launch here, the training's and that of collectives, and what the one has waited for the other knows
 nothing of; only events order their work. Nothing is raised, or other ranks would wait: what is not ordered is kept, for
@@ -18,9 +18,9 @@ from torch import Tensor
 from _fake_cuda import FakeRuntime
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._emulated.ordering import START, Ordering, Range
-from ps_core.engine._tracing.places import Places
+from ps_core.engine._devices.cpu.addresses import Places
+from ps_core.engine._devices.cpu.race_check import START, Ordering, Range
+from ps_core.engine._devices.cuda.device import CudaDevice
 
 LANE = "ps_dist lane"
 

@@ -24,8 +24,8 @@ from _runs import HOST, let_go, stand_in
 from ps_core import AdamW, Budget, Group, Options
 from ps_core._options import Optimizer
 from ps_core.engine import chunked
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cuda.device import CudaDevice
 
 DISK = {"disk": "64MiB", "disk_dir": tempfile.gettempdir()}
 TIERS: dict[str, tuple[Callable[[], Any], Budget]] = {

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ps_core.engine._cuda.runtime import Allocated, Failure
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.cuda.runtime import Allocated, Failure
+from ps_core.engine._devices.tensor_bytes import Tide
 from ps_kernels import PinnedArena
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import ps_kernels
 from ps_core._program import Kind
-from ps_core.engine._managed_grad import ManagedGrad
-from ps_core.engine._optimizer import ChunkedOptimizer
-from ps_core.engine._scaler import LossScale
-from ps_core.engine._settings import Outcome, Rule, Settings, clip_factor
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._optim.settings import Outcome, Rule, Settings, clip_factor
 
 
 class FakeParameter(nn.Parameter):

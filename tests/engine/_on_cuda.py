@@ -24,8 +24,8 @@ from _fake_cuda import FakeRuntime
 from _reference import BACKOFF, CLIP_EPS, INITIAL_SCALE
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._cuda.runtime import Runtime, TorchRuntime
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._devices.cuda.runtime import Runtime, TorchRuntime
 
 FAKE = os.environ.get("PS_FAKE_CUDA") == "1"
 WHERE = torch.device("cpu") if FAKE else torch.device("cuda", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from _reference import SEED, Loop, Result, Settings, Spec, differences, plain
 from ps_core import AdamW, Budget, DoesNotFit, PatrickStarError
 from ps_core._units import align_up
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
 
 HOST = "256MiB"
 ATTEMPTS, ROUNDS = 20, 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_core.engine._tracing.materialise import initial_values
+from ps_core.engine._parameters.meta_init.initial_values import initial_values
 
 Make = Callable[[], nn.Module]
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from ps_core._trace import Amounts
-from ps_core.engine._tracing.fake import trace
+from ps_core.engine._tracing.fake_trace import trace
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 4
 ROWS = BATCH * HEADS * LENGTH

@@ -13,10 +13,10 @@ import _models as models
 from _runs import HOST, chunked_model, stand_in
 from ps_core import Budget, Options
 from ps_core._plan import Held, Tier
-from ps_core.engine._arrange import arrange
-from ps_core.engine._engine import Engine
-from ps_core.engine._management import management_of
-from ps_core.engine._store import Home
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.rehome import arrange
+from ps_core.engine._memory.store import Home
 
 ROOM = 64 * 1024
 

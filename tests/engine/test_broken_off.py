@@ -10,9 +10,11 @@ import torch
 
 from _states import masters_of
 from ps_core import SGD, AdamW, Budget, Options
-from ps_core.engine import _carrying, _update, chunked, release, statistics
-from ps_core.engine._carrying import Carrier
-from ps_core.engine._management import management_of
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._execution import instructions
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.instructions import Carrier
+from ps_core.engine._optim import on_demand_step
 from test_does_not_fit import Words
 from test_left_plans import CASES, STEPS, batch, expected, masters, passes
 
@@ -63,14 +65,14 @@ class Once:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Once:
     """In the way of each group's step."""
-    once, plain = Once(MemoryError("no more")), _update.step_group
+    once, plain = Once(MemoryError("no more")), on_demand_step.step_group
 
     def beside(*args: Any) -> None:
         once()
         plain(*args)
 
-    monkeypatch.setattr(_update, "step_group", beside)
-    monkeypatch.setattr(_carrying, "step_group", beside)
+    monkeypatch.setattr(on_demand_step, "step_group", beside)
+    monkeypatch.setattr(instructions, "step_group", beside)
     return once
 
 

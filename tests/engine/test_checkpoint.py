@@ -18,8 +18,8 @@ from _checkpoints import SPEC, TIERS, Net, Run, assert_same
 from ps_core import SGD, Adam, AdamW, Budget, CheckpointMismatch, Group, InvalidInput
 from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint, statistics
 from ps_core.engine._checkpoint import writing as _writing
-from ps_core.engine._checkpoint.random import random_state, restore_random_state
-from ps_core.engine._checkpoint.values import decode, encode
+from ps_core.engine._checkpoint.json_values import decode, encode
+from ps_core.engine._checkpoint.rng_state import random_state, restore_random_state
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SPECS = {"adamw": SPEC, "adam": Adam(lr=1e-2), "sgd": SGD(lr=0.1, momentum=0.9)}

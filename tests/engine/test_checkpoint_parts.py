@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.contents import entries, layout_of
+from ps_core.engine._checkpoint.crc32 import joined
 from ps_core.engine._checkpoint.manifest import cut as cut_files
-from ps_core.engine._checkpoint.spans import Layout, cut, plain_order, runs, same_order, spans
-from ps_core.engine._checkpoint.sums import joined
-from ps_core.engine._records import GroupRecord, TensorRecord
+from ps_core.engine._checkpoint.sections import entries, layout_of
+from ps_core.engine._checkpoint.shard_ranges import Layout, cut, plain_order, runs, same_order, spans
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 
 
 def section_of(groups: tuple[tuple[int, ...], ...], ranks: int) -> dict[str, tuple[TensorRecord, Kind]]:

@@ -19,10 +19,10 @@ from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._bystanders import bring_along
-from ps_core.engine._cuda.device import CudaDevice, cuda_device
-from ps_core.engine._cuda.memory import AllocatorTide
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
+from ps_core.engine._devices.cuda.memory import AllocatorTide
+from ps_core.engine._parameters.unmanaged import bring_along
 from ps_core.engine._tracing import foresight
 from ps_core.engine._tracing.child import ChildFailed
 
@@ -447,7 +447,7 @@ def test_buffers_and_other_parameters_come_along(monkeypatch: pytest.MonkeyPatch
     model = Model()
     pointed: dict[int, torch.device] = {}
     monkeypatch.setattr(
-        "ps_core.engine._bystanders.point_at", lambda parameter, data: pointed.update({id(parameter): data.device})
+        "ps_core.engine._parameters.unmanaged.point_at", lambda parameter, data: pointed.update({id(parameter): data.device})
     )
     where = torch.device("meta")  # a parameter cannot go there, so that is only noted
     bring_along(model, where)

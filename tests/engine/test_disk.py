@@ -24,10 +24,10 @@ from _reference import GROUP_BYTES, SEED, Settings
 from _runs import check_same, kept_by, let_go, managed, tightest
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options, TierFailure
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._disk.file import BLOCK_BYTES
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._management import management_of
-from ps_core.engine._pilot import Pilot
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.disk.file import BLOCK_BYTES
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.scheduler import Pilot
 from test_matrix import ADAMW, SGD_, loop
 
 DISK = "64MiB"

@@ -21,7 +21,7 @@ from _cases import finish, next_token, tokens
 from _reference import GROUP_BYTES, SEED
 from ps_core import AdamW, Budget, Options, TierFailure
 from ps_core.engine import chunked, release
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
 
 STEPS, TRIES = 5, 5
 DEVICES: dict[str, tuple[int | None, int, dict[str, Any]]] = {

@@ -15,8 +15,8 @@ from _runs import let_go
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked
-from ps_core.engine._disk.streams import DISK_QUEUES
-from ps_core.engine._emulated.faults import Fault
+from ps_core.engine._devices.cpu.faults import Fault
+from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from test_faults import Device, Training, sides
 
 SEEDS = range(3)

@@ -16,8 +16,8 @@ from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._management import management_of
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._execution.hooks import management_of
 
 
 class Boom(Exception):

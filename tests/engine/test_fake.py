@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core import InvalidInput, Moment, Phase, Setup, Tier, Trace, find_plan, machine
 from ps_core.cli import main
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 from ps_core.engine._tracing.child import ChildFailed, in_child
-from ps_core.engine._tracing.fake import CannotTrace, trace
+from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 
 FP32 = 4
 IDS = torch.arange(2 * 48).reshape(2, 48) % 90

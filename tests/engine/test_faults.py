@@ -25,9 +25,9 @@ from _runs import HOST, let_go
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._device import Event
-from ps_core.engine._emulated.faults import Fault
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.faults import Fault
+from ps_core.engine._devices.device import Event
 
 STEPS = 3
 FAULT_SEEDS, DELAY_SEEDS, QUIET_SEEDS = range(5), range(8), range(20)

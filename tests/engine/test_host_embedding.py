@@ -32,10 +32,10 @@ from ps_core.engine import (
     save_weights,
     statistics,
 )
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._embedding import host_tables
-from ps_core.engine._management import management_of
-from ps_core.engine._messages import say
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.host_embedding import host_tables
+from ps_core.engine._support.log import say
 
 ROWS, WIDTH, BATCH, LENGTH = 512, 32, 4, 8
 TABLE = ROWS * WIDTH

@@ -28,9 +28,9 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, children, chunked_model, managed
 from ps_core import Budget
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
-from ps_core.engine._around import PLACE
-from ps_core.engine._interrupts import _HANDLER, _STATE, alone, put_in, take_out
-from ps_core.engine._parameter import ManagedParameter
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._support.interrupts import _HANDLER, _STATE, alone, put_in, take_out
+from ps_core.engine._support.module_call import PLACE
 
 ENGINE = "/ps_core/engine/"
 BOOKS = ENGINE + "_interrupts.py"

@@ -21,9 +21,9 @@ from _states import masters_of
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, Options
 from ps_core._program import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
-from ps_core.engine._checkpoint.direct import buffers
-from ps_core.engine._checkpoint.files import Sink, Source
-from ps_core.engine._checkpoint.safetensors import TYPES, Entry, in_order, read_table, table_of
+from ps_core.engine._checkpoint.direct_io import buffers
+from ps_core.engine._checkpoint.safetensors_format import TYPES, Entry, in_order, read_table, table_of
+from ps_core.engine._checkpoint.tensor_files import Sink, Source
 
 # The format.
 

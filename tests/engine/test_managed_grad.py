@@ -15,8 +15,8 @@ from torch import nn
 
 from _fake_engine import FakeEngine, gradients, model
 from ps_core import SGD, InvalidInput
-from ps_core.engine._managed_grad import ManagedGrad
-from ps_core.engine._scaler import LossScale
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._gradients.managed_grad import ManagedGrad
 
 FOREACH = [None, True, False]
 LR = 0.5

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from _unreal import Make, assert_same, both, hugging_face, on_meta
 from ps_core import UnsupportedParameter
-from ps_core.engine._tracing.materialise import initial_values
+from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_models import build
 
 # ---- PyTorch's own modules ----

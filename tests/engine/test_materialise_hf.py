@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from _unreal import HUGGING_FACE, IMAGE, SMALL, assert_same, both, hugging_face, on_meta
-from ps_core.engine._tracing.materialise import initial_values
+from ps_core.engine._parameters.meta_init.initial_values import initial_values
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)

@@ -17,9 +17,9 @@ from _reference import Loop, Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import offloaded, statistics, trace
-from ps_core.engine._away import HostRoom
-from ps_core.engine._cuda.device import CudaDevice
-from ps_core.engine._management import management_of
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._memory.activation_slots import HostRoom
 
 BLOCKS, WIDTH, ROWS = 6, 32, 64
 KEPT_BYTES = ROWS * WIDTH * 4

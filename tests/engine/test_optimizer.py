@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler
 from _fake_engine import FakeEngine, gradients, model
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, AdamW, Group, InvalidInput
-from ps_core.engine._scaler import LossScale
-from ps_core.engine._settings import Rule, Settings, clip_factor
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._optim.settings import Rule, Settings, clip_factor
 
 # ---- groups and settings ----
 

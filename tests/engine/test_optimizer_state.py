@@ -16,7 +16,7 @@ from _states import masters_of
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, Group, InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._scaler import LossScale
+from ps_core.engine._gradients.loss_scale import LossScale
 
 BOTH = [(spec, groups) for spec in (ADAMW, ADAM, MOMENTUM) for groups in ((), NO_DECAY)]
 IDS = [f"{type(spec).__name__}-{len(groups) + 1}" for spec, groups in BOTH]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ps_core import PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._device import Event
-from ps_core.engine._emulated.ordering import Access, History
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.race_check import Access, History
+from ps_core.engine._devices.device import Event
 
 BYTES = 12
 

@@ -19,7 +19,7 @@ from _runs import HOST, check_same, check_under_the_tightest_budget, chunked_mod
 from _states import masters_of
 from ps_core import SGD, Adam, AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._emulated.standin import StandIn
+from ps_core.engine._devices.cpu.device import StandIn
 
 STACK = case("stack", models.stack)
 LANGUAGE = case("language", models.Language, inputs=tokens, loss=next_token)

@@ -14,7 +14,7 @@ from _reference import Make, Result, Settings
 from _runs import check_same, managed, stand_in, tightest
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import statistics
-from ps_core.engine._parameter import ManagedParameter
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 STEPS = 4
 

@@ -31,7 +31,7 @@ from ps_core.engine import (
     save_checkpoint,
     statistics,
 )
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 
 DEVICES = ["cpu", "emulated"]
 

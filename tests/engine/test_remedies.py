@@ -8,9 +8,9 @@ import pytest
 
 from ps_core import Budget, Options
 from ps_core._plan import Tier
-from ps_core.engine._emulated.standin import StandIn
-from ps_core.engine._remedies import Given, larger, options_as
-from ps_core.engine._store import Store
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._memory.store import Store
+from ps_core.engine._memory.suggestions import Given, larger, options_as
 
 DISK = {"disk": "1GiB", "disk_dir": "/var/my disk"}
 

@@ -13,7 +13,7 @@ from _cases import ADAMW, next_token, tokens
 from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed
 from ps_core import SGD, Budget, InvalidInput
-from ps_core.engine._scaler import LossScale
+from ps_core.engine._gradients.loss_scale import LossScale
 
 STEPS = 5
 

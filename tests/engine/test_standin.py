@@ -14,11 +14,11 @@ import torch
 
 from ps_core import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._device import Device, Event
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.faults import Fault
+from ps_core.engine._devices.cpu.slow_links import Links
+from ps_core.engine._devices.device import Device, Event
 from ps_core.engine._emulated import standin
-from ps_core.engine._emulated.faults import Fault
-from ps_core.engine._emulated.links import Links
-from ps_core.engine._emulated.standin import StandIn
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "ordering.md"
 SLOT = 256

@@ -15,14 +15,15 @@ from _cases import rows, square
 from _fake_cuda import FakeRuntime
 from _runs import HOST, chunked_model, stand_in
 from ps_core import AdamW, Budget, Options
-from ps_core.engine import _clock, chunked, release, statistics
-from ps_core.engine._clock import PHASES, Clock
-from ps_core.engine._cuda.device import CudaDevice
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._support import phase_timer
+from ps_core.engine._support.phase_timer import PHASES, Clock
 
 
 def test_a_clock_counts_each_phase_and_nothing_between(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([10.0, 12.0, 17.0, 17.5])
-    monkeypatch.setattr(_clock, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     clock = Clock()
     clock.turn("forward")
     clock.turn("")
@@ -42,7 +43,7 @@ def test_a_clock_counts_each_phase_and_nothing_between(monkeypatch: pytest.Monke
 def test_a_steps_time_is_told_by_phase(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by a second whenever it is read: where a phase begins and where it ends."""
     readings = count()
-    monkeypatch.setattr(_clock, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     budget = Budget(host=HOST, device=None if device == "cpu" else "256KiB")
     where = device if device == "cpu" else stand_in()
     with chunked_model(models.stack(), device=where, budget=budget) as (model, optimizer):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _rising import rising
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 
 FP32 = 4
 INT64 = 8

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from _rising import rising
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 
 FP32 = 4
 

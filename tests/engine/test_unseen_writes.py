@@ -18,7 +18,7 @@ from _runs import HOST, let_go, stand_in
 from _twins import twin
 from ps_core import AdamW, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, save_checkpoint, statistics
-from ps_core.engine._cuda.device import CudaDevice
+from ps_core.engine._devices.cuda.device import CudaDevice
 
 WIDTH, LAYERS, STEPS = 32, 6, 5
 ADAMW = AdamW(lr=1e-2, weight_decay=0.1)
@@ -345,7 +345,7 @@ def test_ordinary_training_exposes_nothing_and_compares_nothing(
     def never(*_: Any) -> None:
         raise AssertionError("nothing was exposed")
 
-    monkeypatch.setattr("ps_core.engine._exposed.Exposed.add", never)
+    monkeypatch.setattr("ps_core.engine._parameters.uncounted_writes.Exposed.add", never)
     model, optimizer = manage("tight", tmp_path, "bf16")
     train(model, optimizer)
     model.eval()

@@ -16,7 +16,7 @@ from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget, chunked_model
 from ps_core import Budget, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._parameter import ManagedParameter
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 pytestmark = [  # of PyTorch's own making
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

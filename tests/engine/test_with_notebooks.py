@@ -20,8 +20,8 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AlreadyManaged, Budget, InvalidInput
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._management import management_of
-from ps_core.engine._parameter import ManagedParameter
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from test_exceptions import PLACES, Fuse, Place
 
 

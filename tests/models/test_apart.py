@@ -17,7 +17,7 @@ from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core.engine import chunked, release, statistics, trace
-from ps_core.engine._management import management_of
+from ps_core.engine._execution.hooks import management_of
 from ps_models import build
 
 WORDS, BATCH, LENGTH, ROWS = 2048, 2, 32, 16

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import ps_kernels
 from ps_core import InvalidInput
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 from ps_models import _loss
 from ps_models._loss import IGNORED, head_loss, next_labels
 

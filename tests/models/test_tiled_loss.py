@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput
 from ps_core.engine import chunked, release
-from ps_core.engine._tide import Tide
+from ps_core.engine._devices.tensor_bytes import Tide
 from ps_models import build
 from ps_models._loss import IGNORED, head_loss
 

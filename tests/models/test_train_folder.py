@@ -260,7 +260,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path, monkeypatch: pytest.
     assert train(out, "--steps", 2, "--checkpoint-every", 1) == 0
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", lambda *_, **__: None)  # a process that is killed removes nothing
-        patched.setattr("ps_core.engine._checkpoint.folder.sync", lambda _: kill_at_once())
+        patched.setattr("ps_core.engine._checkpoint.atomic_folder.sync", lambda _: kill_at_once())
         with pytest.raises(RuntimeError, match="gone"):
             train(out, "--steps", 3, "--checkpoint-every", 1)
     assert [each for each in (out / "checkpoints").iterdir() if each.name.startswith(".step-")]

@@ -27,7 +27,7 @@ from torch import nn
 import ps_core
 import ps_dist
 from ps_core.engine import chunked
-from ps_core.engine._management import management_of
+from ps_core.engine._execution.hooks import management_of
 from ps_dist import _choice, _connect, _facts
 
 TIMEOUT_S = 600.0

@@ -16,9 +16,9 @@ from ps_core._installing import how_to_install
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
 from ps_core.engine import save_weights
-from ps_core.engine._checkpoint.peers import Peers
-from ps_core.engine._management import management_of
-from ps_core.engine._parameter import ManagedParameter
+from ps_core.engine._checkpoint.ranks import Peers
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_models._layers import TiledLinear
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

@@ -1,15 +1,15 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
-from ps_core.engine._checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ps_core.engine._checkpoint.export import export_checkpoint, save_weights
-from ps_core.engine._checkpoint.weights import load_weights
+from ps_core.engine._checkpoint.load_weights import load_weights
+from ps_core.engine._checkpoint.save_load import load_checkpoint, save_checkpoint
 from ps_core.engine._chunked import chunked
-from ps_core.engine._embedding import HostEmbedding
-from ps_core.engine._offload import offloaded
-from ps_core.engine._optimizer import ChunkedOptimizer
+from ps_core.engine._execution.activation_offload import offloaded
+from ps_core.engine._execution.host_embedding import HostEmbedding
+from ps_core.engine._materialized import materialized, release
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
-from ps_core.engine._surgery import materialized, release
-from ps_core.engine._tracing.fake import CannotTrace, trace
+from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 
 __all__ = [
     "CannotTrace",

@@ -12,31 +12,31 @@ from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
 from ps_core._options import Budget, Optimizer, Options
 from ps_core._plan import Tier
 from ps_core._program import Precision
-from ps_core.engine._aliases import find_ties, tied_by_memory
-from ps_core.engine._blocks import refuse_compiled
-from ps_core.engine._bystanders import bring_along
-from ps_core.engine._device import Device
-from ps_core.engine._eager import Eager
-from ps_core.engine._embedding import host_tables
-from ps_core.engine._engine import Engine
-from ps_core.engine._management import Management
-from ps_core.engine._optimizer import FIXED, ChunkedOptimizer
-from ps_core.engine._packing import DTYPES, Packing, all_names, pack
-from ps_core.engine._parameter import ManagedParameter
-from ps_core.engine._pilot import Pilot
-from ps_core.engine._placing import fill, place
-from ps_core.engine._processes.joining import Alone, Joining
-from ps_core.engine._processes.shards import ShardResidency
-from ps_core.engine._processes.together import Together
-from ps_core.engine._processes.unplanned import Unplanned
-from ps_core.engine._remedies import Given
-from ps_core.engine._scaler import LossScale
+from ps_core.engine._devices.device import Device
+from ps_core.engine._devices.select import device_of, disk_file, passing_bytes, tiers_of
+from ps_core.engine._execution.compiled_blocks import refuse_compiled
+from ps_core.engine._execution.eager import Eager
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.hooks import Management
+from ps_core.engine._execution.host_embedding import host_tables
+from ps_core.engine._execution.no_plan import Unplanned
+from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._materialized import undo
+from ps_core.engine._memory.store import Store
+from ps_core.engine._memory.suggestions import Given
+from ps_core.engine._optim.optimizer import FIXED, ChunkedOptimizer
+from ps_core.engine._parameters.grouping import DTYPES, Packing, all_names, pack
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._parameters.meta_init.initial_values import initial_values
+from ps_core.engine._parameters.placement import fill, place
+from ps_core.engine._parameters.shared_memory import find_ties, tied_by_memory
+from ps_core.engine._parameters.unmanaged import bring_along
+from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._sharding.join import Alone, Joining
+from ps_core.engine._sharding.residency import ShardResidency
 from ps_core.engine._sharing import Sharing, data_bytes
-from ps_core.engine._store import Store
-from ps_core.engine._surgery import undo
-from ps_core.engine._tiers import device_of, disk_file, passing_bytes, tiers_of
-from ps_core.engine._tracing.materialise import initial_values
-from ps_core.engine._unmatched import say_unmatched, warn_of_gradients
+from ps_core.engine._unmatched_patterns import say_unmatched, warn_of_gradients
 
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say

@@ -6,10 +6,10 @@ import torch
 
 from ps_core._errors import InvalidInput
 from ps_core._plan import Tier
-from ps_core.engine._arrange import clear, held_by_somebody, move, put_aside
-from ps_core.engine._engine import Engine
-from ps_core.engine._interrupts import alone
-from ps_core.engine._refusals import part_too_small
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.rehome import clear, held_by_somebody, move, put_aside
+from ps_core.engine._parameters.errors import part_too_small
+from ps_core.engine._support.interrupts import alone
 
 
 @alone

@@ -16,7 +16,7 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._options import Budget
 from ps_core._plan import Tier
 from ps_core._program import Precision
-from ps_core.engine._engine import Engine
+from ps_core.engine._execution.engine import Engine
 from ps_core.engine._resizing import resize
 
 

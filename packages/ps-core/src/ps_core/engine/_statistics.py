@@ -8,8 +8,8 @@ from torch import nn
 
 import ps_kernels
 from ps_core._program import Kind
-from ps_core.engine._engine import Engine
-from ps_core.engine._management import management_of
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.hooks import management_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from ps_core._trace import Amounts
 from ps_core.engine._calibration.caches import last_cache, stack_size
 from ps_core.engine._calibration.operators import Slow
 from ps_core.engine._calibration.probes import Probe
-from ps_core.engine._tracing.fake import trace
+from ps_core.engine._tracing.fake_trace import trace
 
 _LENGTH = 64
 _HEAD = 64

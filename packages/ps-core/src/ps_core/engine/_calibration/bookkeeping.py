@@ -11,9 +11,9 @@ from ps_core._simulate.costs import COUNTED, MOVES
 from ps_core.engine._calibration.blocks import Blocks
 from ps_core.engine._calibration.probes import Probe
 from ps_core.engine._chunked import chunked
-from ps_core.engine._management import management_of
-from ps_core.engine._pilot import Pilot
-from ps_core.engine._surgery import release
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._materialized import release
 
 _HIDDEN, _BLOCKS = 32, 8
 _AMPLE, _TIGHT = 2**23, 2**17

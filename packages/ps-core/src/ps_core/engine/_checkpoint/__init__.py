@@ -1,1 +1,1 @@
-"""Training runs and weights on disk."""
+"""Checkpoints and weights in files."""

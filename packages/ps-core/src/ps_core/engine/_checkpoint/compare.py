@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
-from ps_core.engine._checkpoint.contents import BUFFERS, Sections, entries, extra_states
-from ps_core.engine._checkpoint.folder import MANIFEST
+from ps_core.engine._checkpoint.atomic_folder import MANIFEST
+from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import Saved
-from ps_core.engine._checkpoint.safetensors import damaged, type_name
-from ps_core.engine._checkpoint.values import decode
-from ps_core.engine._engine import Engine
-from ps_core.engine._optimizer import LOSS_SCALE, ChunkedOptimizer
-from ps_core.engine._scaler import LossScale
+from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
+from ps_core.engine._checkpoint.sections import BUFFERS, Sections, entries, extra_states
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._optim.optimizer import LOSS_SCALE, ChunkedOptimizer
 
 SHOWN = 8
 """So many differences are told; the rest is counted."""

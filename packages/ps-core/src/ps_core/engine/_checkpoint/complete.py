@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ps_core._options import SGD
-from ps_core.engine._checkpoint.contents import BUFFERS, EXTRA, MASTERS, WEIGHTS
-from ps_core.engine._checkpoint.safetensors import TYPES, Entry
-from ps_core.engine._optimizer import FIXED
-from ps_core.engine._optimizer_state import MOMENTS as KINDS
-from ps_core.engine._settings import Rule
+from ps_core.engine._checkpoint.safetensors_format import TYPES, Entry
+from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, MASTERS, WEIGHTS
+from ps_core.engine._optim.optimizer import FIXED
+from ps_core.engine._optim.settings import Rule
+from ps_core.engine._optim.state_format import MOMENTS as KINDS
 
 MOMENTS = {kind.__name__: tuple(KINDS[Rule.SGD if kind is SGD else Rule.ADAM]) for kind in FIXED}
 """The sections of each optimizer's states."""

@@ -13,19 +13,19 @@ from torch import nn
 
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.access import check_outside, settle
-from ps_core.engine._checkpoint.contents import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
-from ps_core.engine._checkpoint.direct import BUFFER_BYTES, Buffers, buffers, open_new
-from ps_core.engine._checkpoint.files import PIECE_BYTES, Sink, Source
-from ps_core.engine._checkpoint.folder import Folder, locked, named, sync
+from ps_core.engine._checkpoint.atomic_folder import Folder, locked, named, sync
+from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, Buffers, buffers, open_new
 from ps_core.engine._checkpoint.manifest import Saved, is_checkpoint, read_manifest
-from ps_core.engine._checkpoint.peers import Peers
-from ps_core.engine._checkpoint.reading import Stored, assembled, compare, readable, stored
-from ps_core.engine._checkpoint.safetensors import TYPES, Entry, bytes_of, table_of
-from ps_core.engine._checkpoint.spans import plain_order
-from ps_core.engine._engine import Engine
-from ps_core.engine._management import management_of
-from ps_core.engine._records import TensorRecord
+from ps_core.engine._checkpoint.preconditions import check_outside, settle
+from ps_core.engine._checkpoint.ranks import Peers
+from ps_core.engine._checkpoint.reader import Stored, assembled, compare, readable, stored
+from ps_core.engine._checkpoint.safetensors_format import TYPES, Entry, bytes_of, table_of
+from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
+from ps_core.engine._checkpoint.shard_ranges import plain_order
+from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, Sink, Source
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.state import TensorRecord
 
 
 def save_weights(

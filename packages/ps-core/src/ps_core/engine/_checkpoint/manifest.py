@@ -25,13 +25,21 @@ import torch
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
+from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS
 from ps_core.engine._checkpoint.complete import wrong_tensors, wrong_values
-from ps_core.engine._checkpoint.direct import open_new
-from ps_core.engine._checkpoint.folder import FORMAT, MANIFEST, SUMS
-from ps_core.engine._checkpoint.random import check_random_state
-from ps_core.engine._checkpoint.safetensors import TYPES, Entry, damaged, no_key_twice, table_of, type_name, write_all
-from ps_core.engine._checkpoint.sums import Checksum
-from ps_core.engine._checkpoint.values import decode
+from ps_core.engine._checkpoint.crc32 import Checksum
+from ps_core.engine._checkpoint.direct_io import open_new
+from ps_core.engine._checkpoint.json_values import decode
+from ps_core.engine._checkpoint.rng_state import check_random_state
+from ps_core.engine._checkpoint.safetensors_format import (
+    TYPES,
+    Entry,
+    damaged,
+    no_key_twice,
+    table_of,
+    type_name,
+    write_all,
+)
 
 VERSIONS = (1, 2)
 """See [Note: one or several]."""

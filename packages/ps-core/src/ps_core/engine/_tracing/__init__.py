@@ -1,1 +1,1 @@
-"""Models before they have memory: traced on fake tensors, and given their initial values."""
+"""The moments of a pass, recorded or traced with fake tensors."""

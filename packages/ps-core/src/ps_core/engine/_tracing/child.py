@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 import torch
 
 from ps_core._errors import InvalidInput, PatrickStarError
-from ps_core.engine._interrupts import alone
+from ps_core.engine._support.interrupts import alone
 
 _TORCH = str(Path(torch.__file__).parent)
 _SAID_BYTES = 2000

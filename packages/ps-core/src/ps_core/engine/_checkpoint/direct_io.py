@@ -1,0 +1,211 @@
+"""Bytes to a file and back in order, past the page cache: one buffer is filled while the other is on its way.
+
+[Note: past the page cache]
+A checkpoint is larger than what it should push out of memory, and is wanted on the disk, not near it; besides, direct
+transfers were several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ps_core.engine._checkpoint.crc32 import Checksum
+from ps_core.engine._checkpoint.safetensors_format import damaged
+
+BUFFER_BYTES = 8 * 2**20
+"""Of each of the two, where chunks are not smaller."""
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Buffers:
+    """Two buffers for one file at a time, and two threads, one for the disk and one for the checksum."""
+
+    def __init__(self, size: int, helpers: ThreadPoolExecutor) -> None:
+        self.pair = [memoryview(mmap.mmap(-1, size)) for _ in range(2)]
+        self.helpers = helpers
+
+    def start(self, *calls: Callable[[], object]) -> list[Future[object]]:
+        """Have these done meanwhile."""
+        return [self.helpers.submit(call) for call in calls]
+
+
+@contextmanager
+def buffers(largest_chunk_bytes: int) -> Iterator[Buffers]:
+    """Together not more than half a chunk (or two pages)."""
+    size = min(BUFFER_BYTES, max(PAGE_BYTES, largest_chunk_bytes // 4 // PAGE_BYTES * PAGE_BYTES))
+    with ThreadPoolExecutor(2) as helpers:
+        yield Buffers(size, helpers)
+
+
+def wait(going: list[Future[Any]]) -> list[Any]:
+    """Until all are done, though one fails; then the first failure, or what they gave."""
+    for each in going:
+        each.exception()
+    return [each.result() for each in going]
+
+
+def open_new(path: Path, folder: int | None = None) -> int:
+    """A new file to write to."""
+    how = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    return os.open(path, how, 0o666) if folder is None else os.open(path.name, how, 0o666, dir_fd=folder)
+
+
+def set_direct(file: int, on: bool) -> bool:
+    """Have a file's transfers go past the page cache, or not; whether that could be done."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _was_direct(file: int, error: OSError) -> bool:
+    """Whether a transfer failed for going past the page cache, as a file's end does; it will not from here on."""
+    direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+    return error.errno == errno.EINVAL and direct and set_direct(file, False)
+
+
+class Outlet:
+    """A new file, written from its beginning to its end."""
+
+    def __init__(self, path: Path, pair: Buffers, folder: int | None = None) -> None:
+        """``folder``: where it is to be, if that was opened; whatever becomes of its name."""
+        self._buffers = pair
+        self._checksum = Checksum()
+        self._filled = 0
+        self._going: list[Future[object]] = []
+        self._file = open_new(path, folder)
+        set_direct(self._file, True)
+
+    def write(self, data: memoryview) -> None:
+        """More bytes; they are copied."""
+        while data:
+            buffer = self._buffers.pair[0]
+            count = min(len(data), len(buffer) - self._filled)
+            buffer[self._filled : self._filled + count] = data[:count]
+            self._filled += count
+            data = data[count:]
+            if self._filled == len(buffer):
+                self._flush()
+
+    def _flush(self) -> None:
+        wait(self._going)
+        pair = self._buffers.pair
+        full, self._filled = pair[0][: self._filled], 0
+        self._going = self._buffers.start(lambda: self._put(full), lambda: self._checksum.update(full))
+        pair.reverse()
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[os.write(self._file, data) :]
+            except OSError as error:
+                if not _was_direct(self._file, error):
+                    raise
+
+    def finish(self) -> int:
+        """Have everything on the disk; the checksum."""
+        self._flush()
+        wait(self._going)
+        os.fsync(self._file)
+        return self._checksum.value
+
+    def close(self) -> None:
+        """Let go of the file."""
+        wait_quietly(self._going)
+        os.close(self._file)
+
+
+def wait_quietly(going: list[Future[Any]]) -> None:
+    """Until all are done, whatever became of them."""
+    for each in going:
+        each.exception()
+
+
+class Inlet:
+    """Runs of bytes of a file, each from its beginning to its end, one after another."""
+
+    def __init__(self, path: Path, pair: Buffers, runs: Sequence[tuple[int, int]]) -> None:
+        """``runs``: first bytes and ends, ascending."""
+        self._path, self._buffers = path, pair
+        self._checksums = [Checksum() for _ in runs]
+        self._windows = _windows(runs, len(pair.pair[0]))
+        self._file = os.open(path, os.O_RDONLY)
+        set_direct(self._file, True)
+        self._current = memoryview(b"")
+        self._summing: list[Future[object]] = []
+        self._reading = self._buffers.start(self._get)
+
+    def _get(self) -> tuple[int, memoryview] | None:
+        """The next buffer's worth, and the run it is of; None at the end."""
+        window = next(self._windows, None)
+        if window is None:
+            return None
+        buffer, filled = self._buffers.pair[1], 0
+        room = -(-window.end // PAGE_BYTES) * PAGE_BYTES
+        while filled < window.end:
+            try:
+                count = os.preadv(self._file, [buffer[filled:room]], window.at + filled)
+            except OSError as error:
+                if not _was_direct(self._file, error):
+                    raise
+                continue
+            if not count:
+                raise damaged(self._path, f"it ends after {window.at + filled:,} bytes, in the midst of a tensor")
+            filled += count
+        return window.run, buffer[window.begin : window.end]
+
+    def read(self, target: memoryview) -> None:
+        """The next bytes."""
+        while target:
+            if not self._current:
+                self._advance()
+            count = min(len(target), len(self._current))
+            target[:count] = self._current[:count]
+            target, self._current = target[count:], self._current[count:]
+
+    def _advance(self) -> None:
+        wait(self._summing)
+        (found,) = wait(self._reading)
+        assert found is not None, "nobody reads more than was said"
+        run, self._current = found
+        data, checksum = self._current, self._checksums[run]
+        self._buffers.pair.reverse()
+        self._summing = self._buffers.start(lambda: checksum.update(data))
+        self._reading = self._buffers.start(self._get)
+
+    def sums(self) -> list[int]:
+        """The checksum of each run, once all was read."""
+        wait(self._summing)
+        return [each.value for each in self._checksums]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        wait_quietly(self._summing)
+        wait_quietly(self._reading)
+        os.close(self._file)
+
+
+class _Window(NamedTuple):
+    """A buffer's worth: read from ``at`` on, of which the bytes from ``begin`` to ``end`` are wanted."""
+
+    run: int
+    at: int
+    begin: int
+    end: int
+
+
+def _windows(runs: Iterable[tuple[int, int]], size: int) -> Iterator[_Window]:
+    """On whole pages, as direct transfers have to be."""
+    for run, (start, stop) in enumerate(runs):
+        for at in range(start - start % PAGE_BYTES, stop, size):
+            yield _Window(run, at, max(start - at, 0), min(stop - at, size))

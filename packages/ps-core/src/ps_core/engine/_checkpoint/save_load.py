@@ -1,0 +1,141 @@
+"""``save_checkpoint`` and ``load_checkpoint``: a training run on disk, exact to the bit; see docs/checkpoints.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core.engine._checkpoint.atomic_folder import Folder
+from ps_core.engine._checkpoint.compare import as_state_dict, check, parameters_of, readable_values
+from ps_core.engine._checkpoint.json_values import encode
+from ps_core.engine._checkpoint.manifest import read_manifest
+from ps_core.engine._checkpoint.preconditions import changing, check_outside, managed_pair, settle, targets_of
+from ps_core.engine._checkpoint.ranks import Peers
+from ps_core.engine._checkpoint.reader import Reader, stored
+from ps_core.engine._checkpoint.rng_state import random_state, restore_random_state
+from ps_core.engine._checkpoint.sections import EXTRA, Held, contents, extra_states
+from ps_core.engine._checkpoint.writer import agree, save, share_out
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._support.log import say
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ChunkedOptimizer | None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write all that training needs to go on, and ``extra``, into a new folder, between two steps.
+
+    The folder appears when everything is on the disk. With ``overwrite`` it takes the place of the checkpoint that is
+    there; a process killed at whatever instant leaves that one or the new one. Where several processes share the model,
+    all call it alike, and each writes its shards.
+    """
+    peers = Peers(management_of(model).engine.together)
+    with peers.step("save_checkpoint"):
+        model, engine = managed_pair(model, optimizer)
+        engine.check_usable()
+        check_outside("saved")
+    settle(engine, "saved")
+    with peers.step("save_checkpoint"):
+        held = contents(model, engine, optimizer)
+        manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}), alone=peers.alone)
+    if not peers.alone:
+        agree(peers, manifest, held[EXTRA], overwrite=overwrite)
+    engine.updater.compare()
+    save(Folder(path), engine, share_out(peers, engine, manifest, held), overwrite=overwrite)
+
+
+def _manifest(
+    model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any], *, alone: bool
+) -> tuple[dict[str, Any], dict[str, Held]]:
+    """What is not a tensor of the model's or the optimizer's; and the tensors among that."""
+    kept: dict[str, Held] = {}
+
+    def keep(tensor: torch.Tensor) -> str:
+        name = str(len(kept))
+        kept[name] = tensor.detach()
+        return name
+
+    manifest: dict[str, Any] = {
+        "parameters": parameters_of(engine),
+        "optimizer": None,
+        "modules": encode("a module's extra state", extra_states(model), keep),
+        "extra": encode("extra", extra, keep),
+    }
+    if optimizer is not None:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        scaler = engine.loss_scale
+        manifest["optimizer"] = {
+            "name": optimizer._name,
+            "groups": encode("param_groups", groups, keep),
+            "steps": {record.name: record.steps for record in engine.records if record.trainable},
+            "loss_scale": None if scaler is None else scaler.state_dict(),
+        }
+        if alone:
+            manifest["random"] = encode("the state of random numbers", random_state(), keep)
+    return manifest, kept
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: ChunkedOptimizer | None
+) -> dict[str, Any]:
+    """Go on where `save_checkpoint` was called: model, optimizer and random numbers are as they were; gives ``extra``.
+
+    Budget, device, group size and the number of processes may be others. For a model without an optimizer, only weights
+    and buffers are taken.
+    """
+    peers = Peers(management_of(model).engine.together)
+    with peers.step("load_checkpoint"):
+        model, engine = managed_pair(model, optimizer)
+        engine.check_usable(loading=True)
+        check_outside("loaded")
+        folder = Folder(path)
+        if peers.leads:
+            folder.recover()
+    with peers.step("load_checkpoint"):
+        saved = read_manifest(folder.path, files_too=peers.leads)
+    peers.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.print})")
+    with peers.step("load_checkpoint"):
+        held = contents(model, engine, optimizer)
+        check(saved, model, engine, optimizer, held)
+        random = None if optimizer is None else saved.random_of(peers.rank)
+    targets, extra_tensors = targets_of(saved, held)
+    engine.discard_gradients()
+    engine.finish_pass()
+    find = extra_tensors.__getitem__
+    with changing(engine, f"load_checkpoint({str(saved.path)!r}, ...)"):
+        Reader(engine, peers).read(stored(saved, targets, peers.rank))
+        with peers.step("load_checkpoint"):
+            if optimizer is not None:
+                _restore(engine, optimizer, readable_values(saved, "optimizer", find))
+            modules = dict(model.named_modules())
+            for name, state in readable_values(saved, "modules", find).items():
+                modules[name].set_extra_state(state)
+            if random is not None:
+                restore_random_state(random)
+    if optimizer is not None and (ranks := peers.size()) != saved.ranks and peers.leads:
+        say(
+            f"{saved.path} was saved by {saved.ranks} processes, and {ranks} load it: rank i goes on with the "
+            f"random numbers of rank i modulo {saved.ranks}"
+        )
+    extra: dict[str, Any] = readable_values(saved, "extra", find)
+    return extra
+
+
+def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any]) -> None:
+    """Settings, loss scale and counts of steps; masters and moments are there already."""
+    engine.masters.forget()  # the checkpoint has them all
+    for record in engine.records:
+        record.steps = 0  # or the optimizer would clear moments that it finds no state for
+    optimizer.load_state_dict(as_state_dict(state))
+    for record in engine.records:
+        record.steps = state["steps"].get(record.name, 0)  # a frozen one has none

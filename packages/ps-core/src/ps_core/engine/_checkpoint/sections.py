@@ -1,0 +1,192 @@
+"""What a checkpoint holds of a model under management, by section and name; and chunks held open while it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._checkpoint.safetensors_format import Entry, in_order
+from ps_core.engine._checkpoint.shard_ranges import Layout
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._optim.state_format import MOMENTS
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
+from ps_core.engine._sharding.residency import ShardResidency
+
+MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
+Held = tuple[TensorRecord, Kind] | torch.Tensor
+"""Where a tensor's values are: in a chunk, or by themselves."""
+Sections = dict[str, dict[str, Held]]
+
+
+def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None) -> Sections:
+    """Every tensor of a model and its optimizer, by section; parameters in the order in which modules register them.
+
+    So neither groups nor tiers show in a checkpoint: the same training gives the same bytes wherever it ran.
+    """
+    moments = {} if optimizer is None else MOMENTS[optimizer._rule]
+    found: Sections = {MASTERS: {}, **{name: {} for name in moments}, WEIGHTS: {}}
+    for record in engine.records:
+        if record.trainable:
+            found[MASTERS][record.name] = (record, Kind.P32)
+            for name, kind in moments.items():
+                found[name][record.name] = (record, kind)
+        else:
+            found[WEIGHTS][record.name] = (record, record.group.weight)
+    found[BUFFERS] = dict(plain_tensors(model))
+    return found
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What else ``state_dict`` has: buffers, but for those it leaves out, and parameters that are not managed."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        rows = {**module._buffers, **module._parameters}
+        for name, tensor in rows.items():
+            left_out = name in module._non_persistent_buffers_set or isinstance(tensor, ManagedParameter)
+            if tensor is None or left_out or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            full = f"{prefix}.{name}" if prefix else name
+            if tensor.layout is not torch.strided:
+                raise InvalidInput(f"{full!r} is {tensor.layout}, which a checkpoint cannot hold: make it dense")
+            yield full, tensor.detach()
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules want kept besides tensors (``get_extra_state``)."""
+    return {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def entries(section: dict[str, Held], shard: int = 0) -> list[Entry]:
+    """What a process writes of a section's tensors, as they will lie in files; see [Note: parts]."""
+    found = [_entry(name, held, shard) for name, held in section.items()]
+    return in_order(each for each in found if each is not None)
+
+
+def _entry(name: str, held: Held, shard: int) -> Entry | None:
+    if isinstance(held, torch.Tensor):
+        return None if shard else Entry(name, held.dtype, tuple(held.shape))
+    record, kind = held
+    dtype = record.group.dtype_of(kind)
+    mine = elements_of(record, shard)
+    if mine == range(record.numel):
+        return None if shard and not record.numel else Entry(name, dtype, tuple(record.shape))
+    if not mine:
+        return None
+    return Entry(f"{name}[{mine.start}:{mine.stop}]", dtype, (len(mine),), name, mine.start)
+
+
+def layout_of(record: TensorRecord) -> Layout:
+    """Where its elements are."""
+    return Layout(record.offset, record.group.shard_numel)
+
+
+def elements_of(record: TensorRecord, shard: int) -> range:
+    """Those that a shard has, in memory order."""
+    first = shard * record.group.shard_numel - record.offset
+    start, stop = (min(max(each, 0), record.numel) for each in (first, first + record.group.shard_numel))
+    return range(start, stop)
+
+
+def largest_chunk_bytes(engine: Engine) -> int:
+    """Of all chunks that this process keeps, of all groups."""
+    return max(home.bytes for group in engine.groups for kind, home in group.homes.items() if kind is not Kind.FULL)
+
+
+class Chunks(AbstractContextManager["Chunks"]):
+    """Chunks held open: one at a time, for it may have to come from a disk; and those that are in memory for good.
+
+    Of a model that several processes share, a chunk is this one's shard.
+    """
+
+    def __init__(self, engine: Engine, *, write: bool) -> None:
+        self._engine = engine
+        self._write = write
+        self._open: dict[tuple[GroupRecord, Kind], tuple[ExitStack, torch.Tensor, list[TensorRecord]]] = {}
+
+    def tensor(self, held: Held) -> torch.Tensor:
+        """A tensor of which all is here, to be read or written before the next call."""
+        if isinstance(held, torch.Tensor):
+            return held
+        record, kind = held
+        flat = self._elements(record, kind)
+        return flat.as_strided(record.shape, record.stride, flat.storage_offset())
+
+    def elements(self, held: tuple[TensorRecord, Kind], first: int, count: int) -> torch.Tensor:
+        """Some of those that are here, in memory order, to be read or written before the next call."""
+        record, kind = held
+        before = elements_of(record, record.group.rank).start
+        return self._elements(record, kind)[first - before : first - before + count]
+
+    def _elements(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        key = (record.group, kind)
+        if key not in self._open:
+            for other in [each for each in self._open if not each[0].pinned]:
+                self._close(other)
+            stack = ExitStack()
+            flat = stack.enter_context(_own(self._engine, record.group, kind, write=self._write))
+            self._open[key] = (stack, flat, [])
+        _, flat, records = self._open[key]
+        records.append(record)
+        return flat[record.piece]
+
+    def _close(self, key: tuple[GroupRecord, Kind]) -> None:
+        (group, kind), (stack, flat, records) = key, self._open.pop(key)
+        changed = self._write and kind in (Kind.P32, group.weight)
+        for record in reversed(records if changed else []):
+            for other in record.others:
+                flat[other.piece].copy_(flat[record.piece])
+                records.append(other)
+        stack.close()
+        if not changed:
+            return
+        if kind is not group.weight:
+            self._engine.residency.rebuild(group, list(dict.fromkeys(records)))
+        for record in records:
+            replaced(record)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for key in list(self._open):
+            self._close(key)
+
+
+@contextmanager
+def _own(engine: Engine, group: GroupRecord, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
+    """What this process has of one kind of a group."""
+    residency = engine.residency
+    if not isinstance(residency, ShardResidency):
+        with engine.updater.opened(group, kind, write=write) as flat:
+            yield flat
+        return
+    home = group.homes[kind]
+    shard = residency.shard(home).view(group.dtype_of(kind))
+    what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
+    engine.store.device.work(Queue.CPU, what, (shard,), (shard,) if write else ())
+    try:
+        yield shard
+    finally:
+        if write:
+            residency.save(home, slice(0, shard.numel()), shard)
+
+
+def replaced(record: TensorRecord) -> None:
+    """Its values are others now; every process that has a share in the group says so, whether it has some or none."""
+    record.payload = Payload.VALID
+    record.epoch += 1
+    record.group.reading = -1

@@ -1,0 +1,195 @@
+"""A checkpoint onto the disk: each process writes its share, and the first one lets the whole appear.
+
+[Note: one folder]
+The first process makes the new folder (see [Note: siblings]) and leaves a marker in it. The others write to the folder
+in which they see that marker, whatever becomes of its name: one that lives on after the first was killed cannot write
+into the folder of a later save. Between two steps all processes hear whether all did well. The folder gets its name
+once every file is on the disk, and the first process has seen all of them at their sizes with their tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ps_core.engine._checkpoint.atomic_folder import Folder, named
+from ps_core.engine._checkpoint.crc32 import Checksum, text_of
+from ps_core.engine._checkpoint.direct_io import Buffers, buffers
+from ps_core.engine._checkpoint.json_values import encode
+from ps_core.engine._checkpoint.manifest import File, cut, marked, numbered, read_manifest, write_manifest, write_text
+from ps_core.engine._checkpoint.ranks import Peers
+from ps_core.engine._checkpoint.rng_state import random_state
+from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of
+from ps_core.engine._checkpoint.sections import (
+    BUFFERS,
+    EXTRA,
+    Chunks,
+    Held,
+    Sections,
+    elements_of,
+    entries,
+    largest_chunk_bytes,
+)
+from ps_core.engine._checkpoint.shard_ranges import plain_order, same_order
+from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, Sink
+from ps_core.engine._execution.engine import Engine
+
+FILE_BYTES = 4 * 2**30
+"""Of tensors, in one file; a larger tensor has a file to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is saved, and this process's part of it."""
+
+    peers: Peers
+    manifest: dict[str, Any]
+    held: Sections
+    files: list[File]
+    """Of all processes."""
+    small: dict[str, bytes]
+    """This one's small files."""
+    marker: str
+
+
+def agree(peers: Peers, manifest: Mapping[str, Any], kept: Mapping[str, Held], *, overwrite: bool) -> None:
+    """`RanksDiverged` unless what is saved once is the same on all ranks."""
+    peers.agree("save_checkpoint(overwrite=...)", str(overwrite))
+    optimizer = manifest["optimizer"] or {}
+    peers.agree("what the optimizer's param_groups hold", json.dumps(optimizer.get("groups")))
+    peers.agree("steps and loss scale", json.dumps([optimizer.get("steps"), optimizer.get("loss_scale")]))
+    peers.agree("what modules give for get_extra_state()", json.dumps(manifest["modules"]))
+    extra = manifest["extra"]
+    peers.agree("what extra has", ", ".join(extra))
+    for key, value in extra.items():
+        peers.agree(f"extra[{key!r}]", json.dumps(value))
+    for name, tensor in kept.items():
+        peers.agree(f"tensor {name} of extra and param_groups", text_of(_checksum({name: tensor})))
+
+
+def share_out(peers: Peers, engine: Engine, manifest: dict[str, Any], held: Sections) -> Share:
+    """Who writes what."""
+    if peers.alone:
+        return Share(peers, manifest, held, _files(held, 1, [0]), {}, "")
+    random = b""
+    if manifest["optimizer"] is not None:
+        random = (json.dumps(encode("the state of random numbers", random_state(), str)) + "\n").encode()
+    whole = Checksum()
+    whole.update(random)
+    mine = [_checksum(held[BUFFERS]), whole.value, secrets.randbits(32)]
+    told = peers.rows(mine, "what may differ", count=len(mine))
+    names = numbered("random", len(told), "json") if random else []
+    manifest = {**manifest, "ranks": len(told), "orders": _orders(engine), "random_files": names}
+    differing = [rank for rank, row in enumerate(told) if not rank or row[0] != told[0][0]]
+    files = marked(_files(held, peers.shards, differing), manifest, [value for row in told for value in row[:2]])
+    small = {names[peers.rank]: random} if random else {}
+    return Share(peers, manifest, held, files, small, f".ps-save-{told[0][2]:08x}")
+
+
+def _files(held: Sections, shards: int, with_buffers: list[int]) -> list[File]:
+    found = []
+    for name, section in held.items():
+        shares = [(shard, entries(section, shard)) for shard in range(1 if name == EXTRA else shards)]
+        if name == BUFFERS:
+            shares = [(rank, entries(section)) for rank in with_buffers]
+        found += cut(name, shares, FILE_BYTES)
+    return found
+
+
+def _orders(engine: Engine) -> dict[str, list[int]]:
+    """The strides of parameters that are cut, and do not lie row by row."""
+    return {
+        record.name: list(record.stride)
+        for record in engine.records
+        if len(elements_of(record, record.offset // record.group.shard_numel)) < record.numel
+        and not same_order(record.shape, plain_order(record.shape), record.stride)
+    }
+
+
+def _checksum(section: Mapping[str, Held]) -> int:
+    """Of tensors that are nobody's."""
+    whole = Checksum()
+    for name, tensor in section.items():
+        assert isinstance(tensor, torch.Tensor), "what is in chunks has its own"
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        for piece in by_rows(tensor, PIECE_BYTES):
+            plain = piece.to("cpu").contiguous()
+            whole.update(bytes_of(plain))
+    return whole.value
+
+
+def save(folder: Folder, engine: Engine, share: Share, *, overwrite: bool) -> None:
+    """Write all of it; see [Note: one folder]."""
+    peers = share.peers
+    with ExitStack() as stack:
+        at: int | None = None
+        new = Path()
+        with peers.step("save_checkpoint"):
+            if peers.leads:
+                new = stack.enter_context(folder.replaced(overwrite=overwrite))
+                if not peers.alone:
+                    write_text(new / share.marker, b"")
+        if not peers.alone:
+            with peers.step("save_checkpoint"):
+                at = folder.find(share.marker)
+                stack.callback(os.close, at)
+        with peers.step("save_checkpoint"), named(folder.path):
+            mine = _write(new, at, engine, share)
+        sums = _exchange(share, mine)
+        with peers.step("save_checkpoint"):
+            if peers.leads:
+                _seal(new, share, sums)
+        with peers.step("save_checkpoint"):
+            stack.close()
+
+
+def _write(new: Path, at: int | None, engine: Engine, share: Share) -> dict[str, int]:
+    """This process's files; their checksums."""
+    with buffers(largest_chunk_bytes(engine)) as pair, Chunks(engine, write=False) as chunks:
+        sums = {
+            file.name: _write_file(new / file.name, at, file, share.held[file.section], chunks, pair)
+            for file in share.files
+            if file.writer == share.peers.rank
+        }
+    return sums | {name: write_text(new / name, text, at) for name, text in share.small.items()}
+
+
+def _write_file(
+    path: Path, at: int | None, file: File, section: Mapping[str, Held], chunks: Chunks, pair: Buffers
+) -> int:
+    with closing(Sink(path, file.table, pair, at)) as sink:
+        for entry in file.entries:
+            held = section[entry.owner]
+            if isinstance(held, tuple) and entry.tensor:
+                sink.put(chunks.elements(held, entry.first, entry.numel))
+            else:
+                sink.put(chunks.tensor(held))
+        return sink.finish()
+
+
+def _exchange(share: Share, mine: Mapping[str, int]) -> dict[str, str]:
+    """Every file's checksum."""
+    writers = {file.name: file.writer for file in share.files}
+    writers |= {name: rank for rank, name in enumerate(share.manifest.get("random_files", []))}
+    most = max(Counter(writers.values()).values(), default=0)
+    ordered = [mine[name] for name, writer in writers.items() if writer == share.peers.rank]
+    found = [iter(row) for row in share.peers.rows(ordered, "checksums of what was written", count=most)]
+    return {name: text_of(next(found[writer])) for name, writer in writers.items()}
+
+
+def _seal(new: Path, share: Share, sums: dict[str, str]) -> None:
+    """Say what there is; with several processes, look whether it is there."""
+    if not share.peers.alone:
+        os.unlink(new / share.marker)
+    write_manifest(new, share.manifest, share.files, sums)
+    if not share.peers.alone:
+        read_manifest(new)

@@ -1,0 +1,1 @@
+"""The device of "cpu" and "emulated", whose work the CPU does."""

@@ -1,0 +1,1 @@
+"""CUDA behind one small seam."""

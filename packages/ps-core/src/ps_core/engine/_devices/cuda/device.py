@@ -1,0 +1,292 @@
+"""A CUDA device as the engine sees it.
+
+[Note: CUDA streams]
+The compute queue is whatever stream PyTorch works on when the engine is called, which may change: the new one is then
+made to wait for the old one. Copies up and down have a stream each, made once. The host thread knows of their work only
+after it has waited for an event. Events are used again when nobody holds them any more: a stream that was told to wait
+for one remembers the recording that it was told of.
+
+The stream of collectives belongs to another thread than all else (see [Note: two threads] in `_processes.beside`). So
+nothing is remembered of it here between two calls; what both threads use (events that wait to be used again, what is
+known of memory) changes in steps that no other thread can come between.
+
+[Note: memory on a CUDA device]
+The arena is one allocation, as long as the tide leaves room for at its highest; it is made when that is known, and
+made anew only when a plan wants it longer or shorter. A slot beyond it (before there is a plan, kept in fp32, or in a
+step, when the tide is low) is an allocation of its own. Both come from PyTorch's allocator, so that it can give what
+it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so the copy streams
+wait for that one before they use one, and are noted as its users: when it is freed it is not handed out before they
+are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ps_core._errors import InvalidInput
+from ps_core._plan import Queue
+from ps_core._simulate.machine import Machine, default_machine
+from ps_core.engine._devices.cuda.memory import AllocatorTide, HostMemory, Owned
+from ps_core.engine._devices.cuda.out_of_memory import Observer
+from ps_core.engine._devices.cuda.runtime import RawEvent, Runtime, Stream, TorchRuntime
+from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.disk.file import DiskFile, Place
+from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskStreams
+
+
+class CudaEvent:
+    """A recording, and the event that it is made with."""
+
+    __slots__ = ("_pool", "_queue", "raw")
+
+    def __init__(self, queue: Queue, raw: RawEvent | None, pool: list[RawEvent]) -> None:
+        self._queue, self._pool = queue, pool
+        self.raw = raw
+        """None: there is nothing to wait for."""
+
+    @property
+    def queue(self) -> Queue:
+        """The queue it was recorded on."""
+        return self._queue
+
+    def block(self) -> None:
+        """Wait until it is over."""
+        if self.raw is not None:
+            self.raw.synchronize()
+
+    def __del__(self) -> None:
+        if self.raw is not None:
+            self._pool.append(self.raw)
+
+
+class CudaDevice:
+    """A `Device`; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
+
+    def __init__(self, runtime: Runtime, *, pin: bool = True) -> None:
+        self.name = "cuda"
+        self.torch_device = runtime.torch_device
+        self.lazy = False
+        self.beside = True
+        self._runtime = runtime
+        self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
+        self._last: dict[Queue, CudaEvent | None] = dict.fromkeys((Queue.H2D, Queue.D2H))
+        """Behind all that one of these was given; None: it was given more since."""
+        self._compute: Stream | None = None
+        self._pool: list[RawEvent] = []
+        self._owned = Owned()
+        self._host = HostMemory(runtime, self._after_copies, pin=pin)
+        self._disk: tuple[DiskFile, DiskStreams] | None = None
+        self._failures = runtime.allocated().failures
+        self._missing_bytes = [0]
+        runtime.watch_failures(Observer(self, self._owned, self._missing_bytes))
+
+    # Memory.
+
+    def tide(self) -> AllocatorTide:
+        """What the allocator has given to others."""
+        return AllocatorTide(self._runtime, lambda: self._owned.bytes)
+
+    @property
+    def machine(self) -> Machine:
+        """The built-in machine that is most like this one."""
+        return default_machine(self._runtime.free_bytes()[1], self._runtime.name)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """What could be allocated now, and the whole device's memory."""
+        return self._runtime.free_bytes()
+
+    def arena(self, size_bytes: int) -> torch.Tensor:
+        """Memory of the device."""
+        before = self._runtime.allocated().now
+        memory = self._runtime.empty(size_bytes)
+        taken = max(size_bytes, self._runtime.allocated().now - before)
+        self._owned.add(memory, taken)
+        ready = self._recorded(Queue.COMPUTE)
+        for queue, stream in self._streams.items():
+            self.wait(queue, ready)
+            self._runtime.used_by(memory, stream)
+        return memory
+
+    def host(self, size_bytes: int) -> torch.Tensor:
+        """Host memory, pinned if that was not refused."""
+        return self._host.take(size_bytes)
+
+    def short_bytes(self) -> int:
+        """How much was asked for in vain since the last call; at least 1 if anything was."""
+        failures = self._runtime.allocated().failures
+        missing, self._missing_bytes[0] = self._missing_bytes[0], 0
+        if failures == self._failures:
+            return missing
+        self._failures = failures
+        self._runtime.release_cached()  # in pieces it may have been of no use
+        return max(1, missing)
+
+    # The disk.
+
+    def attach(self, file: DiskFile) -> None:
+        """Have a disk tier; its threads read into pinned memory and write from it."""
+        self._disk = file, DiskStreams(file)
+
+    @property
+    def _disk_streams(self) -> DiskStreams:
+        assert self._disk is not None, "a disk tier is attached before it is used"
+        return self._disk[1]
+
+    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+        """Launch a read."""
+        self._disk_streams.read(target, place, start, lost)
+
+    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+        """Launch a write."""
+        self._disk_streams.write(place, start, source)
+
+    def trim(self, memory: torch.Tensor) -> None:
+        """The arena is not the system's to have pages of."""
+
+    # Work.
+
+    def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy."""
+        stream = self._streams.get(queue)
+        if stream is None:
+            target.copy_(source)
+            return
+        self._runtime.copy(stream, target, source)
+        self._runtime.used_by(target, stream)
+        self._runtime.used_by(source, stream)
+        self._given(queue)
+
+    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Nothing is checked; but if PyTorch's stream changed, this is where it is noticed."""
+        if queue is Queue.COMPUTE:
+            self._stream(queue)
+        elif queue in DISK_QUEUES and self._disk is not None:
+            self._disk_streams.record(queue).block()  # for the host thread does the work now
+
+    def adopt(self) -> None:
+        """A thread that knows of no device would begin to use the first one."""
+        self._runtime.adopt()
+
+    def on(self, queue: Queue) -> AbstractContextManager[object]:
+        """Have PyTorch launch on that queue's stream."""
+        stream = self._streams.get(queue)
+        if stream is None:
+            return nullcontext()
+        self._given(queue)
+        return self._runtime.using(stream)
+
+    def _given(self, queue: Queue) -> None:
+        if queue in self._last:
+            self._last[queue] = None
+
+    def _stream(self, queue: Queue) -> Stream:
+        if queue is not Queue.COMPUTE:
+            return self._streams[queue]
+        stream = self._runtime.current()
+        last, self._compute = self._compute, stream
+        if last is not None and last != stream:
+            raw = self._event()
+            raw.record(last)
+            stream.wait_event(raw)
+            self._pool.append(raw)
+        return stream
+
+    # Events.
+
+    def record(self, queue: Queue) -> CudaEvent | DiskEvent:
+        """An event behind everything launched on a queue so far."""
+        if queue in DISK_QUEUES and self._disk is not None:
+            return self._disk_streams.record(queue)
+        return self._recorded(queue)
+
+    def _recorded(self, queue: Queue) -> CudaEvent:
+        if queue is Queue.CPU or queue in DISK_QUEUES:
+            return CudaEvent(queue, None, self._pool)  # there is nothing to wait for
+        known = self._last.get(queue)
+        if known is not None:
+            return known
+        made = CudaEvent(queue, self._event(), self._pool)
+        assert made.raw is not None, "it has just been made"
+        made.raw.record(self._stream(queue))
+        if queue in self._last:
+            self._last[queue] = made
+        return made
+
+    def _event(self) -> RawEvent:
+        try:
+            return self._pool.pop()
+        except IndexError:
+            return self._runtime.event()
+
+    def wait(self, queue: Queue, event: Event) -> None:
+        """What is launched on a queue from here on runs after the event."""
+        if isinstance(event, DiskEvent):
+            if queue in DISK_QUEUES:
+                self._disk_streams.wait(queue, event)
+            else:
+                event.block()  # a stream cannot be told to; the engine comes with events that are over, or in need
+            return
+        if not isinstance(event, CudaEvent):
+            raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
+        if event.raw is None:
+            return
+        if queue in DISK_QUEUES:
+            self._disk_streams.wait_for(queue, event.block)  # which its own thread does
+            return
+        if queue is Queue.CPU:
+            event.block()
+            return
+        stream = self._stream(queue)
+        if event.queue is queue:
+            return
+        stream.wait_event(event.raw)
+        self._given(queue)
+
+    def _after_copies(self) -> Callable[[], None]:
+        """What blocks until the copies launched so far are done; on any thread, so its events are nobody else's."""
+        events = []
+        for queue, stream in self._streams.items():
+            raw = self._event()
+            raw.record(stream)
+            events.append(CudaEvent(queue, raw, self._pool))
+
+        def settle() -> None:
+            for event in events:
+                self.wait(Queue.CPU, event)
+
+        return settle
+
+    def synchronize(self) -> None:
+        """Block until everything launched is done."""
+        self._runtime.synchronize()
+        if self._disk is not None:
+            self._disk_streams.synchronize()
+
+    def close(self) -> None:
+        """Finish what was launched, and let go of memory kept in reserve, and of the disk."""
+        self.synchronize()
+        self._host.close()
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk[1].close()
+            disk[0].close()
+
+
+def cuda_device(name: str, *, pin: bool) -> CudaDevice:
+    """``"cuda"`` (PyTorch's current device) or ``"cuda:1"``."""
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        raise InvalidInput(f"device must be 'cuda' or like 'cuda:1', found {name!r}") from None
+    if not torch.cuda.is_available():
+        raise InvalidInput(
+            f"device={name!r}: torch finds no CUDA device here (`pstar doctor` says what there is); "
+            "device='emulated' runs the same engine on the CPU"
+        )
+    index = torch.cuda.current_device() if where.index is None else where.index
+    if index >= torch.cuda.device_count():
+        raise InvalidInput(f"device={name!r}: this computer has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    return CudaDevice(TorchRuntime(index), pin=pin)

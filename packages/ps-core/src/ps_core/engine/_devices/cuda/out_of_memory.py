@@ -1,0 +1,41 @@
+"""Memory that runs out on a CUDA device."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ps_core._errors import DeviceOutOfMemory
+from ps_core._units import format_bytes
+from ps_core.engine._devices.cuda.memory import Owned
+from ps_core.engine._devices.device import Device
+
+
+class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
+    """Memory ran out on a device that an engine uses; whoever expects PyTorch's own error gets that too."""
+
+
+class Observer:
+    """Hears of memory that ran out, for as long as the device lives; the allocator never lets go of it."""
+
+    def __init__(self, device: Device, owned: Owned, missing_bytes: list[int]) -> None:
+        """``missing_bytes``: one figure, the most that was asked for in vain."""
+        self._index = device.torch_device.index
+        self._owned, self._missing_bytes = owned, missing_bytes
+        self._name = str(device.torch_device)
+        self._device = weakref.ref(device)
+
+    def __call__(self, index: int, wanted_bytes: int, allowed_bytes: int, free_bytes: int) -> None:
+        """Raise in the allocation's place."""
+        if index != self._index or self._device() is None:
+            return
+        self._missing_bytes[0] = max(self._missing_bytes[0], wanted_bytes)
+        raise CudaOutOfMemory(
+            f"CUDA out of memory. Tried to allocate {format_bytes(wanted_bytes)} on {self._name}; of its "
+            f"{format_bytes(allowed_bytes)}, {format_bytes(free_bytes)} are free, and weights and states under "
+            f"management take {format_bytes(self._owned.bytes)}. They are as they were: call optimizer.zero_grad() and "
+            "go on, the next pass is planned with more room for everything else. If that is not enough: a smaller "
+            "batch, gradient checkpointing, a smaller Budget(device=...) where others use the device too, or "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True where memory is in pieces"
+        )

@@ -1,0 +1,218 @@
+"""The disk tier's two streams: reads and writes in order on threads of their own, so that nobody waits for them early.
+
+[Note: when the disk fails]
+The first failure ends both streams: what was launched behind it is dropped. A dropped read fills nothing, and whoever
+launched it is told that the target is `lost`. A dropped write leaves its source alone, and nobody else can have
+written there, for that would have waited for the write and heard of the failure; so its bytes are kept in memory, and
+later reads find them there. All this is done by the host thread, the first time it asks for anything after the failure.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core.engine._devices.disk.file import DiskFile, Piece, Place, pieces
+from ps_core.engine._support.interrupts import alone
+
+DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
+_WORKERS = 4
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOWHERE = Place((), 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One read or write; of nothing, where only its waits matter."""
+
+    queue: Queue
+    place: Place
+    start: int
+    memory: torch.Tensor
+    waits: list[Callable[[], object]]
+    lost: Callable[[], None] | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    worked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiskEvent:
+    """Everything launched on one of the two queues so far."""
+
+    queue: Queue
+    job: _Job | None
+    check: Callable[[], None]
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.job is None or self.job.done.is_set()
+
+    def block(self) -> None:
+        """Wait until it is over; `TierFailure` if it went wrong."""
+        if self.job is not None:
+            self.job.done.wait()
+            if not self.job.worked:
+                self.check()
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One piece of a job, for a worker."""
+
+    call: Callable[[Piece], None]
+    piece: Piece
+    finished: SimpleQueue[Exception | None]
+
+
+class DiskStreams:
+    """Reads and writes of one file. Called by the host thread only."""
+
+    @alone
+    def __init__(self, file: DiskFile) -> None:
+        self._file = file
+        self._jobs: dict[Queue, SimpleQueue[_Job | None]] = {queue: SimpleQueue() for queue in DISK_QUEUES}
+        self._waits: dict[Queue, list[Callable[[], object]]] = {queue: [] for queue in DISK_QUEUES}
+        self._last: dict[Queue, _Job | None] = dict.fromkeys(DISK_QUEUES)
+        self._told = False
+        """Whether the host thread knows of a failure."""
+        self._pending: deque[_Job] = deque()
+        """Those that may not be done, in order of launch."""
+        tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        rooms = [(_serve, (jobs, file, tasks)) for jobs in self._jobs.values()] + [(_work, (tasks,))] * _WORKERS
+        self._threads = [threading.Thread(target=room, args=args, daemon=True) for room, args in rooms]
+        for thread in self._threads:
+            thread.start()
+        # The threads know nothing of this object, so they do not keep it from ending.
+        self._stop = weakref.finalize(self, _stop, list(self._jobs.values()))
+
+    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+        """Launch a read; ``lost`` is called if it turns out that it never comes."""
+        self._launch(Queue.DISK_R, place, start, target, lost)
+
+    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+        """Launch a write."""
+        self._launch(Queue.DISK_W, place, start, source, None)
+
+    def _launch(
+        self, queue: Queue, place: Place, start: int, memory: torch.Tensor, lost: Callable[[], None] | None
+    ) -> None:
+        self._file.check_process()
+        if self._file.failure is not None:
+            self._recover()
+            if queue is Queue.DISK_R:
+                self._file.read(place, start, memory)
+                return
+            raise self._file.failure
+        self._put(_Job(queue, place, start, memory, self._waits[queue], lost))
+
+    def _put(self, job: _Job) -> None:
+        self._waits[job.queue] = []
+        self._last[job.queue] = job
+        while self._pending and self._pending[0].worked:
+            self._pending.popleft()
+        self._pending.append(job)
+        self._jobs[job.queue].put(job)
+
+    def record(self, queue: Queue) -> DiskEvent:
+        """An event behind everything launched on a queue so far, and all that this has waited for."""
+        self._file.check_process()
+        if self._file.failure is not None and not self._told:
+            self._raise()
+        if self._waits[queue]:
+            self._put(_Job(queue, _NOWHERE, 0, _NOTHING, self._waits[queue]))
+        return DiskEvent(queue, self._last[queue], self._raise)
+
+    def wait(self, queue: Queue, event: DiskEvent) -> None:
+        """What is launched on a queue from here on runs after the event."""
+        if event.queue is not queue and event.job is not None and not event.job.worked:
+            self.wait_for(queue, event.job.done.wait)
+
+    def wait_for(self, queue: Queue, block: Callable[[], object]) -> None:
+        """What is launched on a queue from here on runs after this call, made on its thread, has returned."""
+        self._waits[queue].append(block)
+
+    def synchronize(self) -> None:
+        """Block until both are idle, whether they failed or not."""
+        for job in list(self._pending):
+            job.done.wait()
+        if self._file.failure is not None:
+            self._recover()
+
+    def close(self) -> None:
+        """Finish, and end the threads; twice does nothing."""
+        self.synchronize()
+        self._stop()
+        for thread in self._threads:
+            thread.join()
+
+    def _raise(self) -> None:
+        assert self._file.failure is not None, "nothing is dropped before something failed"
+        self._recover()
+        raise self._file.failure
+
+    def _recover(self) -> None:
+        """See [Note: when the disk fails]."""
+        pending, self._pending = self._pending, deque()
+        self._last, self._told = dict.fromkeys(DISK_QUEUES), True  # nobody need hear of it twice
+        self._waits = {queue: [] for queue in DISK_QUEUES}
+        for job in pending:
+            job.done.wait()
+        for job in pending:
+            if job.worked:
+                continue
+            if job.lost is not None:
+                job.lost()
+            else:
+                self._file.rescue(job.place, job.start, job.memory)
+
+
+def _serve(jobs: SimpleQueue[_Job | None], file: DiskFile, tasks: SimpleQueue[_Task | None]) -> None:
+    """One stream: its jobs in order, each cut into pieces for the workers."""
+    while (job := jobs.get()) is not None:
+        for wait in job.waits:
+            wait()
+        job.waits.clear()
+        if file.failure is None:
+            job.worked = _carry_out(job, file, tasks)
+        if job.worked:
+            job.memory, job.lost = _NOTHING, None
+        job.done.set()
+        del job  # or it would be held on to until the next one comes
+    for _ in range(_WORKERS // len(DISK_QUEUES)):
+        tasks.put(None)
+
+
+def _carry_out(job: _Job, file: DiskFile, tasks: SimpleQueue[_Task | None]) -> bool:
+    finished: SimpleQueue[Exception | None] = SimpleQueue()
+    call = file.read_piece if job.queue is Queue.DISK_R else file.write_piece
+    cut = list(pieces(job.place, job.start, job.memory))
+    for piece in cut:
+        tasks.put(_Task(call, piece, finished))
+    errors = [error for error in [finished.get() for _ in cut] if error is not None]
+    if errors:
+        file.broke(errors[0])
+    return not errors
+
+
+def _work(tasks: SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            task.call(task.piece)
+        except Exception as error:  # whoever waits must hear of it, whatever it is
+            task.finished.put(error)
+        else:
+            task.finished.put(None)
+        del task
+
+
+def _stop(jobs: list[SimpleQueue[_Job | None]]) -> None:
+    for each in jobs:
+        each.put(None)

@@ -1,0 +1,113 @@
+"""What a device and a budget come to: the tiers, and the file of the lowest."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ps_core._errors import InvalidInput
+from ps_core._options import Budget
+from ps_core._plan import Tier
+from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cuda.device import cuda_device
+from ps_core.engine._devices.device import Device
+from ps_core.engine._devices.disk.file import DiskFile
+from ps_core.engine._support.log import say
+
+_WEIGHTS_OF_GROUP = 7
+"""A group's bytes over those of its weights, in 16 bits."""
+_KEPT_FREE = 10
+"""One part in so many of a tier is left alone where no budget is given."""
+
+
+def device_of(device: str | torch.device | Device, *, pin: bool) -> Device:
+    """The device of this name, as PyTorch writes it too."""
+    if isinstance(device, torch.device):
+        device = str(device)
+    if not isinstance(device, str) and hasattr(device, "torch_device"):
+        return device
+    if not isinstance(device, str):
+        raise InvalidInput(f"device must be a text like 'emulated' or 'cuda:1', found {device!r}")
+    if device in ("cpu", "emulated"):
+        return StandIn(name=device)
+    if device.partition(":")[0] == "cuda":
+        return cuda_device(device, pin=pin)
+    raise InvalidInput(f"device must be 'cpu', 'emulated', 'cuda' or one CUDA device like 'cuda:1', found {device!r}")
+
+
+def tiers_of(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ...]:
+    """Fastest first; where several processes share the computer, this one's part of what they share."""
+    host = budget.host_bytes
+    if host is None:
+        free = _available_bytes()
+        host = free - free // _KEPT_FREE
+    host //= sharers
+    disk = () if budget.disk_bytes is None else (Tier("disk", budget.disk_bytes // sharers & -128),)
+    if device.name == "cpu":
+        if budget.device is not None:
+            raise InvalidInput("Budget.device must be None for device='cpu': its memory is Budget.host")
+        return (Tier("host", host & -128 if disk else host), *disk)
+    return (Tier("device", _device_bytes(device, budget) & -128), Tier("host", host), *disk)
+
+
+def _device_bytes(device: Device, budget: Budget) -> int:
+    found = device.memory_bytes()
+    if found is None:
+        if budget.device_bytes is None:
+            raise InvalidInput(f"device={device.name!r} needs Budget(device=...): how large the accelerator is to be")
+        return budget.device_bytes
+    free, whole = found
+    if budget.device_bytes is None:
+        return free - free // _KEPT_FREE
+    if budget.device_bytes > whole:
+        raise InvalidInput(
+            f"Budget(device=...) is {budget.device_bytes:,} bytes, but {device.torch_device} has {whole:,}, of which "
+            f"{free:,} are free; None takes what is free, less a tenth"
+        )
+    return budget.device_bytes
+
+
+def passing_bytes(tiers: tuple[Tier, ...]) -> int:
+    """The memory that weights pass through; above a disk whole groups do, which are seven times as large."""
+    sizes = [tiers[0].capacity_bytes] * (tiers[0].name == "device")
+    if tiers[-1].name == "disk":
+        sizes.append(tiers[-2].capacity_bytes // _WEIGHTS_OF_GROUP)
+    return min(sizes)
+
+
+def disk_file(budget: Budget) -> DiskFile | None:
+    """The disk tier's file, if the budget has one."""
+    if budget.disk_dir is None:
+        return None
+    file = DiskFile(budget.disk_dir)
+    how = "past the page cache" if file.direct else "through the page cache, for the file system has no O_DIRECT"
+    say(f"disk tier: {file.name}, {how}; it has no name in its folder, and goes with the process")
+    return file
+
+
+def _available_bytes() -> int:
+    """Memory this process may still take: the system's, or its control group's if that is less."""
+    return min(_limits())
+
+
+def _limits() -> Iterator[int]:
+    text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    if found:
+        yield int(found[1]) * 1024
+    else:
+        yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, used = Path(limit).read_text().strip(), Path(usage).read_text().strip()
+        except OSError:
+            continue
+        if most != "max":
+            yield max(0, int(most) - int(used))

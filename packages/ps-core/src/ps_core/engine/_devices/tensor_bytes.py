@@ -1,0 +1,248 @@
+"""The tide: how many bytes of tensors live besides the engine's own, and how high they rose.
+
+Under a `TorchDispatchMode` every operator's outputs pass by. An output whose storage no argument shares is new: its
+bytes count from then until the C++ storage dies, whoever holds it (a Python tensor, the autograd graph, a cache).
+
+[Note: the mode lies at the bottom of the stack]
+Autograd runs backward under the modes that were on the stack when `backward()` was called, so the tide is pushed before
+the forward pass and stays through whatever the user does in between. Torch's modes leave by popping the top of the
+stack, whichever mode that is. A tide on top would be popped in a user's mode's stead, and the user's would stay for
+ever. So the tide goes underneath all the user's modes, where no properly nested mode can pop it, and is taken out from
+there. It then also sees what really runs, after the modes above have had their say.
+
+[Note: what no dispatch mode sees]
+Scratch memory within one operator's kernel; what compiled code allocates inside itself; `untyped_storage().resize_()`
+until the tensor is next an output; tensors that arrive by `from_numpy` or DLPack (`count` adds one by hand).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C import _TorchDispatchModeKey
+from torch._C._dynamo import eval_frame as _frames
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ps_core.engine._support.interrupts import callback
+
+_INFRASTRUCTURE = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_lift_fresh = torch.ops.aten.lift_fresh.default
+
+
+class _Life(weakref.ref[torch.UntypedStorage]):
+    """One counted storage. Torch keeps its Python object alive as long as the C++ storage, so this dies with that."""
+
+    __slots__ = ("bytes", "key")
+    bytes: int
+    key: int
+
+
+class _Pause:
+    """Stops the counting while it is entered; one object serves every nested use."""
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.depth -= 1
+
+
+class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """Counts the bytes of the tensor storages on one device type that came into being while it is on.
+
+    Storages made before `start` or within `paused()` are not counted, nor are their views. Deaths are noticed at any
+    time, also after `stop`.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's own wrapper imports dynamo (seconds, much memory); see the end of this module
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else a compiled submodule would run uncompiled while it is being recorded
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.current_bytes = 0
+        self._peak_bytes = 0
+        self._on = False
+        self._began_in_inference = False
+        self._pause = _Pause()
+        self._lives: dict[int, _Life] = {}
+        self._died_callback: Callable[[Any], None] = self._died
+
+    # ---- on and off
+
+    def start(self) -> None:
+        """Begin to count (again). Does nothing under a fake-tensor, functionalising or tracing mode."""
+        if not self._sees_fakes() and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRASTRUCTURE):
+            return
+        self._on = True
+        if not self._is_on_stack():
+            self._began_in_inference = torch.is_inference_mode_enabled()
+            _put_at_bottom(self)
+
+    def stop(self) -> None:
+        """Count no more; call it as often as you like, from wherever.
+
+        On another thread than `start`, inside a backward pass (whose end restores the stack of its beginning), or in an
+        `inference_mode` that was entered since (whose end has operators look for a mode if there was one before), the
+        mode stays on the stack without counting until `start` or `stop` is next called.
+        """
+        self._on = False
+        entered_since = torch.is_inference_mode_enabled() and not self._began_in_inference
+        if self._is_on_stack() and not entered_since:
+            _take_out(self)
+
+    def _sees_fakes(self) -> bool:
+        return False
+
+    def _is_on_stack(self) -> bool:
+        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+
+    def paused(self) -> _Pause:
+        """``with tide.paused(): ...`` for what the engine makes itself."""
+        return self._pause
+
+    # ---- what counts
+
+    def take_peak(self) -> int:
+        """The most bytes alive at once since the last call."""
+        peak, self._peak_bytes = self._peak_bytes, self.current_bytes
+        return peak
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count this tensor's storage although no operator was seen to make it."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._lives:
+            self._born(storage)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Stop counting this tensor's storage."""
+        if self._counts(tensor):
+            life = self._lives.get(tensor.untyped_storage()._cdata)
+            if life is not None:
+                self._died(life)
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        life = _Life(storage, self._died_callback)
+        life.key = storage._cdata
+        life.bytes = storage.nbytes()
+        self._lives[life.key] = life
+        self._rise(life.bytes)
+
+    def _rise(self, bytes: int) -> None:
+        self.current_bytes += bytes
+        self._peak_bytes = max(self._peak_bytes, self.current_bytes)
+
+    @callback
+    def _died(self, life: _Life) -> None:
+        if self._lives.get(life.key) is life:
+            del self._lives[life.key]
+            self.current_bytes -= life.bytes
+
+    # ---- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then look at what it made."""
+        for kind in types:
+            if not self._is_transparent(kind):
+                return NotImplemented  # a wrapper subclass: its own dispatch runs operators on what it wraps
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if self._on and not self._pause.depth:
+            self._look(func, result, args, kwargs)
+        return result
+
+    def _is_transparent(self, kind: Any) -> bool:
+        """Whether such arguments are let through: plain tensors (sparse ones come here), and what has no memory."""
+        return kind.__torch_dispatch__ is _PLAIN_DISPATCH or issubclass(kind, FakeTensor)
+
+    def _look(self, func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        if isinstance(result, torch.Tensor):
+            self._look_at(func, result, args, kwargs)
+        elif isinstance(result, list | tuple):
+            for one in result:
+                self._look(func, one, args, kwargs)
+
+    def _look_at(self, func: Any, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        if tensor.layout is torch.sparse_coo:
+            for part in (tensor._indices(), tensor._values()):
+                self._look_at(func, part, args, kwargs)
+            return
+        if not self._counts(tensor):
+            return
+        storage = tensor.untyped_storage()
+        life = self._lives.get(storage._cdata)
+        if life is not None:
+            grown = storage.nbytes() - life.bytes  # resize_, or an out= that was too small
+            if grown:
+                life.bytes += grown
+                self._rise(grown)
+        elif func is _lift_fresh or not _shared(storage._cdata, args, kwargs):
+            self._born(storage)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+            return False  # a wrapper: what it wraps was seen when it was made
+        return tensor.device.type == self.device and tensor.layout is torch.strided
+
+
+def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> bool:
+    """Whether an argument lives in this storage: then the operator did not make it."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if arg.layout is torch.strided and arg.untyped_storage()._cdata == key:
+                return True
+        elif isinstance(arg, list | tuple) and _shared(key, arg, None):
+            return True
+    return kwargs is not None and _shared(key, kwargs.values(), None)
+
+
+def _put_at_bottom(mode: TorchDispatchMode) -> None:
+    """See [Note: the mode lies at the bottom of the stack]."""
+    above = _pop_users_modes()
+    _push([mode, *above])
+
+
+def _take_out(mode: TorchDispatchMode) -> None:
+    _push([other for other in _pop_users_modes() if other is not mode])
+
+
+def _pop_users_modes() -> list[TorchDispatchMode]:
+    """Empty the stack of the modes that are not torch's own (those have places of their own below); bottom first."""
+    users = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+    for _ in users:
+        torch._C._pop_torch_dispatch_stack(None)
+    return users
+
+
+def _push(modes: Iterable[TorchDispatchMode]) -> None:
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+# Where torch.compile is about, its frame evaluator shall leave this and all that it calls alone.
+_frames.set_code_exec_strategy(
+    Tide.__torch_dispatch__.__code__,
+    _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
+)

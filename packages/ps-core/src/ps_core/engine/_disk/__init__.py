@@ -1,1 +1,0 @@
-"""The disk tier's file, and what moves its bytes."""

@@ -1,0 +1,1 @@
+"""Passes, drivers, plans carried out, and the hooks on a model."""

@@ -1,0 +1,130 @@
+"""``offloaded``: what backward will want of some activations waits in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ps_core._errors import InvalidInput
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._memory.activation_slots import HostRoom
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
+
+
+class _Way(Protocol):
+    """To the host's memory and back. (Any: what it makes is its own.)"""
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """What stands for a tensor."""
+
+    def settle(self) -> None:
+        """What was put is not held on to any more."""
+
+    def get(self, away: Any) -> torch.Tensor:
+        """The tensor again."""
+
+
+@contextmanager
+def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
+    """What autograd keeps of these tensors goes to the host's memory, and comes back when backward asks for it.
+
+    ``module`` is what they are given to, most often by way of ``checkpoint``, which keeps a call's inputs and nothing
+    else: ``with offloaded(block, x): x = checkpoint(block, x, use_reentrant=False)``. Under management its engine moves
+    them, within its budgets. Otherwise tensors on CUDA are copied to the CPU, and others stay where they are.
+    """
+    engine = _engine_of(module)
+    way = _way_for(engine, tensors)
+    if way is None or not torch.is_grad_enabled():
+        yield
+        return
+    storages = {each.untyped_storage()._cdata for each in tensors if each.is_contiguous()}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.is_contiguous() and tensor.untyped_storage()._cdata in storages:
+            return _Put(way, way.put(tensor))
+        return tensor if engine is None else engine.saved.pack(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Put):
+            return packed.way.get(packed.what)
+        return packed if engine is None else engine.saved.unpack(packed)
+
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        way.settle()
+
+
+class _Put:
+    """A tensor that is elsewhere."""
+
+    __slots__ = ("way", "what")
+
+    def __init__(self, way: _Way, what: Any) -> None:
+        self.way, self.what = way, what
+
+
+def _engine_of(module: nn.Module) -> Engine | None:
+    """Who manages it; None: nobody, or nothing ever moves there."""
+    for parameter in module.parameters():
+        if isinstance(parameter, ManagedParameter):
+            keeper = parameter._keeper
+            assert isinstance(keeper, Engine), "engines are the only keepers"
+            return keeper if keeper.store.tiers[0].name == "device" else None
+    return None
+
+
+def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Way | None:
+    if any(isinstance(each, FakeTensor) for each in tensors):
+        return _Foreseen()
+    if engine is None:
+        return _Copied() if any(each.is_cuda for each in tensors) else None
+    if engine.store.file is not None:
+        raise InvalidInput(
+            "offloaded(...) with Budget.disk: the host's memory is full of what the disk has no place for; leave "
+            "offloaded(...) out, or Budget.disk"
+        )
+    if engine.saved.room is None:
+        engine.saved.room = HostRoom(engine.store, engine.counters, engine.passes.tide)
+    pilot = engine.management.pilot
+    if isinstance(pilot, Pilot):
+        engine.saved.room.leave(None if pilot._plan is None else pilot._plan.plan)
+    return engine.saved.room
+
+
+class _Copied:
+    """Without an engine: by copies that are waited for."""
+
+    def put(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        """As in `_Way`."""
+        return tensor.device, tensor.detach().to("cpu")
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def get(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        """As in `_Way`."""
+        return away[1].to(away[0])
+
+
+class _Foreseen:
+    """Of fake tensors, which have no bytes: what is away is not there, what comes back is new."""
+
+    def put(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """As in `_Way`."""
+        return tensor.shape, tensor.dtype, tensor.device
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def get(self, away: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
+        """As in `_Way`; the fake pass's mode is on."""
+        return torch.empty(away[0], dtype=away[1], device=away[2])

@@ -1,0 +1,130 @@
+"""Compiled blocks: each is one unit, fetched whole, whose parameters are ordinary ones while it runs.
+
+[Note: a compiled block]
+Compiled code reads memory without asking for it, and ``torch.compile`` takes no parameter of another class. So before a
+compiled block runs, all its parameters are brought in as one moment's, and have an ordinary class until it has run;
+nothing can move meanwhile, for nothing inside touches anything. What it saves for backward goes through the engine's
+saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it, so the first
+brings all others in (but those over which a gradient lies already: that part of the block is done).
+
+Compiled code also makes tensors that no tide sees. Those that leave the block, as results or for backward, are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain
+from ps_core.engine._support.interrupts import alone, undisturbed
+from ps_core.engine._support.module_call import Around, Call, compiled_call
+
+REMEDY = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
+
+
+class Block:
+    """One compiled block."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._engine = engine
+        self._parameters = [each for each in module.parameters() if isinstance(each, ManagedParameter)]
+        self._records = [parameter._record for parameter in self._parameters]
+        self._running = False
+        for record in self._records:
+            record.unit = self._records
+        self.around = Around(module, self._run)
+
+    def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if self._running or self._engine.surgery:  # or its parameters are plain already
+            return call(*args, **kwargs)
+        engine, depth = self._engine, self._engine.saved.depth
+        engine.touch(self._records)
+        try:
+            self._begin()
+            result = call(*args, **kwargs)
+        finally:
+            self._end(depth)
+        engine.check_unchanged(self._records)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                engine.passes.count(tensor)
+        return result
+
+    @undisturbed
+    def _begin(self) -> None:
+        self._running, self._engine.saved.seen = True, self._engine.passes.count
+        if torch.is_grad_enabled():
+            self._engine.saved.push()
+        for parameter in self._parameters:
+            make_plain(parameter)
+
+    @undisturbed
+    def _end(self, depth: int) -> None:
+        self._running, self._engine.saved.seen = False, None
+        for parameter in self._parameters:
+            parameter.__class__ = ManagedParameter
+        self._engine.saved.pop_to(depth)
+
+    def remove(self) -> None:
+        """Let it be a block like any other."""
+        self.around.remove()
+        for record in self._records:
+            record.unit = []
+
+
+class Blocks:
+    """The compiled blocks of one model; blocks may be compiled at any time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._blocks: list[Block] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @alone
+    def refresh(self, model: nn.Module) -> None:
+        """Stand around those that were compiled since the last look."""
+        for block in self._blocks:
+            if not block.around.in_place:
+                block.remove()
+        self._blocks = [block for block in self._blocks if block.around.in_place]
+        for module in _outermost_compiled(model):
+            if not isinstance(vars(module).get("_compiled_call_impl"), Around):
+                self._blocks.append(Block(module, self._engine))
+
+    def remove(self) -> None:
+        """Stand around none."""
+        for block in self._blocks:
+            block.remove()
+        self._blocks.clear()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` returned, or was compiled in place."""
+    return type(module).__name__ == "OptimizedModule" or compiled_call(module) is not None
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """A whole model that is compiled would be one unit: all of it on the accelerator at once."""
+    if is_compiled(model):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        raise UnsupportedParameter(
+            f"this {name} is compiled as a whole, so all of it would be fetched at once: {REMEDY}"
+        )
+
+
+def _outermost_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    left = [model]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and is_compiled(child):
+                yield child
+            elif child is not None:
+                left.append(child)

@@ -1,0 +1,456 @@
+"""The engine of one model: what parameters, hooks and the optimizer turn to.
+
+It leaves the work to others: passes and their moments to `_execution.passes`, moves to a driver (`_execution.on_demand`, `_execution.replay`), gradients
+to `_gradients.store`, steps to `_optim.group_step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ps_core._errors import InvalidInput, UnsupportedParameter
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._execution.components import whole
+from ps_core.engine._execution.eager import Eager
+from ps_core.engine._execution.host_tables import Tables
+from ps_core.engine._execution.passes import Passes
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._memory.store import Store
+from ps_core.engine._optim.clip_or_skip import Deciding
+from ps_core.engine._optim.group_step import Decision, SettingsOf
+from ps_core.engine._optim.settings import Outcome
+from ps_core.engine._parameters.errors import changed_in_place, not_trained, whole_table
+from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, changes, clear_grad
+from ps_core.engine._parameters.masters import Masters
+from ps_core.engine._parameters.saved_tensors import Kept, SavedTensors
+from ps_core.engine._parameters.state import Bound, Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state_copies import StateCopies
+from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._sharding.driver import sharded
+from ps_core.engine._support.counters import Counters
+from ps_core.engine._support.interrupts import undisturbed
+
+
+class Engine:
+    """One model under management."""
+
+    def __init__(
+        self,
+        store: Store,
+        groups: list[GroupRecord],
+        *,
+        overwrites: bool,
+        loss_scale: LossScale | None,
+        constant_bytes: int,
+        together: Together | None = None,
+        prefetch: int | None = None,
+    ) -> None:
+        self.store = store
+        self.groups = groups
+        self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
+        self.still = store.still
+        """Nothing ever moves."""
+        self.loss_scale = loss_scale
+        self.constant_bytes = constant_bytes
+        """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
+        self.counters = Counters()
+        self.together = together
+        """The processes that share the model; None: there is one."""
+        if together is None:
+            parts = whole(store, groups, self.counters, overwrites=overwrites)
+        else:
+            parts = sharded(store, groups, self.counters, together, overwrites=overwrites, prefetch=prefetch)
+        self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
+        self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
+        self._deciding = Deciding(self.gradients)
+        self.saved = SavedTensors(self, self.residency.owners)
+        self.tables = Tables(self)
+        self.eager: Eager | None = None
+        """Steps during backward, where that was asked for."""
+        self.management: Any = None
+        """The owner of the hooks (any: it knows this class)."""
+        self.masters = Masters(
+            self.records,
+            lambda record: self.read_state(record, Kind.P32),
+            lambda: str(self.management.name),
+            speaks=together is None or together.process == 0,
+        )
+        self.released = False
+        """Nobody may use it any more."""
+        self.surgery = False
+        """Parameters are ordinary ones for a while; nothing may be trained."""
+        self.half_loaded = ""
+        """What failed amid replacing values; nothing may be trained until it has been done."""
+        self.collecting = 0
+        """State dicts being made, one within another: parameters answer with copies."""
+        self.copies = StateCopies()
+        self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
+        """A state dict is being loaded: parameters are written through this."""
+
+    # What parameters ask (`_parameters.managed_parameter.Keeper`).
+
+    def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function once these parameters are where it can read them."""
+        self.touch(records)
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and not self.saved.innermost:
+                result = self._call_beside_others(function, args, kwargs)
+            else:
+                result = function(*args, **kwargs)
+            if self.passes.outside or function in OPENING:
+                self._expose(records, function)
+            # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
+            for record in records:
+                if record.parameter._version != record.version:
+                    break
+            else:
+                return result
+        self.check_unchanged(records)
+        return result
+
+    def _call_beside_others(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """With our pair of saved-tensor hooks where there is none; another one finds nothing that may go away."""
+        depth = self.saved.depth
+        try:
+            self.saved.push()
+            if whose := self.saved.kept_by_others():
+                every = whose is Kept.ALL
+                args, kwargs = aliased(args, every), aliased(kwargs, every)
+            return function(*args, **kwargs)
+        finally:
+            self.saved.pop_to(depth)
+
+    def _expose(self, records: list[TensorRecord], function: Function) -> None:
+        """Note whose memory a call gave away; in backward, only what shows memory as such."""
+        always = function in OPENING
+        if always or torch._C._current_graph_task_id() == -1:
+            with self.passes.tide.paused():
+                for record in records:
+                    if record.bound is not None and (always or record.bound.aliased):
+                        self.residency.exposed.add(record)
+
+    def check_writes(self) -> None:
+        """Raise if something was written where it is lost; between passes, before values are used."""
+        self.copies.check()
+        self.passes.check_writes()
+
+    def check_unchanged(self, records: Iterable[TensorRecord]) -> None:
+        """Refuse changes in place that nobody was told of, and undo them."""
+        for record in records:
+            if record.bound is not None and changes(record.parameter) != record.version:
+                self._refuse_change(record)
+
+    def get_gradient(self, record: TensorRecord) -> torch.Tensor | None:
+        """What ``parameter.grad`` is."""
+        if self.eager is not None and self.has_gradient(record):
+            raise InvalidInput(
+                f"the gradient of {record.name!r} is stepped during backward (eager_step=True) and cannot be looked at "
+                "or clipped: use optimizer.zero_grad(); to clip leave eager_step out, and use "
+                "chunked(..., max_grad_norm=...)"
+            )
+        if record.dropped:
+            raise not_trained(record.name)
+        if record.gradient is Gradient.NONE:
+            return None
+        if record.face is None:
+            record.face = ManagedGrad(record, self, self.loss_scale)
+        return record.face
+
+    def set_gradient(self, record: TensorRecord, value: Any) -> None:
+        """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
+        if value is record.face and value is not None:
+            return
+        if self.eager is not None and self.eager.stepped(record):
+            raise InvalidInput(
+                f"the gradient of {record.name!r} has been stepped during backward (eager_step=True) and cannot be "
+                "replaced or forgotten any more: leave eager_step out"
+            )
+        if value is not None and not record.trainable:
+            raise UnsupportedParameter(
+                f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
+                "nothing to be stepped with; call requires_grad_(True) before, or leave the gradient out"
+            )
+        self.discard_gradients([record])
+        if value is not None:
+            if value.shape != record.shape:
+                raise UnsupportedParameter(
+                    f"the gradient given to {record.name!r} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(record.shape)}"
+                )
+            self.arrive(record, value.detach().clone())
+            record.assigned = True
+
+    def overwrite(self, record: TensorRecord, function: Function, args: Any) -> Any:
+        """A function that changes the parameter in place: only a state dict being loaded may."""
+        if self.loading is not None and function is torch.Tensor.copy_:
+            self.loading(record, args[1])
+            return record.parameter
+        raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
+
+    def collected(self) -> None:
+        """Whatever became of a state dict, made or loaded, it is over: nothing of it is answered with any more."""
+        self.collecting, self.loading = 0, None
+        self.copies.finish()
+
+    def detached(self, record: TensorRecord) -> torch.Tensor | None:
+        """A copy for a state dict that is being collected."""
+        if self.collecting <= 0:
+            return None
+        copy = self.copies.get(record)
+        return self.copies.add(record, self.read(record)) if copy is None else copy
+
+    @undisturbed
+    def abort(self) -> None:
+        """The root module's forward failed: end the pass, and let go of everything."""
+        self.passes.outside = True
+        self.finish_pass()
+        self.passes.tide.stop()
+
+    def _refuse_change(self, record: TensorRecord) -> None:
+        record.version = changes(record.parameter)
+        if record.bound is not None:
+            self.residency.undo_changes(record, record.bound.slot)
+        record.group.reading = -1
+        raise changed_in_place(record.name)
+
+    def forget_version(self, record: TensorRecord) -> None:
+        """Changes in place so far were meant."""
+        record.version = changes(record.parameter)
+        record.group.reading = -1
+
+    # What saved tensors ask (`_parameters.saved_tensors.Fetcher`).
+
+    def fetch(self, record: TensorRecord) -> Bound:
+        """The record's residency, brought in if need be."""
+        wanted = [record]
+        if record.unit:
+            wanted += [each for each in record.unit if each.payload is Payload.VALID]
+        self.touch(wanted)
+        assert record.bound is not None, "touching binds"
+        return record.bound
+
+    def check_placeholder(self, storage: torch.UntypedStorage) -> None:
+        """Raise if a storage is what a parameter has while it is elsewhere."""
+        for record in self.records:
+            if record.placeholder.untyped_storage().data_ptr() == storage.data_ptr():
+                raise UnsupportedParameter(
+                    f"{record.name!r} was read by code that parameters do not see (compiled or C++): its memory is "
+                    "elsewhere, and it read not-a-number; release(model), or keep that part out of chunked(...)"
+                )
+
+    # Moments.
+
+    @undisturbed
+    def touch(self, records: list[TensorRecord]) -> None:
+        """Have these parameters in, and keep them in for the moment."""
+        self.check_usable()
+        if self.eager is not None:
+            self.eager.check_read(records)
+        passes = self.passes
+        if not passes.joined:
+            passes.join()
+        if self.still:
+            self._touch_still(records)
+            return
+        moment = passes.moment
+        for record in records:
+            if (
+                (record.group.reading != moment and not record.group.pinned)
+                or record.payload is not Payload.VALID
+                or record.group.home.newest(0) is None  # a second gradient had it made anew at home
+            ):
+                for each in records:
+                    if each.group.on_host:
+                        raise whole_table(each.name)
+                passes.next([each for each in records if not each.group.pinned], [])
+                break
+        beat = passes.beat if passes.driver.tracked else None
+        for record in records:
+            if record.bound is None or record.bound.slot.stamp != record.group.home.stamp:
+                self.residency.unbind(record)
+                self.residency.bind(record)
+            if beat is not None:
+                beat.touched[record.index] = None
+
+    def _touch_still(self, records: list[TensorRecord]) -> None:
+        for record in records:
+            if record.payload is not Payload.VALID:
+                with torch.no_grad():
+                    self.gradients.reclaim(record.group)
+            if record.bound is None:
+                self.residency.bind(record)
+
+    @undisturbed
+    def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+        """A gradient came."""
+        self._deciding.forget()
+        self.check_usable()
+        record.assigned = False
+        passes, group, eager = self.passes, record.group, self.eager
+        if eager is not None:
+            self.masters.before_step()
+            eager.check(record)
+        if not passes.joined:
+            passes.join()  # which asks whether gradients are made
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrive(record, gradient)
+            return
+        if not (self.still or group.pinned or passes.moment in (group.reading, group.gaining)):
+            passes.next([], [group])
+        group.gaining = passes.moment
+        if not passes.take(record, gradient):
+            self.gradients.arrive(record, gradient)
+        beat = passes.beat
+        if beat is not None and not record.waiting and not group.on_host:
+            beat.grads[record.index] = None
+        if eager is not None and torch._C._current_graph_task_id() != -1:
+            eager.arrived(group)  # one that is assigned outside of backward waits for the step, and its numbers
+
+    def _check_kept(self) -> None:
+        if self.released:
+            raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
+
+    def check_usable(self, *, loading: bool = False) -> None:
+        """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
+        self.store.check_process()
+        self._check_kept()
+        if self.surgery:
+            raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
+        if self.half_loaded and not loading:
+            raise InvalidInput(
+                f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
+            )
+
+    # Passes.
+
+    @undisturbed
+    def await_forward(self, inputs: Iterable[torch.Tensor]) -> None:
+        """The root module is called: what is looked at from here on is of the pass that this belongs to."""
+        self.store.check_process()
+        self.copies.check()
+        self.passes.end_open(inputs)
+
+    @undisturbed
+    def enter(self) -> None:
+        """The root module's forward begins."""
+        self.collected()
+        self.passes.enter_forward()
+        if torch.is_grad_enabled():
+            self.saved.push()
+
+    @undisturbed
+    def leave(self) -> None:
+        """The root module's forward is over."""
+        self.passes.leave_forward()
+
+    @undisturbed
+    def finish_pass(self) -> None:
+        """Between passes everything is at home, but for what somebody holds on to."""
+        self.store.check_process()
+        self.passes.finish()
+
+    # What the optimizer asks (`_optim.settings.Gradients`).
+
+    def has_gradient(self, record: TensorRecord) -> bool:
+        """Whether a gradient waits for the step."""
+        return record.gradient is not Gradient.NONE or (self.eager is not None and self.eager.stepped(record))
+
+    def gradient_norm(self, record: TensorRecord) -> float:
+        """Of the stored gradient times its factor."""
+        self.finish_pass()
+        self.residency.await_all(Queue.CPU)
+        squares = float(self.gradients.measure(record)[0])
+        return math.sqrt(squares) * abs(record.factor)
+
+    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+        """Have the step multiply by this too."""
+        self._deciding.forget()
+        self.gradients.scale(record, factor)
+
+    @undisturbed
+    def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
+        """Forget the gradients of these, or of all."""
+        chosen = list(records) if records is not None else self.records
+        for record in chosen:
+            clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
+            record.dropped = False
+        if records is None:
+            self.tables.forget()
+        if self.eager is not None and records is None:
+            self.eager.forget()
+        beat = self.passes.beat
+        if beat is None or beat.backward or self.still or any(r.gradient is not Gradient.NONE for r in chosen):
+            self.finish_pass()  # else a forward pass is on, whose gradients are still to come
+        with torch.no_grad():
+            self.gradients.discard([record for record in chosen if record.gradient is not Gradient.NONE])
+
+    @undisturbed
+    def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
+        """Update every parameter that has a gradient, or none if one of them is not finite."""
+        self.check_usable()
+        self.masters.before_step()
+        self.collected()
+        self.finish_pass()
+        self.check_writes()
+        self.counters.clock.turn("step")
+        self.passes.guide.consider()
+        self.check_unchanged(self.records)
+        self.residency.await_all(Queue.CPU)
+        self.updater.compare_step(self.records, settings, max_norm, loss_scale)
+        decision = self._decide_and_step(settings, max_norm, loss_scale)
+        self.updater.free_sums()
+        self.counters.clock.stepped()
+        self.counters.steps += 1
+        self.counters.skipped += decision.skip
+        self.residency.exposed.check()
+        return Outcome(norm=decision.norm, skipped=decision.skip)
+
+    def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Decision:
+        if self.eager is not None:
+            return self.eager.finish(settings, self.records)
+        pending = [record for record in self.records if record.gradient is not Gradient.NONE]
+        with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
+            if decision.skip:
+                self.gradients.discard(pending)
+            elif not self.passes.guide.step(settings, decision.factor):
+                self.updater.step(settings, decision.factor)
+        return decision
+
+    def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """A copy in fp32 on the CPU, of the parameter's shape."""
+        self._check_kept()
+        self.finish_pass()
+        return self.updater.read(record, kind)
+
+    @undisturbed
+    def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Replace it."""
+        self._check_kept()
+        self.copies.drop(record)  # of a state dict that broke off
+        self.updater.write(record, kind, value)
+        self.residency.exposed.check(record)
+
+    def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
+        """Replace the parameter by a master of a state dict, unless other weights were loaded."""
+        self.write_state(record, Kind.P32, self.masters.master(record, value))
+
+    def states_loaded(self) -> None:
+        """Hear that an optimizer's state dict was loaded whole."""
+        self.masters.states_loaded()
+
+    def load_weight(self, record: TensorRecord, value: torch.Tensor) -> None:
+        """Replace the parameter by one of a model's state dict; a master that rounds to it stays."""
+        master = self.masters.weight(record, value)
+        if master is not None:
+            self.write_state(record, Kind.P32, master)
+
+    def read(self, record: TensorRecord) -> torch.Tensor:
+        """A copy of the parameter as it is computed with."""
+        return self.updater.weight(record)

@@ -1,0 +1,336 @@
+"""What the engine hangs onto a model, and takes off again: hooks, all held by one object."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ps_core._errors import InvalidInput, UnsupportedParameter
+from ps_core.engine._execution.compiled_blocks import Blocks
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.no_plan import Unplanned
+from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
+from ps_core.engine._parameters.grouping import FLOATS
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, point_at, take_grad
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.unmanaged import bring_along
+from ps_core.engine._support.interrupts import alone, take_out, undisturbed
+from ps_core.engine._support.module_call import Around, Call
+from ps_core.engine._tracing.batch_shape import tensors_of
+
+
+class Management:
+    """One model's hooks. Nothing of torch's or the user's classes is changed.
+
+    It holds no module: a model that nobody wants any more is gone at once, although its optimizer is still there, and
+    takes the engine's memory with it (as when a notebook's cell is run again).
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot | Unplanned, *, cast: torch.dtype | None) -> None:
+        self.engine = engine
+        self.pilot = pilot
+        self.name = type(model).__name__
+        self._model = weakref.ref(model)
+        self._cast = cast
+        self._running = False
+        self._around: Around | None = None
+        self._blocks = Blocks(engine)
+        self._handles: list[RemovableHandle] = []
+        self._places = [(id(module), parameter) for module, parameter in _places(model)]
+        self._frozen: list[TensorRecord] = []
+        """Parameters whose gradients nobody hears of."""
+        self._owners: set[int] = set()
+        """Modules with managed parameters that are watched, by id."""
+        engine.management = self  # last, for an interrupt may come in between: what is there can be taken off
+
+    @alone
+    def install(self) -> None:
+        """Hang everything on."""
+        model = self._model()
+        assert model is not None, "it is being put under management"
+        self._around = Around(model, self._run)
+        self._blocks.refresh(model)
+        hang = self._handles.append  # each at once: what comes after it may fail
+        for module in model.modules():
+            part: Any = module  # half of torch's registering methods have no types
+            hang(part.register_state_dict_pre_hook(self._collect))
+            hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
+            if module is model:
+                hang(part.register_load_state_dict_pre_hook(self._load))
+                hang(part.register_load_state_dict_post_hook(self._loaded))
+        for record in self.engine.records:
+            if record.parameter.requires_grad:
+                hang(_first_hook(record.parameter, _gradient))
+            else:
+                self._frozen.append(record)
+        self._watch(model)
+
+    @property
+    def has_compiled_blocks(self) -> bool:
+        """Whether ``torch.compile`` made a part of the model one piece."""
+        return len(self._blocks) > 0
+
+    def remove(self) -> None:
+        """Take everything off."""
+        if self._around is not None:
+            self._around.remove()
+        self._blocks.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @alone
+    def _watch(self, model: nn.Module) -> None:
+        """Hear of the end of the modules that have managed parameters."""
+        for module, parameter in _places(model):
+            if isinstance(parameter, ManagedParameter) and id(module) not in self._owners:
+                self._owners.add(id(module))
+                weakref.finalize(module, self._owner_died, id(module)).atexit = False
+
+    def _owner_died(self, owner: int) -> None:
+        """A module with managed parameters is gone; with the last one, all that they had."""
+        self._owners.discard(owner)
+        model = self._model()
+        if not self._owners and model is not None:
+            self._watch(model)  # others may have taken the parameters over
+        if not self._owners and not self.engine.released:
+            self.engine.released = True
+            forked = self.engine.store.forked  # then the disk tier is the parent's
+            self.engine.residency.exposed.clear()
+            for group in self.engine.groups:
+                for record in group.tensors:
+                    record.fresh()
+                    self.engine.forget_version(record)
+                    self.engine.residency.unbind(record)
+                if not forked:
+                    self._give_back(group)
+            self.engine.passes.tide.stop()  # the last backward pass may have left its mode on
+            if self.engine.passes.recording is not None:
+                take_out()
+            if not forked:
+                self.engine.store.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedParameter(
+            f"{self.engine.records[0].name!r} and all of this {self.name} is under management and "
+            "cannot be copied or pickled: save model.state_dict(), or release(model) first"
+        )
+
+    # Forward.
+
+    def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Around the root module's call."""
+        model = self._model()
+        assert model is not None, "it is being called"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedParameter(
+                f"this {self.name} is under management and cannot run inside torch.func transforms, which "
+                "would read parameters that are not there: release(model) first"
+            )
+        self._check_parameters(model)
+        self._blocks.refresh(model)
+        if self._running:
+            return self._call(call, args, kwargs)
+        self.engine.await_forward(tensors_of((args, kwargs)))
+        self.pilot.prepare(model, args, kwargs)
+        depth = self.engine.saved.depth
+        try:
+            self._enter()
+            result = self._call(call, args, kwargs)
+            self._leave(depth)
+        except BaseException:
+            self._break_off(depth)
+            raise
+        return result
+
+    @undisturbed
+    def _enter(self) -> None:
+        self._running = True
+        self.engine.enter()
+
+    @undisturbed
+    def _leave(self, depth: int) -> None:
+        self._running = False
+        self.engine.saved.pop_to(depth)
+        self.engine.leave()
+
+    @undisturbed
+    def _break_off(self, depth: int) -> None:
+        self._running = False
+        self.engine.saved.pop_to(depth)
+        self.engine.abort()
+
+    def _call(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """With inputs in the precision; within the pass, so that their bytes are counted."""
+        if self._cast is not None:
+            args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
+        return call(*args, **kwargs)
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        """Find parameters that were added, removed or exchanged since the last forward."""
+        for record in self._frozen:
+            if record.parameter.requires_grad:
+                raise UnsupportedParameter(
+                    f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
+                    "it, release(model), set requires_grad, and call chunked again"
+                )
+        places = [(id(module), parameter) for module, parameter in _places(model)]
+        if len(places) == len(self._places) and all(
+            now[1] is then[1] and now[0] == then[0] for now, then in zip(places, self._places, strict=True)
+        ):
+            return
+        self._places = places
+        self._watch(model)
+        for name, parameter in model.named_parameters():
+            # A plain tensor in a parameter's place is functional_call's.
+            if type(parameter) is nn.Parameter and parameter.is_floating_point():
+                raise UnsupportedParameter(
+                    f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
+                    "release(model), then call chunked again"
+                )
+
+    # State dicts.
+
+    def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:
+            raise InvalidInput(
+                "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
+                "keep_vars out, or use materialized(model)"
+            )
+        if not self.engine.collecting:
+            self.engine.finish_pass()
+            self.engine.check_writes()
+            self.engine.copies.finish()
+        self.engine.collecting += 1
+
+    def _collected(self, *_: Any) -> None:
+        self.engine.collecting = max(0, self.engine.collecting - 1)
+        if not self.engine.collecting:
+            self.engine.copies.finish()
+
+    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise InvalidInput(
+                "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
+                "values are copied into their chunks"
+            )
+        self.engine.finish_pass()
+        self.engine.collected()  # whatever became of a state dict
+        self.engine.copies.forget()
+        self.engine.loading = self.engine.load_weight
+
+    def _loaded(self, *_: Any) -> None:
+        self.engine.loading = None
+        self.engine.masters.weights_loaded()
+
+    # The end.
+
+    @alone
+    def release(self) -> None:
+        """Give plain parameters back on the CPU, as they are computed with: elsewhere there may be no room for them."""
+        engine = self.engine
+        if torch._C._current_graph_task_id() != -1:
+            raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
+        engine.saved.pop_to(0)  # whatever an interrupt left
+        engine.finish_pass()
+        engine.discard_gradients()
+        engine.residency.exposed.check()
+        for record in engine.residency.take_tampered():
+            lost = changed_in_place(record.name)
+            warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
+        engine.released = True
+        self.remove()
+        for group in engine.groups:
+            for record in group.tensors:
+                value = plain_value(record, engine.read)
+                engine.residency.unbind(record)
+                parameter = record.parameter
+                make_plain(parameter)
+                del parameter._record, parameter._keeper
+                point_at(parameter, value)
+            self._give_back(group)
+        model = self._model()
+        if model is not None:
+            bring_along(model, torch.device("cpu"))
+        engine.store.close()
+
+    def _give_back(self, group: GroupRecord) -> None:
+        """A group's memory is not needed any more."""
+        for home in group.homes.values():
+            for slot in (home.slot, *home.copies.values()):
+                self.engine.residency.give_back(slot)
+        group.homes.clear()
+
+
+def _gradient(parameter: ManagedParameter) -> None:
+    """What autograd calls for each gradient. It holds nothing, lest a model that nobody wants live for ever."""
+    gradient = take_grad(parameter)
+    record, keeper = parameter._record, parameter._keeper
+    assert isinstance(keeper, Engine), "engines are the only keepers"
+    if gradient is None:
+        keeper.tables.deliver(record)
+    elif record.trainable:
+        if gradient.requires_grad:
+            raise graph_of_gradient(record.name)
+        keeper.arrive(record, gradient)
+    else:
+        record.dropped = True
+
+
+def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
+    """Have a hook called before those that were there, which then find the gradient where it can be asked for."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks = parameter._post_accumulate_grad_hooks
+    for other in [key for key in hooks if key != handle.id]:
+        hooks[other] = hooks.pop(other)  # autograd calls them as they were put in, whatever OrderedDict says
+    return handle
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    places, left, seen = [], [model], {model}
+    while left:  # as `modules()`, whose generators within generators take several times as long
+        module = left.pop()
+        places += [(module, parameter) for parameter in module._parameters.values() if parameter is not None]
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)
+    return places
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in arguments, in another type."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and not isinstance(value, ManagedParameter) else value
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_cast(each, dtype) for each in value)
+    if isinstance(value, list):
+        return [_cast(each, dtype) for each in value]
+    return value
+
+
+def _found(given: object) -> str:
+    return repr(given) if given is None or isinstance(given, str) else f"a {type(given).__name__}"
+
+
+def management_of(model: nn.Module) -> Management:
+    """Who manages a model; `InvalidInput` if nobody does."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
+    for parameter in model.parameters():
+        if isinstance(parameter, ManagedParameter):
+            keeper = parameter._keeper
+            assert isinstance(keeper, Engine), "engines are the only keepers"
+            if isinstance(keeper.management, Management):
+                return keeper.management
+    raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")

@@ -1,0 +1,91 @@
+"""Tables that stay in the host's memory: rows are looked up there, and there their gradients arrive.
+
+[Note: tables on the host]
+A group of such tables has its homes on the host for good; no plan and no moment knows of it, and no parameter of it is
+ever bound. The host thread looks rows up in the home slot, which nobody else writes. Gradients of rows are made into
+one of the whole table by PyTorch's own operator, in its order, so that the bits are those of an ``nn.Embedding``. Where
+a table was looked up more than once, autograd would add these up in their type before the parameter sees any; so do we,
+until the hook of the parameter's gradient asks. The room for that gradient is set aside in the host's budget.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ps_core._errors import UnsupportedParameter
+from ps_core._plan import Queue
+from ps_core.engine._parameters.errors import graph_of_gradient
+from ps_core.engine._parameters.state import Payload, TensorRecord
+from ps_core.engine._support.interrupts import undisturbed
+
+if TYPE_CHECKING:
+    from ps_core.engine._execution.engine import Engine
+
+_DEVICE, HOST = 0, 1
+"""Tiers."""
+
+
+class Tables:
+    """Those of one engine; see [Note: tables on the host]."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pending: dict[TensorRecord, tuple[int, Tensor]] = {}
+        """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
+
+    @undisturbed
+    def rows(self, record: TensorRecord, ids: Tensor) -> Tensor:
+        """The rows of these ids, on their device."""
+        engine = self._engine
+        engine.check_usable()
+        if engine.eager is not None:
+            engine.eager.check_read([record])
+        if not engine.passes.joined:
+            engine.passes.join()
+        if record.payload is not Payload.VALID:
+            with engine.passes.tide.paused(), torch.no_grad():
+                engine.gradients.reclaim(record.group)
+        slot = record.group.home.slot
+        engine.store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
+        found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)
+        engine.counters.moved(_DEVICE, HOST, ids.nbytes)
+        engine.counters.moved(HOST, _DEVICE, found.nbytes)
+        return found
+
+    @undisturbed
+    def gain(self, record: TensorRecord, ids: Tensor, gradient: Tensor, padding: int) -> None:
+        """The gradient of rows came; ``ids`` are on the host."""
+        if not record.trainable:
+            return
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            raise graph_of_gradient(record.name)
+        if record.parameter._backward_hooks:
+            raise UnsupportedParameter(
+                f"a hook (register_hook) waits for the gradient of {record.name!r}, a table that stays on the host, "
+                "which autograd does not see: use nn.Embedding, or register_post_accumulate_grad_hook"
+            )
+        passes, task = self._engine.passes, torch._C._current_graph_task_id()
+        with passes.tide.paused(), torch.no_grad():
+            rows = gradient.to("cpu")
+            whole = torch.ops.aten.embedding_dense_backward(rows, ids, record.shape[0], padding, False)
+            before = self._pending.get(record)
+            if before is not None and before[0] == task:
+                whole = before[1].add_(whole)
+        self._pending[record] = task, whole
+        self._engine.counters.moved(_DEVICE, HOST, gradient.nbytes)
+
+    @undisturbed
+    def deliver(self, record: TensorRecord) -> None:
+        """All of this backward pass have come."""
+        pending = self._pending.pop(record, None)
+        if pending is not None and pending[0] == torch._C._current_graph_task_id():
+            with self._engine.passes.tide.paused():
+                self._engine.arrive(record, pending[1])
+
+    def forget(self) -> None:
+        """What a pass that broke off has left."""
+        self._pending.clear()

@@ -1,0 +1,310 @@
+"""Carrying out a plan's instructions on the engine's slots, homes and parameters; when each is issued, `_execution.replay` says.
+
+[Note: divergence]
+A plan is advice. Each instruction checks what it relies on (stamps, and that nobody holds on to memory it gives
+back); where that does not hold, or the model does something else than the plan foresaw, `Diverged` is raised before
+anything is changed. What was issued is then finished, and demand takes over from whatever is where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Copy,
+    Decide,
+    Instr,
+    Norm,
+    Queue,
+    Release,
+    Reserve,
+    Run,
+    Shift,
+    Step,
+)
+from ps_core._program import Kind, SegmentName
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._execution.lent_homes import take_back
+from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._optim.group_step import SettingsOf, step_group
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._support.counters import Counters
+
+
+class Diverged(Exception):
+    """What happens is not what the plan foresaw; the message says how."""
+
+
+class Carrier:
+    """What one segment's instructions do."""
+
+    def __init__(
+        self,
+        plan: EnginePlan,
+        segment: SegmentName,
+        residency: Residency,
+        gradients: GradientKeeper,
+        counters: Counters,
+    ) -> None:
+        self._plan, self._segment = plan, segment
+        self._moments = bool(plan.lines[segment].runs)
+        self._residency, self._gradients, self._counters = residency, gradients, counters
+        self._store, self._device = residency.store, residency.store.device
+        self._slots: dict[int, Slot] = {
+            number: plan.home(held.extent).slot for number, held in enumerate(plan.plan.home)
+        }
+        self._places: dict[int, tuple[int, int]] = {}
+        """Tier and address of the slots that the plan reserved, as it knows them."""
+        self._staged: dict[GroupRecord, tuple[Slot, list[TensorRecord]]] = {}
+        """Gradients in a slot of their own, on their way to the accumulators."""
+        self._flat: dict[GroupRecord, torch.Tensor] = {}
+        """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
+        self._settings_of: SettingsOf | None = None
+        self._factor = 1.0
+        self._handlers: dict[type, Callable[[Instr, Any], None]] = {
+            Reserve: self._reserve,
+            Release: self._release,
+            Copy: self._copy,
+            Shift: self._shift,
+            Accumulate: self._accumulate,
+            Norm: self._norm,
+            Decide: self._nothing,
+            Step: self._step,
+            Cast: self._cast,
+        }
+        self.moment = -1
+        """The one that the model has come to."""
+
+    def carry_out(self, instr: Instr) -> None:
+        """Do what an instruction other than a moment says."""
+        self._handlers[type(instr.op)](instr, instr.op)
+
+    def prepare_steps(self, settings_of: SettingsOf, factor: float) -> None:
+        """What steps are to be made with."""
+        self._settings_of, self._factor = settings_of, factor
+
+    # Moments.
+
+    def begin(self, op: Run) -> None:
+        """Let the moment's parameters be found where the plan has them, and its gradients have their slots."""
+        uses = self._plan.program.uses(self._segment, self._plan.program.visits[op.visit])
+        memory = []
+        self._flat.clear()
+        for use, number in zip(uses, op.slots, strict=True):
+            group, slot = self._plan.order[use.extent.index], self._slots[number]
+            if use.extent.kind is Kind.GRAD:
+                if use.before is None:
+                    self._staged[group] = (slot, [])
+            elif use.before is None:
+                self._bear(group, slot)
+            elif slot.stamp != group.home.stamp:
+                raise Diverged(f"{self._plan.beats[op.visit].name}: the plan brought an older weight of {group.name}")
+            else:
+                self._settle_in(group, slot)
+            memory.append(slot.memory)
+        self._device.work(Queue.COMPUTE, self._plan.beats[op.visit].name, memory, ())
+
+    def _settle_in(self, group: GroupRecord, slot: Slot) -> None:
+        """Let the group's parameters be found in the slot that the moment is planned with.
+
+        The plan may have fetched the group anew for a later moment already, before it gave this slot back.
+        """
+        if slot is not group.home.slot:
+            group.home.copies[slot.tier] = slot
+        for record in group.tensors:
+            if record.bound is not None and record.bound.slot is not slot and not record.bound.aliased:
+                self._residency.unbind(record)
+
+    def _bear(self, group: GroupRecord, slot: Slot) -> None:
+        """A slot for gradients only: what the group's other slots hold is not wanted any more."""
+        home = group.home
+        if slot.stamp == home.stamp:
+            return
+        for record in group.tensors:
+            if record.busy or record.payload is Payload.OVER:
+                raise Diverged(f"{record.name} is still wanted where the plan has only its gradient")
+        for record in group.tensors:
+            self._residency.unbind(record)
+            record.payload = Payload.LOST
+        if slot is not home.slot:
+            home.copies[slot.tier] = slot
+        home.changed(slot)
+
+    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """Put a gradient where the plan has room for it; False: it has none."""
+        staged = self._staged.get(record.group)
+        if staged is None:
+            return False
+        slot, records = staged
+        if record in records:
+            raise Diverged(f"a second gradient of {record.name}")
+        flat = self._flat.get(record.group)
+        if flat is None:
+            flat = self._flat[record.group] = slot.flat(record.dtype, record.group.chunk_numel)
+        target = record.shaped(flat)
+        self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        target.copy_(gradient)
+        records.append(record)
+        return True
+
+    # Instructions.
+
+    def _nothing(self, instr: Instr, op: Decide) -> None:
+        """The optimizer decides, in ``step()``."""
+
+    def _reserve(self, instr: Instr, op: Reserve) -> None:
+        store, tier = self._store, op.tier
+        if store.overlapping(op.offset, op.bytes) if tier == 0 else store.free_bytes(tier) < op.bytes:
+            raise Diverged("the plan's place is taken")
+        self._slots[op.slot] = self._store.reserve(op.tier, op.bytes, op.offset)
+        self._places[op.slot] = op.tier, op.offset
+
+    def _release(self, instr: Instr, op: Release) -> None:
+        slot = self._slots[op.slot]
+        if slot.extent is not None:
+            home = self._home_of(slot)
+            if home is not None:
+                self._let_go(home, slot)
+        self._store.release(slot, instr.queue)
+        del self._slots[op.slot]
+
+    def _let_go(self, home: Home, slot: Slot) -> None:
+        group = self._group_of(slot)
+        others = [other for other in (home.slot, *home.copies.values()) if other is not slot]
+        dead = home.extent.kind is Kind.ACC and not any(r.gradient is Gradient.SUMMED for r in group.tensors)
+        if not dead and slot.stamp == home.stamp and not any(other.stamp == home.stamp for other in others):
+            raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
+        if home.extent.kind is group.weight and slot.tier == 0:
+            self._vacate(group, slot)
+            self._counters.evicted()
+        self._forget(slot)
+
+    def _vacate(self, group: GroupRecord, slot: Slot) -> None:
+        """Let no parameter lie in a slot; nobody but parameters may hold on to it."""
+        here = [record for record in group.tensors if record.bound is not None and record.bound.slot is slot]
+        if any(record.bound is not None and record.bound.aliased for record in here):
+            raise Diverged(f"somebody holds on to memory of {group.name}")
+        for record in here:
+            self._residency.unbind(record)
+
+    def _copy(self, instr: Instr, op: Copy) -> None:
+        source, target = self._slots[op.source], self._slots[op.target]
+        group, kind = self._plan.order[op.extent.index], op.extent.kind
+        if kind is not Kind.GRAD and source.stamp != group.homes[kind].stamp:
+            raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
+        self._store.copy(instr.queue, target, source, op.bytes)  # where that fails, the target holds nothing new
+        if kind is Kind.GRAD:
+            if group in self._staged:
+                self._staged[group] = (target, self._staged[group][1])
+        else:
+            home = group.homes[kind]
+            if target is not home.slot and home.newest(target.tier) is None:
+                home.copies[target.tier] = target  # else one is still in use; see `_settle_in`
+            target.extent, target.stamp = home.extent, home.stamp
+        self._residency.watcher.moved(source.tier, target.tier, op.bytes)
+        if target.tier == 0 and self._moments:
+            self._counters.fetches += 1
+            self._counters.prefetch_hits += instr.visit > self.moment
+
+    def _shift(self, instr: Instr, op: Shift) -> None:
+        slot = self._slots[op.slot]
+        self._places[op.slot] = slot.tier, op.offset
+        if slot.offset < 0:
+            return  # on other tiers slots are memory of their own
+        if slot.extent is not None:
+            self._vacate(self._group_of(slot), slot)
+        self._store.shift(slot, op.offset, instr.queue)
+
+    def _accumulate(self, instr: Instr, op: Accumulate) -> None:
+        group = self._plan.order[op.group]
+        sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
+        if sums.stamp != home.stamp and any(record.gradient is Gradient.SUMMED for record in group.tensors):
+            raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
+        slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
+        flat = slot.flat(group.dtype, group.chunk_numel)
+        self._gradients.add_staged(group, records, flat, sums, instr.queue)
+        if records and sums is not home.slot:
+            home.copies[sums.tier] = sums
+
+    def _norm(self, instr: Instr, op: Norm) -> None:
+        group, slot = self._plan.order[op.group], self._slots[op.slot]
+        self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
+        dtype = group.dtype if self._plan.program.overwrites else torch.float32
+        flat = slot.flat(dtype, group.chunk_numel)
+        wanted = Gradient.OVER if self._plan.program.overwrites else Gradient.SUMMED
+        rows = [record for record in group.tensors if record.gradient is wanted and record.part is None]
+        self._gradients.measure_all(rows, flat)
+
+    def _step(self, instr: Instr, op: Step) -> None:
+        assert self._settings_of is not None, "only `step` carries out steps"
+        group = self._plan.order[op.group]
+        kinds = self._plan.program.home_kinds(op.group)
+        slots = {kind: self._slots[number] for kind, number in zip(kinds, op.slots, strict=True)}
+        for kind, slot in slots.items():
+            home = group.homes[kind]
+            if slot.stamp != home.stamp and not (kind is group.weight and not self._plan.program.overwrites):
+                raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
+        step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
+        for kind, slot in slots.items():
+            if kind is not Kind.ACC:
+                home = group.homes[kind]
+                home.changed(slot)
+                if slot is not home.slot:
+                    home.copies[slot.tier] = slot
+
+    def _cast(self, instr: Instr, op: Cast) -> None:
+        # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it
+        # starts with both kinds filled, and a skip that must rebuild knows better which tensors need it.
+        raise PlanMismatch(f"{self._segment.value} is not replayed")
+
+    # The end.
+
+    def abandon(self) -> None:
+        """Keep what is of use to demand; slots of the plan's own are given back."""
+        staged = [slot for slot, _ in self._staged.values()]
+        take_back(self._plan, self._slots, self._places, staged, broken=self._residency.broken)
+        for slot, records in self._staged.values():
+            for record in records:
+                self._gradients.sum_staged(record, slot)
+        self._staged.clear()
+        kept = {id(slot) for group in self._plan.order for slot in group.home.copies.values() if slot.tier == 0}
+        homes = {id(home.slot) for group in self._plan.order for home in group.homes.values()}
+        for slot in {id(slot): slot for slot in self._slots.values()}.values():
+            if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
+                continue
+            home = self._home_of(slot)
+            if home is not None and home.alive and home.source() is slot:
+                self._residency.write_home(home)
+                if home.dirty:
+                    continue  # the disk failed: what is here is all there is
+            self._forget(slot)
+            self._residency.give_back(slot)
+
+    # Slots and homes.
+
+    def _home_of(self, slot: Slot) -> Home | None:
+        extent = slot.extent
+        if extent is None or extent.kind is Kind.GRAD:
+            return None
+        return self._group_of(slot).homes.get(extent.kind)
+
+    def _group_of(self, slot: Slot) -> GroupRecord:
+        assert slot.extent is not None, "the slot holds something"
+        return self._residency.groups[slot.extent.index]
+
+    def _forget(self, slot: Slot) -> None:
+        home = self._home_of(slot)
+        if home is not None and home.copies.get(slot.tier) is slot:
+            del home.copies[slot.tier]
+
+    def settle_homes(self) -> None:
+        """At the end: homes that a tight plan lent out are the slots that came back to their places."""
+        take_back(self._plan, self._slots, self._places)

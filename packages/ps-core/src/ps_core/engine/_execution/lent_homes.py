@@ -1,0 +1,63 @@
+"""Homes that a plan for tight memory lent out, given back.
+
+[Note: leaving a plan that lends homes]
+Such a plan moves the homes themselves: a home's slot is given back while its extent sits elsewhere. At the end of the
+segment every extent is in its place again. Where the segment is left before, some are not, and by then others may have
+these places, so that it cannot be promised that there is room to bring them back.
+
+None is needed. A move is a Reserve, a Copy and a Release in this order on one queue, so at any time every extent with a
+home has a slot that holds its newest bytes (what has no contents, sums before the first gradient, has one of its size).
+That slot becomes its home: no memory is taken, nothing is copied, and nothing can fail. What can leave the compute tier
+from there does so where lower tiers have room, and between passes homes go back to the plan's places; see `_execution.lower_homes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ps_core._plan import Held
+from ps_core._program import Kind
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._parameters.state import Gradient
+
+
+def take_back(
+    plan: EnginePlan,
+    slots: Mapping[int, Slot],
+    places: Mapping[int, tuple[int, int]],
+    staged: Collection[Slot] = (),
+    *,
+    broken: bool = False,
+) -> None:
+    """Let every home that was lent out be the slot that its extent has now, in its place if it is there.
+
+    ``slots``: the plan's, by number. ``places``: tier and address of those that it reserved. ``staged``: those that
+    hold gradients on their way. ``broken``: the disk failed, and what was to be read from there may be lost.
+    """
+    at = {place: slots[number] for number, place in places.items() if number in slots}
+    homes = {id(plan.home(held.extent).slot) for held in plan.plan.home}
+    taken = {id(slot) for slot in staged} | homes
+    loose = [slot for slot in slots.values() if slot.memory.numel() and id(slot) not in taken]
+    for held in plan.plan.home:
+        home = plan.home(held.extent)
+        if home.bytes and not home.slot.memory.numel():
+            slot = _seat(plan, held, home, [*loose, *home.copies.values()], at.get((held.tier, held.offset)))
+            if slot is None:
+                assert broken, "a slot is given back once the next is there"
+                continue
+            loose = [other for other in loose if other is not slot]
+            if home.copies.get(slot.tier) is slot:
+                del home.copies[slot.tier]
+            if not home.alive:
+                home.changed(slot)
+            home.slot = slot
+
+
+def _seat(plan: EnginePlan, held: Held, home: Home, loose: list[Slot], place: Slot | None) -> Slot | None:
+    """The slot that an extent has: that in its place, or else the lowest."""
+    rows = plan.order[held.extent.index].tensors
+    found = [slot for slot in loose if slot.extent == home.extent and slot.stamp == home.stamp]
+    if not found and home.extent.kind is Kind.ACC and Gradient.SUMMED not in {row.gradient for row in rows}:
+        found = [slot for slot in loose if slot.extent in (None, home.extent) and slot.bytes == home.bytes]
+    return place if place in found else max(found, key=lambda slot: slot.tier, default=None)

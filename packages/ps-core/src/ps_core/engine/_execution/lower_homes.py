@@ -1,0 +1,117 @@
+"""Where homes are: as the plan in force has them, or as low as they go, for passes whose tide nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._execution.rehome import arrange, clear, held_by_somebody, in_place, move
+from ps_core.engine._memory.store import Home, Store
+from ps_core.engine._parameters.state import GroupRecord
+
+
+class Homes:
+    """The homes of one engine, moved between passes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._low = False
+        """Whether some were moved down since they were last where a plan has them."""
+        self.astray = False
+        """Whether some are where a plan was left that had lent them out; see [Note: leaving a plan that lends homes]
+        in `_execution.lent_homes`."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether some are not where the plan has them."""
+        return self._low or self.astray
+
+    def arrange(self, plan: EnginePlan) -> bool:
+        """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
+        if not arrange(self._engine, plan):
+            return False
+        self._low = self.astray = False
+        return True
+
+    def lower(self, needed_bytes: int | None = None) -> None:
+        """Have the compute tier to everything else as far as lower tiers have room; or so many bytes of it.
+
+        As it was before there was a plan. Nothing is moved while somebody holds on to memory.
+        """
+        engine, store = self._engine, self._engine.store
+        capacity = store.tiers[0].capacity_bytes
+        if needed_bytes is not None and store.used_bytes[0] + needed_bytes <= capacity:
+            return
+        groups = [group for group in reversed(engine.groups) if not group.pinned]
+        if held_by_somebody(groups) is not None:
+            return
+        moves = _downward(store, groups)
+        first = next(moves, None)
+        if first is None:
+            return
+        clear(engine)
+        with torch.inference_mode(False):  # or nobody else could write to these slots
+            for home, tier in chain((first,), moves):
+                move(engine, home, tier)
+        if not store.device.lazy:
+            store.settle(0)
+        self._low, self.astray = True, False
+
+    def left(self, plan: EnginePlan) -> None:
+        """The plan was left amid a segment: what it lent out goes down, so that demand has what room there is."""
+        store = self._engine.store
+        rows = [(held, plan.home(held.extent)) for held in plan.plan.home]
+        astray = [(held, home) for held, home in rows if not in_place(home.slot, held)]
+        self.astray = self.astray or bool(astray)
+        if not astray or self._engine.residency.broken:
+            return
+        with torch.inference_mode(False):
+            for held, home in sorted(astray, key=lambda row: -row[0].tier):
+                if home.slot.tier < held.tier and store.free_bytes(held.tier) >= home.bytes:
+                    self._down(home, held.tier)
+            for home, tier in _downward(store, plan.order):
+                self._down(home, tier)
+
+    def _down(self, home: Home, tier: int) -> None:
+        """Amid a pass: parameters may lie there."""
+        store, residency, old = self._engine.store, self._engine.residency, home.slot
+        target = store.reserve(tier, home.bytes)
+        residency.copy_to(home, target)
+        home.slot = target
+        tensors = self._engine.groups[home.extent.index].tensors
+        if any(record.bound is not None and record.bound.slot is old for record in tensors):
+            home.copies[old.tier] = old
+        else:
+            residency.give_back(old)
+
+
+def _downward(store: Store, groups: list[GroupRecord]) -> Iterator[tuple[Home, int]]:
+    """Which homes go down, and where to, each once those before it are there."""
+    spare = _spare(store, groups)
+    for tier in range(len(store.tiers) - 1):
+        homes = [home for group in groups for home in group.homes.values() if home.slot.tier == tier]
+        for home in homes:
+            if tier and store.free_bytes(tier) >= spare[tier]:
+                break
+            if lower := _tier_for(store, home, spare):
+                yield home, lower
+
+
+def _spare(store: Store, groups: list[GroupRecord]) -> tuple[int, ...]:
+    """What every tier keeps free: above a disk a group passes through, and a gradient is put down to be summed."""
+    sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
+    wholes = [sum(home.bytes for home in group.homes.values()) for group in groups]
+    last = max(sums, default=0)
+    return (0, *(max([*wholes, last]) for _ in store.tiers[1:-1]), last)
+
+
+def _tier_for(store: Store, home: Home, spare: tuple[int, ...]) -> int:
+    """The highest tier below its own that has room for it and for what is to be kept free; 0: none has."""
+    for tier in range(home.slot.tier + 1, len(store.tiers)):
+        if store.free_bytes(tier) >= home.bytes + spare[tier]:
+            return tier
+    return 0

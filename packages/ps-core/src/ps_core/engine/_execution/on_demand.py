@@ -1,0 +1,84 @@
+"""Serving a pass moment by moment, without a plan: the first one, and whatever no plan foresaw.
+
+The least recently used group leaves first. Until the tide is known nothing is kept that the moment does not need, so
+that a pass fits whenever one can; later the room below the highest known tide serves as a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
+
+
+class Demand:
+    """The compute tier, run by demand."""
+
+    tracked = True
+    """Whether the tide has to be watched while this drives."""
+
+    def __init__(self, residency: Residency, gradients: GradientKeeper) -> None:
+        self._residency = residency
+        self._store = residency.store
+        self._gradients = gradients
+        self._in: dict[GroupRecord, None] = {}
+        """Groups with a copy on the compute tier, least recently used first."""
+        self.highest_tide_bytes: int | None = None
+        """None: not known yet."""
+        self.training = True
+        """Whether the pass that is on is to have a backward pass."""
+
+    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+        """Have these parameters and the groups of these gradients on the compute tier."""
+        self._residency.check_disk()
+        for record in reads:
+            if record.payload is not Payload.VALID:
+                self._gradients.reclaim(record.group)
+        groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
+        for group in groups:
+            self._in.pop(group, None)
+        wanted = [group for group in groups if group.home.slot.tier and group.home.copies.get(0) is None]
+        self._make_room(wanted, set(groups), name)
+        device = self._store.device
+        for group in groups:
+            slot = self._residency.bring(group)
+            if group.home.slot.tier:
+                self._in[group] = None
+            device.work(Queue.COMPUTE, name, (slot.memory,), ())
+
+    def _make_room(self, wanted: list[GroupRecord], needed: set[GroupRecord], name: str) -> None:
+        capacity = self._store.tiers[0].capacity_bytes
+        size = sum(group.home.bytes for group in wanted)
+        line = capacity - (self.highest_tide_bytes or self._store.tide_bytes)
+        cache = self.highest_tide_bytes is not None
+        for group in list(self._in):
+            roomy = cache and self._store.used_bytes[0] + size <= line
+            if roomy and all(self._store.fits(each.home.bytes, line) for each in wanted):
+                break
+            if group not in needed and self._residency.drop(group):
+                del self._in[group]
+        total = self._store.used_bytes[0] + size + self._store.tide_bytes
+        if total > capacity:
+            groups, tide = self._residency.groups, self._store.tide_bytes
+            raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
+
+    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """There is no place for gradients but where they go by themselves."""
+        return False
+
+    def finish(self) -> None:
+        """Bring everything home that can leave."""
+        for group in list(self._in):
+            if self._residency.drop(group):
+                del self._in[group]
+            else:
+                self._residency.write_home(group.home)
+                self._residency.expose(group)
+
+    def adopt(self, groups: list[GroupRecord]) -> None:
+        """Take over what a plan left on the compute tier."""
+        self._in = {group: None for group in groups if 0 in group.home.copies}

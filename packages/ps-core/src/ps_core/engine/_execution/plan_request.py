@@ -1,0 +1,103 @@
+"""What the planner is asked for: a recording as a trace, the tiers as they are, the machine; and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ps_core._errors import DoesNotFit
+from ps_core._layout import Layout
+from ps_core._plan import Tier
+from ps_core._planner.bounds import STEP_TIER
+from ps_core._planner.recall import find_plan_again
+from ps_core._planner.search import Planned, Setup, find_plan
+from ps_core._simulate.machine import Machine
+from ps_core._simulate.machine import machine as find_machine
+from ps_core._trace import Trace
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
+from ps_core.engine._execution.machines import THIS_COMPUTER, emulated_on
+from ps_core.engine._memory.reserve import level
+from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, group_too_large
+from ps_core.engine._tracing.batch_shape import Batch
+from ps_core.engine._tracing.moments import Recording
+
+
+class Asking:
+    """What plans of one engine are found for."""
+
+    def __init__(
+        self, engine: Engine, model_name: str, setup: Setup, *, machine: str | None, folder: str | None
+    ) -> None:
+        self._engine, self._model_name, self._setup = engine, model_name, setup
+        self._folder = folder
+        """Where plans are kept."""
+        self.machine = (engine.store.device.machine or THIS_COMPUTER) if machine is None else find_machine(machine)
+
+    def find(self, recording: Recording, batch: Batch, spare_bytes: int) -> EnginePlan:
+        """The best plan for such passes; `DoesNotFit` if there is none. So much is left free beyond their tide."""
+        engine = self._engine
+        records = [record for record in engine.records if not record.group.pinned]
+        groups = [group for group in engine.groups if not group.pinned]
+        constant = engine.constant_bytes + self._waiting_bytes(recording)
+        trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
+        if not engine.store.device.lazy:
+            trace = level(trace, spare_bytes)
+        layout, order = lay_groups(groups, records, trace)
+        try:
+            planned = self._find(trace, layout)
+        except DoesNotFit as error:
+            raise self._explained(error, trace) from None
+        return EnginePlan(planned, order, recording.beats)
+
+    def _waiting_bytes(self, recording: Recording) -> int:
+        """What earlier passes of a step leave on the compute tier: gradients of what never leaves it.
+
+        A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
+        """
+        if recording.beats[0].work is None or not self._setup.training or self._setup.accumulate == 1:
+            return 0
+        return 4 * sum(group.numel for group in self._engine.groups if group.fixed == 0 and group.trainable)
+
+    def _find(self, trace: Trace, layout: Layout) -> Planned:
+        tiers, setup, folder = self._tiers(), self._setup, self._folder
+        machine = self._machine_for(trace, tiers)
+        if folder is None:
+            return find_plan(trace, tiers, machine, setup=setup, layout=layout)
+        return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))
+
+    def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
+        """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
+        if self.machine is not THIS_COMPUTER or tiers[0].name != "device":
+            return self.machine
+        homes = sum(home.bytes for group in self._engine.groups if not group.pinned for home in group.homes.values())
+        return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
+
+    def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
+        """The planner's refusal with what a user of the engine can do about it."""
+        store, groups = self._engine.store, self._engine.groups
+        # The planner was asked for what is not taken for good (pinned weights, tables, activations that wait below).
+        kept = [
+            whole.capacity_bytes - left.capacity_bytes for whole, left in zip(store.tiers, self._tiers(), strict=True)
+        ]
+        last = len(store.tiers) - 1
+        middle = {STEP_TIER: store.work_tier(last)} | {store.tiers[tier].name: tier for tier in range(1, last)}
+        if error.tier in middle:
+            tier = middle[error.tier]
+            return group_too_large(store, groups, tier, error, error.needed_bytes + kept[tier])
+        if error.tier != store.tiers[0].name:
+            return everything_too_large(store, groups, error.needed_bytes + sum(kept))
+        tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes + kept[0]
+        return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven, whole=True)
+
+    def _tiers(self) -> tuple[Tier, ...]:
+        """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""
+        store = self._engine.store
+        first, *others = store.tiers
+        room = self._engine.saved.room
+        if room is not None:
+            others[0] = Tier(others[0].name, others[0].capacity_bytes - room.bytes)
+        if store.fixed_bytes:
+            others[0] = Tier(others[0].name, others[0].capacity_bytes - store.fixed_bytes)
+        pinned = [home.slot for group in self._engine.groups if group.fixed == 0 for home in group.homes.values()]
+        end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
+        return (Tier(first.name, end & -128), *others)

@@ -1,0 +1,96 @@
+"""Moving homes to where a plan has them, between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ps_core._plan import Held, Queue
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._memory.store import Home, Slot, Store
+from ps_core.engine._parameters.state import GroupRecord
+
+
+def arrange(engine: Engine, plan: EnginePlan) -> bool:
+    """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory there."""
+    store, residency = engine.store, engine.residency
+    if held_by_somebody(plan.order) is not None or not _has_its_places(store, plan):
+        return False
+    pending = [held for held in plan.plan.home if not in_place(plan.home(held.extent).slot, held)]
+    for held in pending:
+        group = plan.order[held.extent.index]
+        for record in group.tensors:
+            residency.unbind(record)
+        group.reading = -1
+    for queue in (*store.queues, Queue.CPU):
+        residency.await_all(queue)
+    if not store.device.lazy:
+        for record in engine.records:
+            residency.unbind(record)
+        store.settle(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
+    while pending:
+        ready = [held for held in pending if _may_move(store, plan.home(held.extent), held)]
+        for held in ready:
+            if _may_move(store, plan.home(held.extent), held):
+                move(engine, plan.home(held.extent), held.tier, held.offset if held.tier == 0 else -1)
+                pending.remove(held)
+        if not ready:
+            inside = [plan.home(held.extent) for held in pending]
+            put_aside(engine, next((home for home in inside if home.slot.bytes), inside[0]))
+    return True
+
+
+def _has_its_places(store: Store, plan: EnginePlan) -> bool:
+    """Whether nothing but homes is where the plan has them: sums that it does not know of, say."""
+    slots = {id(slot): slot for held in plan.plan.home for slot in (plan.home(held.extent).slot,)}
+    others = list(store.used_bytes)
+    for slot in slots.values():
+        others[slot.tier] -= slot.bytes
+    for held in plan.plan.home:
+        if held.tier:
+            others[held.tier] += held.bytes
+        elif any(id(slot) not in slots for slot in store.overlapping(held.offset, held.bytes)):
+            return False
+    return all(used <= tier.capacity_bytes for used, tier in list(zip(others, store.tiers, strict=True))[1:])
+
+
+def in_place(slot: Slot, held: Held) -> bool:
+    """Whether a home is where a plan has it."""
+    return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
+
+
+def _may_move(store: Store, home: Home, held: Held) -> bool:
+    if held.tier:
+        return store.used_bytes[held.tier] + held.bytes <= store.tiers[held.tier].capacity_bytes
+    return not store.overlapping(held.offset, held.bytes)
+
+
+def held_by_somebody(groups: Iterable[GroupRecord]) -> GroupRecord | None:
+    """A group whose memory on the compute tier cannot be moved, for somebody besides its parameters has it."""
+    held = (group for group in groups if 0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased))
+    return next(held, None)
+
+
+def clear(engine: Engine) -> None:
+    """Let no parameter be anywhere, and nothing be under way: any home may be moved."""
+    for record in engine.records:
+        engine.residency.unbind(record)
+        record.group.reading = -1
+    for queue in (*engine.store.queues, Queue.CPU):
+        engine.residency.await_all(queue)
+
+
+def move(engine: Engine, home: Home, tier: int, offset: int = -1) -> None:
+    """Let a home be elsewhere, with what is in it."""
+    target = engine.store.reserve(tier, home.bytes, offset)
+    engine.residency.copy_to(home, target)
+    old, home.slot = home.slot, target
+    engine.residency.give_back(old)
+
+
+def put_aside(engine: Engine, home: Home) -> None:
+    """Let an extent wait outside every tier."""
+    old = home.slot
+    memory = old.in_host_memory() if old.place is None else engine.residency.contents(home)
+    home.slot = Slot(engine.store.work_tier(old.tier), -1, 0, memory, home.extent, old.stamp)
+    engine.residency.give_back(old)

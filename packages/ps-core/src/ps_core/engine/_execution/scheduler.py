@@ -1,0 +1,348 @@
+"""Decides who drives a pass: a plan where there is one for it, demand otherwise; and makes the plan.
+
+[Note: what a plan is good for]
+A plan is made from one recorded pass and serves every batch whose tensors are no larger, training and evaluation
+alike. A larger batch is served on demand, recorded, and planned anew, so that the plan in force is always that of the
+largest batch seen.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core._errors import DoesNotFit
+from ps_core._options import Options
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Planned, Setup
+from ps_core._program import Precision, SegmentName
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._execution.instructions import Diverged
+from ps_core.engine._execution.lower_homes import Homes
+from ps_core.engine._execution.passes import Driver
+from ps_core.engine._execution.plan_request import Asking
+from ps_core.engine._execution.replay import Replay
+from ps_core.engine._execution.resident import Still
+from ps_core.engine._memory.reserve import spare_bytes
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._parameters.state import Gradient, Payload
+from ps_core.engine._support.interrupts import alone
+from ps_core.engine._support.log import say
+from ps_core.engine._tracing.batch_shape import Batch, batch_of, within_a_module
+from ps_core.engine._tracing.estimates import as_foreseen, begins_as_foreseen
+from ps_core.engine._tracing.first_pass import foresee
+from ps_core.engine._tracing.moments import Recording
+
+_WATCHED_EVERY = 32
+"""So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""
+
+
+class Pilot:
+    """The planning side of one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str,
+        precision: Precision,
+        accumulate: int,
+        training: bool,
+        options: Options,
+        cast: torch.dtype | None,
+    ) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._setup = Setup(
+            precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
+        )
+        self._options, self._cast = options, cast
+        self._asking = Asking(engine, model_name, self._setup, machine=options.machine, folder=options.plan_cache)
+        self._plan: EnginePlan | None = None
+        self._planned_for = Batch()
+        self._batch: Batch | None = None
+        """What the root module was called with; None for a pass that began elsewhere."""
+        self._served: Batch | None = None
+        """The same, of the pass that a driver was chosen for last."""
+        self._found: tuple[Recording, Batch] | None = None
+        self._micro = 0
+        self._tried = False
+        """Whether the first pass was tried with fake tensors."""
+        self._estimated = False
+        """Whether the plan is from fake tensors; the pass that it serves is recorded all the same."""
+        self._recorded = False
+        """Whether the plan is from a pass that ran."""
+        self._measured = False
+        """One tier: whether the tide of a pass is known."""
+        self._source: tuple[Recording, Batch] | None = None
+        """What the plan was made from."""
+        self._homes = Homes(engine)
+        self._evaluated: tuple[Batch, int] | None = None
+        """The last evaluation on demand, and how high its tide was."""
+        self._replayed = 0
+        """How many passes were begun by a plan."""
+        self._spare_bytes = 0
+        """Left free beyond what the tide was seen to take, since the device ran out of memory."""
+        engine.passes.guide = self
+
+    @property
+    def training(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._setup.training
+
+    @property
+    def moments(self) -> int:
+        """Of the pass that was planned."""
+        return 0 if self._plan is None else len(self._plan.beats)
+
+    @property
+    def planned(self) -> Planned | None:
+        """The plan in force."""
+        return None if self._plan is None else self._plan.planned
+
+    @property
+    def planned_step_s(self) -> float:
+        """As predicted; 0 without a plan."""
+        return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
+
+    # Passes.
+
+    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The root module is called with these."""
+        self._recover()
+        self._batch = batch_of(args, kwargs)
+        if not self._setup.training:
+            self.consider()
+        elif not (self._tried or self._engine.still or self._options.eager_step) and torch.is_grad_enabled():
+            if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
+                self._foresee(module, args, kwargs)
+            self._tried = True  # now: who interrupted it may want it at the next attempt
+
+    @alone
+    def _recover(self) -> None:
+        """Where memory ran out since the last pass, plan anew with more left for everything else."""
+        store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
+        if missing_bytes:
+            self._batch = self._served = None  # nothing is to be learned from a pass that broke off
+            self._engine.finish_pass()
+            before = self._spare_bytes
+            self._spare_bytes += spare_bytes(missing_bytes, store.tiers[0].capacity_bytes)
+            self._found, self._estimated = self._found or self._source, False
+            try:
+                self.consider()
+            except DoesNotFit:
+                self._spare_bytes = before  # the plan in force is as good as any
+
+    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
+        engine = self._engine
+        say(f"{self._model_name}: first pass; tracing it with fake tensors")
+        recording = foresee(
+            module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
+        )
+        if recording is None or not recording.complete:
+            why = "it returns no loss, or fake tensors cannot follow it"
+            say(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
+            return
+        try:
+            assert self._batch is not None, "the pass is the root module's"
+            self._estimated = self._adopt(recording, self._batch)
+        except DoesNotFit as error:
+            if error.tier == engine.store.tiers[0].name:
+                engine.store.foreseen_bytes = error.needed_bytes
+            say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
+
+    def choose(self, training: bool) -> Driver:
+        """A replay of the plan where it serves, else demand."""
+        engine, plan = self._engine, self._plan
+        self._served, self._batch = self._batch, None
+        if engine.still:
+            return Still(tracked=not (self._measured and self._planned_for.covers(self._served)))
+        demand = engine.passes.demand
+        demand.highest_tide_bytes = None
+        if self._options.eager_step:
+            return demand
+        if plan is None:
+            self._homes.lower()
+            return demand
+        if self._served is None and not within_a_module():
+            self._homes.lower(self._bytes_to_read())
+            return demand
+        if not self._planned_for.covers(self._served):
+            part = "a part of the model is called by itself"
+            engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
+            self._make_way(training)
+            return demand
+        demand.highest_tide_bytes = plan.planned.program.trace.peak_nonmodel_bytes
+        demand.finish()  # what somebody held on to when the last pass ended
+        why = self._unready(training)
+        if not why and self._homes.elsewhere and not self._homes.arrange(plan):
+            why = "somebody holds on to memory that homes have to be moved to"
+        if why:
+            engine.counters.diverged(why)
+            return demand
+        if not training:
+            segment = SegmentName.EVAL
+        else:
+            if self._micro and all(record.gradient is Gradient.NONE for record in engine.records):
+                self._micro = 0  # what there was, was forgotten
+            micro = plan.program.iteration()[:-1]
+            segment = micro[min(self._micro, len(micro) - 1)]
+        replay = Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
+        replay.tracked = training is self._setup.training and self._is_watched()
+        return replay
+
+    def _is_watched(self) -> bool:
+        """Whether a pass by the plan has its tide watched."""
+        self._replayed += 1
+        return self._estimated or self._replayed % _WATCHED_EVERY == 0
+
+    def _make_way(self, training: bool) -> None:
+        """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
+        known = None if training else self._evaluated
+        if known is None or not known[0].covers(self._served):
+            self._homes.lower()
+            return
+        largest = max((group.home.bytes for group in self._engine.groups if not group.on_host), default=0)
+        self._engine.passes.demand.highest_tide_bytes = known[1]
+        self._homes.lower(known[1] + 2 * largest)
+
+    def _bytes_to_read(self) -> int:
+        """Of the compute tier, besides homes: all weights that are elsewhere, and a copy of all in fp32."""
+        groups = self._engine.groups
+        return sum(group.home.bytes * (group.home.slot.tier > 0) + group.chunk_numel * 4 for group in groups)
+
+    def _unready(self, training: bool) -> str:
+        """Why a segment cannot begin; empty: it can."""
+        if training and not self._setup.training:
+            return "a backward pass of a model without an optimizer"
+        for group in self._engine.groups:
+            if 0 in group.home.copies:
+                return f"somebody holds on to memory of {group.name}"
+            if any(record.payload is not Payload.VALID for record in group.tensors):
+                return f"a gradient lies over {group.name}"
+        return ""
+
+    def left(self) -> None:
+        """The plan in force was left amid a pass."""
+        if self._plan is not None:
+            self._homes.left(self._plan)
+
+    def observe(self, recording: Recording) -> None:
+        """Remember what to plan from."""
+        batch, self._served = self._served, None
+        if self._engine.passes.broke_off and self._plan is None and self._found is None:
+            self._tried, self._engine.store.foreseen_bytes = False, 0  # the next pass is a first one again
+        if recording.training and any(beat.grads for beat in recording.beats):
+            self._micro += 1
+        if batch is None or (self._options.eager_step and not self._engine.still):
+            return
+        if self._engine.still:
+            if self._engine.passes.driver.tracked and recording.training is self._setup.training:
+                self._measured = not recording.training or self._micro >= self._setup.accumulate
+                self._planned_for = batch
+            return
+        if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
+            self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
+        if not self._engine.passes.driver.tracked or not recording.complete:
+            return
+        if recording.training is not self._setup.training:
+            peak = max(beat.nonmodel_bytes for beat in recording.beats) + self._engine.constant_bytes
+            self._evaluated = batch, peak
+            return
+        if self._plan is None or self._estimated or not self._planned_for.covers(batch):
+            self._found = recording, batch
+
+    def _is_wrong(self, recording: Recording) -> bool:
+        """Whether the pass did something else than was foreseen; one that was broken off did not get so far."""
+        assert self._plan is not None, "there is an estimate"
+        return not (recording.regular or begins_as_foreseen(recording, self._plan.beats))
+
+    # Steps.
+
+    def step(self, settings_of: SettingsOf, factor: float) -> bool:
+        """Carry out the plan's step, if it is the step that is wanted."""
+        plan, homes = self._plan, self._homes
+        if homes.astray and (plan is None or not homes.arrange(plan)):
+            homes.lower()
+        if plan is None or homes.elsewhere or not self._fits_step(plan):
+            return False
+        engine = self._engine
+        replay = Replay(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
+        for group in engine.groups:
+            if group.pinned and any(record.gradient is not Gradient.NONE for record in group.tensors):
+                engine.updater.step_one(group, settings_of, factor)
+        try:
+            replay.step(settings_of, factor)
+        except BaseException as why:
+            engine.passes.demand.adopt(engine.groups)
+            engine.passes.demand.finish()
+            homes.left(plan)
+            if not isinstance(why, Diverged):
+                raise
+            engine.counters.diverged(str(why))
+            return False
+        return True
+
+    def _fits_step(self, plan: EnginePlan) -> bool:
+        wanted = Gradient.OVER if plan.program.overwrites else Gradient.SUMMED
+        stepped = plan.stepped
+        for group in self._engine.groups:
+            if group.pinned:
+                continue
+            if 0 in group.home.copies:
+                return False
+            states = {record.gradient for record in group.tensors} - {Gradient.NONE}
+            if states and (states != {wanted} or group not in stepped):
+                return False
+        return True
+
+    # Planning.
+
+    def consider(self) -> None:
+        """Plan, if a pass was recorded that there is no plan for."""
+        self._micro = 0
+        if self._found is None or all(group.pinned for group in self._engine.groups):
+            return
+        recording, batch = self._found
+        self._found = None
+        if self._estimated and self._plan is not None and as_foreseen(recording, self._plan.beats):
+            self._estimated, self._recorded = False, True
+            return
+        if not self._adopt(recording, batch):
+            self._found = recording, batch  # somebody holds on to memory: next time
+            return
+        self._engine.counters.replans += self._recorded
+        self._estimated, self._recorded = False, True
+
+    def resized(self) -> None:
+        """Plan anew, for tiers of other sizes."""
+        self._found, self._plan, self._estimated = self._found or self._source, None, False
+        micro = self._micro
+        self.consider()
+        self._micro = micro  # gradients of an unfinished step stay, so the next pass is not the first
+
+    def _adopt(self, recording: Recording, batch: Batch) -> bool:
+        """Plan from these moments and have everything where the plan wants it; False: not possible now."""
+        started = time.monotonic()
+        plan = self._asking.find(recording, batch, self._spare_bytes)
+        if not self._put_in_force(plan, recording, batch):
+            return False
+        say(
+            f"{self._model_name}: planned {len(plan.beats)} moments of {len(plan.order)} groups in "
+            f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
+            f"{self._asking.machine.name}"
+        )
+        return True
+
+    @alone
+    def _put_in_force(self, plan: EnginePlan, recording: Recording, batch: Batch) -> bool:
+        if not self._homes.arrange(plan):
+            return False
+        self._engine.store.foreseen_bytes = 0
+        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
+        return True

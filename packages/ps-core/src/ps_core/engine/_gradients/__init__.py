@@ -1,0 +1,1 @@
+"""Where gradients are, and what ``parameter.grad`` answers."""

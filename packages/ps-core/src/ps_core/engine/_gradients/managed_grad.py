@@ -1,0 +1,171 @@
+"""``param.grad`` of a managed parameter: no memory, only what clipping by the global norm asks of a gradient.
+
+The gradient itself is in a chunk, perhaps on another tier, perhaps over its parameter. Its norm is known; a factor
+is kept until the step applies it. So ``clip_grad_norm_`` in all its forms works, and costs no pass over gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ps_core._errors import InvalidInput
+
+if TYPE_CHECKING:
+    from ps_core.engine._gradients.loss_scale import LossScale
+    from ps_core.engine._optim.settings import Gradients
+    from ps_core.engine._parameters.state import TensorRecord
+
+aten = torch.ops.aten
+
+# These hand out a gradient's memory without going through the dispatcher, and there is none.
+MEMORY = frozenset(
+    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory", "numpy", "tolist"}
+    | {"__array__", "__dlpack__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
+)
+
+REMEDY = (
+    "clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ (norm_type=2); in place of an optimizer of "
+    "torch.optim step the one that chunked(model, AdamW(...)) returns; or release(model) to work on plain gradients"
+)
+
+
+class ManagedGrad(torch.Tensor):
+    """The gradient of one managed parameter, without the loss scale."""
+
+    _record: TensorRecord
+    _gradients: Gradients
+    _loss_scale: LossScale | None
+
+    @staticmethod
+    def __new__(
+        cls: type[ManagedGrad], record: TensorRecord, gradients: Gradients, loss_scale: LossScale | None = None
+    ) -> ManagedGrad:
+        """Make one; ``record`` must have a gradient."""
+        self: ManagedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, record.shape, dtype=record.dtype, device=record.parameter.device
+        )
+        self._record, self._gradients, self._loss_scale = record, gradients, loss_scale
+        return self
+
+    def _norm(self) -> torch.Tensor:
+        """In fp32 whatever the gradient's type: the true norm, not one rounded to 16 bits."""
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        norm = self._gradients.gradient_norm(self._record) / scale
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
+
+    def _multiply(self, factor: float) -> None:
+        if getattr(self._record, "face", self) is not self:
+            self._refuse("an operation, after it was forgotten or stepped,")
+        self._gradients.scale_gradient(self._record, factor)
+
+    def _refuse(self, what: str, remedy: str = REMEDY) -> NoReturn:
+        raise InvalidInput(
+            f"{what} on the gradient of {self._record.name!r}: it is in a chunk, and here it has a norm and can be "
+            f"multiplied by a number, no more; {remedy}"
+        )
+
+    # Any: torch passes whatever the caller did.
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what would reach for memory; the rest is for the dispatcher."""
+        name = getattr(func, "__name__", "")
+        if name in MEMORY and isinstance(args[0], cls):
+            args[0]._refuse(f"{name}()")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for a method
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer norms, note factors, refuse the rest."""
+        answer = ANSWERS.get(func)
+        if answer is None:
+            _first((args, kwargs))._refuse(str(func.overloadpacket))
+        return answer(*args, **(kwargs or {}))
+
+    # torch's own takes keywords for the contents, of which there are none.
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ManagedGrad(of={self._record.name!r}, norm={self._norm().item():g}, shape={tuple(self.shape)})"
+
+
+def _first(values: Any) -> ManagedGrad:
+    """The first managed gradient among an operator's arguments; there is one, or we would not have been called."""
+    return next(each for each in tree_leaves(values) if isinstance(each, ManagedGrad))
+
+
+def _norm(
+    grad: ManagedGrad, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if float(order) != 2.0:
+        grad._refuse(f"a norm of order {order}")
+    if dim is not None or keepdim:
+        grad._refuse("a norm over some dimensions")
+    return grad._norm() if dtype is None else grad._norm().to(dtype)
+
+
+def _norms(grads: Sequence[ManagedGrad], order: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    return [_norm(_managed(each, grads), order, dtype=dtype) for each in grads]
+
+
+def _multiply(grad: Any, factor: Any) -> Any:
+    _managed(grad, (grad, factor))._multiply(_number(factor, grad))
+    return grad
+
+
+def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> None:
+    """Returns nothing: torch takes anything else for a kernel's mistake."""
+    factors = factor if isinstance(factor, list | tuple) else [factor] * len(grads)
+    # All are looked at before the first is changed.
+    pairs = [(_managed(grad, grads), _number(each, grad)) for grad, each in zip(grads, factors, strict=True)]
+    for grad, each in pairs:
+        grad._multiply(each)
+
+
+def _managed(grad: Any, among: Sequence[Any]) -> ManagedGrad:
+    """This gradient, if it is one of ours."""
+    if not isinstance(grad, ManagedGrad):
+        _first(among)._refuse("an operation that mixes it with plain tensors")
+    return grad
+
+
+def _number(factor: Any, grad: ManagedGrad) -> float:
+    """A factor's value. A product in 16 bits would have rounded; this is one rounding less."""
+    if isinstance(factor, ManagedGrad) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
+        grad._refuse("multiplication by a tensor")
+    return float(factor)
+
+
+def _unscale(grads: Sequence[Any], *_: Any) -> NoReturn:
+    _first(grads)._refuse(
+        "torch.amp.GradScaler (_amp_foreach_non_finite_check_and_unscale_)",
+        "leave torch's scaler out, or for fp16 use chunked(..., precision='fp16') and optimizer.scaler in its place",
+    )
+
+
+def _same(grad: ManagedGrad) -> ManagedGrad:
+    """As a view would, it changes what it was taken from."""
+    return ManagedGrad(grad._record, grad._gradients, grad._loss_scale)
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    aten.mul_.Tensor: _multiply,
+    aten.mul_.Scalar: _multiply,
+    aten._foreach_mul_.Tensor: _multiply_all,
+    aten._foreach_mul_.Scalar: _multiply_all,
+    aten._foreach_mul_.ScalarList: _multiply_all,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.is_pinned.default: lambda grad: False,
+}
+"""What a managed gradient can do, by operator."""

@@ -1,0 +1,155 @@
+"""Weights outside the training loop: ordinary parameters for a while, or for good."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._program import Kind
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, point_at
+from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._support.interrupts import alone, put_in, take_out, undisturbed
+
+
+def materialized(
+    model: nn.Module, names: Iterable[str] | None = None, *, write: bool = False
+) -> AbstractContextManager[nn.Module]:
+    """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep what it does to them.
+
+    They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; elements that
+    were not changed keep theirs, unrounded. Training inside the block raises.
+    """
+    return _Materialized(model, names, write=write)
+
+
+class _Materialized(AbstractContextManager[nn.Module]):
+    """A class of its own, and not a generator: an interrupt may come between a generator and what calls it."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str] | None, *, write: bool) -> None:
+        self._model, self._names, self._write = model, names, write
+        self._engine: Engine | None = None
+        self._given: dict[TensorRecord, torch.Tensor | None] = {}
+        self._held: list[weakref.ref[nn.Parameter]] = []
+        """Lest ``torch.utils.swap_tensors`` exchange parameters: they would lose what the engine hung on them."""
+
+    def __enter__(self) -> nn.Module:
+        try:
+            self._begin()
+        except BaseException:
+            self._finish()
+            raise
+        return self._model
+
+    @undisturbed
+    def __exit__(self, *_: object) -> None:
+        self._finish()
+
+    @undisturbed
+    def _begin(self) -> None:
+        engine = management_of(self._model).engine
+        wanted = _wanted(engine, self._names)
+        engine.check_usable()
+        engine.finish_pass()
+        engine.check_writes()
+        put_in()
+        self._engine = engine
+        self._take(engine, wanted)
+
+    @undisturbed
+    def _finish(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        try:
+            self._put_back(engine)
+        finally:
+            take_out()
+
+    def _take(self, engine: Engine, wanted: list[TensorRecord]) -> None:
+        for record in wanted:
+            value = plain_value(record, engine.read)
+            engine.residency.unbind(record)
+            make_plain(record.parameter)
+            point_at(record.parameter, value)
+            self._given[record] = value.clone() if self._write else None
+            self._held.append(weakref.ref(record.parameter))
+        engine.surgery = True
+
+    def _put_back(self, engine: Engine) -> None:
+        given, self._given = self._given, {}
+        self._held.clear()
+        engine.surgery = False
+        found = {record: record.parameter.detach() for record in given}
+        for record in given:
+            record.parameter.__class__ = ManagedParameter
+            point_at(record.parameter, record.placeholder)
+            engine.forget_version(record)
+        for record, before in given.items():
+            if before is not None:
+                _check_shape(record, found[record])
+        for record, before in given.items():
+            if before is not None:
+                _keep(engine, record, found[record], found[record] == before)
+
+
+@alone
+def undo(engine: Engine) -> None:
+    """`chunked` was broken off: what was packed so far becomes plain parameters again, of the types they came with.
+
+    Their values are those they came with, too, but frozen ones were rounded to what is computed with.
+    """
+    engine.released = True
+    if engine.management is not None:
+        engine.management.remove()
+    for record in engine.records:
+        parameter: nn.Parameter = record.parameter
+        if isinstance(parameter, ManagedParameter):
+            value = plain_value(record, lambda each: engine.updater.read(each, Kind.P32).to(each.given[1]))
+            make_plain(parameter)
+            del parameter._record, parameter._keeper
+            point_at(parameter, value)
+    engine.store.close()
+
+
+def _keep(engine: Engine, record: TensorRecord, value: torch.Tensor, unchanged: torch.Tensor) -> None:
+    """Write a parameter's elements that the block changed. The others' masters stay: the copy had them rounded."""
+    if bool(unchanged.all()):
+        return
+    if Kind.P32 in record.group.homes:
+        value = torch.where(unchanged, engine.read_state(record, Kind.P32), value.to("cpu", torch.float32))
+        engine.write_state(record, Kind.P32, value)
+    else:
+        engine.write_state(record, record.group.weight, value)
+
+
+def _check_shape(record: TensorRecord, value: torch.Tensor) -> None:
+    if value.shape != record.shape:
+        raise InvalidInput(
+            f"{record.name!r} now has shape {tuple(value.shape)}, expected {tuple(record.shape)}: to change shapes, "
+            "release(model) first"
+        )
+
+
+def _wanted(engine: Engine, names: Iterable[str] | None) -> list[TensorRecord]:
+    if names is None:
+        return engine.records
+    known = {record.name: record for record in engine.records}
+    found = []
+    for name in names:
+        if name not in known:
+            raise InvalidInput(f"no managed parameter is called {name!r}; names are as in model.named_parameters()")
+        found.append(known[name])
+    return found
+
+
+def release(model: nn.Module) -> nn.Module:
+    """End the management: plain parameters, no hooks. The optimizer of `chunked` is of no more use."""
+    management_of(model).release()
+    return model

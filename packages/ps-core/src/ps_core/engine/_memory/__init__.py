@@ -1,0 +1,1 @@
+"""Slots, chunks and tiers: who has which bytes."""

@@ -1,0 +1,135 @@
+"""Activations in the host's memory.
+
+[Note: activations that wait elsewhere]
+A copy to the host goes on its own queue, behind the computation that made the tensor and beside what comes next; the
+tensor is held on to until `HostRoom.settle`, from which on the compute queue has waited for the copy. A copy back waits
+for what was computed so far, whose memory it may have got, and the computation that comes next waits for it. So either
+queue may be used for planned moves as well. Slots in host memory are used again: whoever fills one waits for those that
+emptied it. They count for the host's budget from the first use on. No plan knows of them: they take what the plan in
+force leaves at any time, and plans that are made later have as much less.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from ps_core._errors import DoesNotFit
+from ps_core._plan import Plan, Queue, Reserve
+from ps_core._units import align_up
+from ps_core.engine._devices.device import Gauge
+from ps_core.engine._memory.store import Slot, Store
+from ps_core.engine._memory.suggestions import larger
+from ps_core.engine._parameters.residency import Watcher
+from ps_core.engine._support.interrupts import undisturbed
+
+_DEVICE, _HOST = 0, 1
+
+
+class Away:
+    """A tensor whose bytes are in the host's memory, for as long as this lives."""
+
+    __slots__ = ("_returned", "dtype", "shape", "slot")
+
+    def __init__(self, tensor: torch.Tensor, slot: Slot, returned: deque[Slot]) -> None:
+        self.shape, self.dtype, self.slot, self._returned = tensor.shape, tensor.dtype, slot, returned
+
+    def __del__(self) -> None:
+        self._returned.append(self.slot)  # at any instant, so nothing else is done
+
+
+class HostRoom:
+    """One engine's; see [Note: activations that wait elsewhere]."""
+
+    def __init__(self, store: Store, watcher: Watcher, tide: Gauge) -> None:
+        self._store, self._watcher, self._tide = store, watcher, tide
+        self._returned: deque[Slot] = deque()
+        """By those who had them, perhaps while this very code runs."""
+        self._free: list[Slot] = []
+        self.bytes = 0
+        """Of all slots, whether anything is in them or not."""
+        self._plan: Plan | None = None
+        self._planned_bytes = 0
+
+    def leave(self, plan: Plan | None) -> None:
+        """Take nothing that this plan uses at any time."""
+        if plan is not None and plan is not self._plan:
+            ends = [held.offset + held.bytes for held in plan.home if held.tier == _HOST]
+            for segment in plan.segments:
+                found = (instr.op for instr in segment.instrs if isinstance(instr.op, Reserve))
+                ends += [op.offset + op.bytes for op in found if op.tier == _HOST]
+            self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.fixed_bytes
+
+    @undisturbed
+    def put(self, tensor: torch.Tensor) -> Away:
+        """Begin to copy a contiguous tensor; it must live until `settle`."""
+        device, size = self._store.device, tensor.nbytes
+        with self._tide.paused(), torch.no_grad():
+            slot = self._slot(align_up(size))
+            for queue in (Queue.COMPUTE, Queue.H2D):
+                device.wait(Queue.D2H, device.record(queue))
+            device.copy(Queue.D2H, slot.memory[:size], _bytes_of(tensor))
+        self._watcher.moved(_DEVICE, _HOST, size)
+        return Away(tensor, slot, self._returned)
+
+    @undisturbed
+    def settle(self) -> None:
+        """The memory of what was put may be used again by whatever is computed from here on."""
+        self._let_compute_wait(Queue.D2H, "after activations left")
+
+    @undisturbed
+    def get(self, away: Away) -> torch.Tensor:
+        """The tensor on the device, in new memory."""
+        device = self._store.device
+        tensor = torch.empty(away.shape, dtype=away.dtype, device=device.torch_device)
+        with self._tide.paused(), torch.no_grad():
+            for queue in (Queue.COMPUTE, Queue.D2H):
+                device.wait(Queue.H2D, device.record(queue))
+            device.copy(Queue.H2D, _bytes_of(tensor), away.slot.memory[: tensor.nbytes])
+            self._let_compute_wait(Queue.H2D, "with activations back")
+        self._watcher.moved(_HOST, _DEVICE, tensor.nbytes)
+        return tensor
+
+    def _let_compute_wait(self, queue: Queue, what: str) -> None:
+        device = self._store.device
+        device.wait(Queue.COMPUTE, device.record(queue))
+        device.work(Queue.COMPUTE, what, (), ())
+
+    def _slot(self, size: int) -> Slot:
+        """A free one that is large enough, the smallest of them; else all free ones make room for a new one."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        fitting = [slot for slot in self._free if slot.bytes >= size]
+        if fitting:
+            chosen = min(fitting, key=lambda slot: slot.bytes)
+            self._free.remove(chosen)
+            return chosen
+        while self._free:
+            slot = self._free.pop()
+            self.bytes -= slot.bytes
+            self._store.release(slot, Queue.COMPUTE)
+        others = max(self._planned_bytes, self._store.used_bytes[_HOST] - self.bytes)
+        if others + self.bytes + size > self._store.tiers[_HOST].capacity_bytes:
+            raise self._too_large(size, others + self.bytes + size)
+        self.bytes += size
+        return self._store.reserve(_HOST, size)
+
+    def _too_large(self, size: int, needed: int) -> DoesNotFit:
+        tier = self._store.tiers[_HOST]
+        return DoesNotFit(
+            tier=tier.name,
+            moment="moving activations there",
+            needed_bytes=needed,
+            available_bytes=tier.capacity_bytes,
+            proven=True,
+            remedies=(
+                f"{larger(self._store, _HOST, needed)}, and {size:,} bytes for every further block",
+                "fewer blocks whose activations are offloaded: less goes there",
+                f"a smaller batch or sequence: {size:,} bytes go there at a time",
+            ),
+        )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

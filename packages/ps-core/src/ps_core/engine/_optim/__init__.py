@@ -1,0 +1,1 @@
+"""The optimizer's interface, a group's step, and clipping or skipping."""

@@ -1,0 +1,191 @@
+"""One group's optimizer step: runs of neighbours with equal settings, each in one call of a kernel.
+
+[Note: what may depend on where]
+Nothing. A kernel's result does not depend on how a vector is cut, norms are summed tensor by tensor in the order of
+the parameters, and whatever tier a chunk is on, the same arithmetic is done to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+import ps_kernels
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._devices.device import Device
+from ps_core.engine._gradients.store import BESIDE_NUMEL, SMALL_NUMEL, beside
+from ps_core.engine._memory.store import Slot
+from ps_core.engine._optim.settings import Rule, Settings, clip_factor
+from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+
+SettingsOf = Callable[[TensorRecord], Settings]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the step does with every gradient."""
+
+    norm: float
+    skip: bool
+    factor: float
+    """Undoes the loss scale and clips."""
+
+
+def decide(
+    records: Iterable[TensorRecord], parts: Iterable[torch.Tensor], max_norm: float | None, scale: float
+) -> Decision:
+    """The global norm, and what follows from it."""
+    total, finite = 0.0, True
+    for record, (squares, flag) in zip(records, numbers(list(parts)), strict=True):
+        total += squares * record.factor**2
+        finite = finite and not flag
+    norm = math.sqrt(total) / scale if total >= 0 else math.nan
+    if not finite or not math.isfinite(norm):
+        return Decision(norm if finite else math.inf, True, 0.0)
+    return Decision(norm, False, clip_factor(norm, max_norm) / scale)
+
+
+def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
+    """Of every part, fetched from each device at once."""
+    found: dict[int, list[float]] = {}
+    for device in {part.device for part in parts}:
+        chosen = [index for index, part in enumerate(parts) if part.device == device]
+        found.update(zip(chosen, torch.stack([parts[index] for index in chosen]).tolist(), strict=True))
+    return [found[index] for index in range(len(parts))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring tensors that one call steps."""
+
+    records: tuple[TensorRecord, ...]
+    settings: Settings
+
+    @property
+    def span(self) -> slice:
+        return slice(self.records[0].offset, self.records[-1].offset + self.records[-1].numel)
+
+
+def _runs(group: GroupRecord, settings_of: SettingsOf) -> Iterator[_Run]:
+    run: list[TensorRecord] = []
+    copied = 0
+    for record in group.tensors:
+        if record.gradient is Gradient.NONE:
+            if run:
+                yield _Run(tuple(run), settings_of(run[0]))
+            run, copied = [], 0
+            continue
+        aside = record.numel * (record.gradient is Gradient.ASIDE)
+        if run and (copied + aside > BESIDE_NUMEL or not _alike(run[-1], record, settings_of)):
+            yield _Run(tuple(run), settings_of(run[0]))
+            run, copied = [], 0
+        run.append(record)
+        copied += aside
+    if run:
+        yield _Run(tuple(run), settings_of(run[0]))
+
+
+def _alike(one: TensorRecord, other: TensorRecord, settings_of: SettingsOf) -> bool:
+    return (
+        one.gradient is other.gradient
+        and (one.gradient is not Gradient.ASIDE or max(one.numel, other.numel) < SMALL_NUMEL)
+        and one.steps == other.steps
+        and one.factor == other.factor
+        and settings_of(one) == settings_of(other)
+        and not (one.tied or other.tied)
+    )
+
+
+def step_group(
+    device: Device,
+    group: GroupRecord,
+    slots: Mapping[Kind, Slot],
+    settings_of: SettingsOf,
+    factor: float,
+    queue: Queue,
+) -> None:
+    """Step every tensor of a group that has a gradient; the others' payloads are made their parameters again.
+
+    ``slots`` are all on one tier and hold the newest of their kind; what changes is noted by the caller.
+    """
+    numel = group.shard_numel
+    master = slots[Kind.P32].flat(torch.float32, numel)
+    moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
+    weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
+    device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], _written(slots))
+    overtaken: set[TensorRecord] = set()
+    for run in _runs(group, settings_of):
+        span = group.clip(run.span)
+        if span.stop > span.start:
+            gradient = _gradient(run, span, weight, slots)
+            target = None if weight is None else weight[span]
+            rows = master[span], moments[0][span], moments[1][span]
+            _step(run, rows, gradient, target, run.records[0].factor * factor)
+        for record in run.records:
+            record.steps += 1
+            record.epoch += 1
+            record.payload = Payload.VALID
+            record.fresh()
+            for other in record.others if record.tied else ():  # as memory that they share would be
+                master[other.piece].copy_(master[record.piece])
+                other.epoch += 1
+                overtaken.add(other)
+    for record in group.tensors:
+        if (record.payload is not Payload.VALID or record in overtaken) and weight is not None:
+            weight[record.piece].copy_(master[record.piece])
+            record.payload = Payload.VALID
+
+
+def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
+    return [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
+
+
+def _gradient(run: _Run, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
+    first = run.records[0]
+    if first.gradient is Gradient.ASIDE:
+        return beside(run.records)
+    if first.gradient is Gradient.SUMMED:
+        return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
+    assert weight is not None, "only 16-bit weights have gradients over them"
+    return weight[span]
+
+
+def _step(
+    run: _Run,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gradient: torch.Tensor,
+    target: torch.Tensor | None,
+    factor: float,
+) -> None:
+    settings, (master, momentum, variance) = run.settings, rows
+    if settings.kind is Rule.SGD:
+        ps_kernels.sgd_step(
+            master,
+            momentum if settings.momentum else None,
+            gradient,
+            target,
+            lr=settings.lr,
+            momentum_decay=settings.momentum,
+            weight_decay=settings.weight_decay,
+            grad_scale=factor,
+        )
+        return
+    ps_kernels.adam_step(
+        master,
+        momentum,
+        variance,
+        gradient,
+        target,
+        step=run.records[0].steps + 1,
+        lr=settings.lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        decoupled=settings.decoupled,
+        grad_scale=factor,
+    )

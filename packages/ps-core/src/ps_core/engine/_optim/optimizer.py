@@ -1,0 +1,369 @@
+"""The optimizer a training loop holds: ``torch.optim.Optimizer``'s face, the engine's step behind it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ps_core._errors import InvalidInput
+from ps_core._options import SGD, Adam, AdamW, Optimizer
+from ps_core.engine._gradients.loss_scale import LossScale, Scaler
+from ps_core.engine._optim.settings import Gradients, Outcome, Rule, Settings
+from ps_core.engine._optim.state_format import Entry, StateFormat, on_cpu
+from ps_core.engine._optim.state_mapping import OptimizerState
+from ps_core.engine._support.interrupts import alone
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameters.state import TensorRecord
+
+# What torch's own optimizers keep in a group besides the numbers, as it is when they do what the engine does.
+SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+FIXED: dict[type, dict[str, Any]] = {
+    AdamW: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
+    Adam: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": False},
+    SGD: {**SHARED, "dampening": 0, "nesterov": False},
+}
+FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Of these, those that change how torch computes a step and not what."""
+NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
+MASTERS, LOSS_SCALE = "masters", "loss_scale"
+
+
+class ChunkedOptimizer(torch.optim.Optimizer):
+    """What ``chunked`` returns beside the model. ``param_groups`` are read at every step."""
+
+    masters_in_state_dict = True
+    """Whether `state_dict` holds the fp32 masters of parameters whose weights are 16 bits, if the call does not say."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        records: Sequence[TensorRecord],
+        optimizer: Optimizer,
+        *,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """``records``: every parameter under management, in the order of ``model.parameters()``."""
+        _check_max_norm(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
+        self._gradients, self._loss_scale = gradients, loss_scale
+        self._rule = Rule.SGD if isinstance(optimizer, SGD) else Rule.ADAM
+        self._fixed = FIXED[type(optimizer)]
+        self._name = type(optimizer).__name__
+        self._outcome: Outcome | None = None
+        self._scaled = False
+        self._members = _members(optimizer, records)
+        self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
+        self._format = StateFormat(gradients, self._rule, self._name)
+        self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
+        self._complete = False
+        super().__init__(
+            [_group(each, rows) for each, rows in zip((optimizer, *optimizer.groups), self._members, strict=True)],
+            {**_numbers(optimizer), **self._fixed},
+        )
+        if loss_scale is not None:
+            self.param_groups[0][LOSS_SCALE] = None  # a place for `state_dict`, which torch's flattening asks for
+        self._complete = True
+
+    # ---- training ----
+
+    @alone
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is refused
+        """Update the parameters from the gradients that backward left; nothing if one of them is not finite."""
+        if closure is not None:
+            raise InvalidInput(
+                "step(closure) cannot be: a closure runs the model between updates of single parameters; run forward "
+                "and backward first, then call step()"
+            )
+        self._gradients.check_usable()
+        settings_of = self.settings()
+        if not any(self._gradients.has_gradient(record) for record in self._records()):
+            return
+        scaler = self._loss_scale if self._scaled else None
+        if self._loss_scale is not None and scaler is None and not self._all_assigned():
+            raise InvalidInput(
+                "precision fp16, but the loss was not scaled, so its gradients may have been lost to rounding: call "
+                "optimizer.scale(loss).backward() in place of loss.backward(); where Accelerate or the Trainer calls "
+                "backward, give it optimizer.scaler (trainer.accelerator.scaler = optimizer.scaler)"
+            )
+        self._outcome = self._gradients.step(settings_of, self.max_grad_norm, 1.0 if scaler is None else scaler.value)
+        if scaler is not None:
+            scaler.update(skipped=self._outcome.skipped)
+
+    @alone
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        if not set_to_none:
+            raise InvalidInput(
+                "zero_grad(set_to_none=False) asks for gradients of zeros, which would take memory; use zero_grad()"
+            )
+        self._scaled = False
+        self._gradients.discard_gradients()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on: times the loss scale in fp16, else as it is."""
+        if self._loss_scale is None:
+            return loss
+        self._scaled = True
+        return self._loss_scale.scale(loss)
+
+    @property
+    def scaler(self) -> Scaler:
+        """`scale` and `step` under the names of ``torch.amp.GradScaler``, for code that is written for one."""
+        return Scaler(self, self._loss_scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale` multiplies by."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    @property
+    def last_norm(self) -> float | None:
+        """The last step's global gradient norm, before clipping and without the loss scale; None before any step."""
+        return None if self._outcome is None else self._outcome.norm
+
+    @property
+    def last_skipped(self) -> bool:
+        """Whether the last step was skipped for a gradient that was not finite."""
+        return self._outcome is not None and self._outcome.skipped
+
+    def _all_assigned(self) -> bool:
+        """True if no gradient comes from backward: what the user assigned was lost to no rounding, and has no scale."""
+        return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
+
+    def _records(self) -> Iterator[TensorRecord]:
+        return (record for members in self._members for record in members)
+
+    def settings(self) -> Callable[[TensorRecord], Settings]:
+        """Each parameter's numbers, as the groups have them now."""
+        found = dict(self._settings())
+        return lambda record: found[record.name]
+
+    def _settings(self) -> Iterator[tuple[str, Settings]]:
+        """Every parameter's numbers as the groups have them now."""
+        for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
+            self._check_group(index, group, members)
+            settings = self._read(group)
+            for record in members:
+                yield record.name, settings
+
+    def _check_group(self, index: int, group: dict[str, Any], members: Sequence[TensorRecord]) -> None:
+        """What the engine cannot follow must not be passed over."""
+        found = group["params"]
+        if len(found) != len(members) or any(a is not b.parameter for a, b in zip(found, members, strict=True)):
+            raise InvalidInput(
+                f"param_groups[{index}]['params'] was changed; which parameters belong to a group is settled by "
+                "chunked(): release(model) and call it again with other groups"
+            )
+        self._check_fixed(f"param_groups[{index}]", group)
+
+    def _check_fixed(self, where: str, group: dict[str, Any]) -> None:
+        for key, value in self._fixed.items():
+            if key not in FREE and group.get(key, value) != value:
+                raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self._name} has only {value!r}")
+
+    def _read(self, group: dict[str, Any]) -> Settings:
+        """Values may be tensors (a learning rate that a compiled loop changes)."""
+        lr, decay = _float("lr", group["lr"]), _float("weight_decay", group["weight_decay"])
+        if self._rule is Rule.SGD:
+            return Settings(kind=Rule.SGD, lr=lr, weight_decay=decay, momentum=_float("momentum", group["momentum"]))
+        if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
+            raise InvalidInput(f"betas must be two numbers when the optimizer steps, found {group['betas']!r}")
+        first, second = (_float("betas", beta) for beta in group["betas"])
+        return Settings(
+            kind=Rule.ADAM,
+            lr=lr,
+            weight_decay=decay,
+            betas=(first, second),
+            eps=_float("eps", group["eps"]),
+            decoupled=self._fixed["decoupled_weight_decay"],
+        )
+
+    # ---- state ----
+
+    @property  # type: ignore[override]  # torch's is an attribute, a defaultdict
+    def state(self) -> OptimizerState:
+        """Each parameter's state, read when it is asked for, and written through."""
+        return self._state
+
+    @state.setter
+    def state(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
+        if self._complete:  # torch's constructor assigns an empty one
+            self._state.assign(entries)
+
+    def state_dict(self, *, masters: bool | None = None) -> dict[str, Any]:
+        """Copy everything to the CPU, in the format of torch's optimizer; see [Note: one format].
+
+        ``masters``: with the fp32 parameters, or without; None: of those whose weights are 16 bits, unless
+        `masters_in_state_dict` is False.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
+            masters = False
+        state, groups, index = {}, [], 0
+        for group, members in zip(self.param_groups, self._members, strict=True):
+            packed = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**packed, "params": list(range(index, index + len(members)))})
+            for record in members:
+                if keys := self._keys(record, masters):
+                    state[index] = {key: self._format.read(record, key) for key in keys}
+                index += 1
+        found: dict[str, Any] = {"state": state, "param_groups": groups}
+        if self._loss_scale is not None:
+            found[LOSS_SCALE] = groups[0][LOSS_SCALE] = self._loss_scale.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    def _keys(self, record: TensorRecord, masters: bool | None = None) -> tuple[str, ...]:
+        """Names in a parameter's entry of `state_dict` and `state`."""
+        if masters is None:
+            masters = self.masters_in_state_dict and record.dtype.itemsize < 4
+        group = self.param_groups[self._groups_of[record]]
+        return self._format.keys(record, momentum=bool(group.get("momentum")), master=masters)
+
+    @alone
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` of this, or of torch's optimizer of the same kind and groups, gave.
+
+        Everything is checked before anything is changed. Parameters change where the state holds their masters: unless
+        weights were loaded since the last step that are others, see [Note: which is loaded first].
+        """
+        given = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        groups = self._match_groups(given["param_groups"])
+        keys = (key for group in given["param_groups"] for key in group["params"])
+        apart = given.get(MASTERS, {})  # an earlier format's
+        entries = {
+            record: self._format.check(
+                record, {**given["state"].get(key, {}), **({"master": apart[key]} if key in apart else {})}
+            )
+            for record, key in zip(self._records(), keys, strict=True)
+        }
+        scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
+        if self._loss_scale is not None and scale:
+            self._loss_scale.load_state_dict(scale)
+        for record, entry in entries.items():
+            self._format.write(record, entry)
+            if entry.master is not None:
+                self._gradients.load_master(record, on_cpu(entry.master))
+        self.param_groups = groups
+        self._gradients.states_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @alone
+    def _replace(self, entries: Mapping[TensorRecord, Entry]) -> None:
+        """Write what was assigned in `state`."""
+        for record, entry in entries.items():
+            self._format.write(record, entry)
+            if entry.master is not None:
+                self._format.set(record, "master", entry.master)
+
+    def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as they will be."""
+        sizes, found = [len(rows) for rows in self._members], [len(group["params"]) for group in saved]
+        if sizes != found:
+            raise InvalidInput(
+                f"this state has groups of {found} parameters, the optimizer has groups of {sizes}: param_groups[0] "
+                "is what no Group matches, then one for each Group, frozen parameters included"
+            )
+        matched = []
+        for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
+            self._check_fixed(f"the state's param_groups[{index}]", theirs)
+            _check_order(index, own["param_names"], theirs.get("param_names"))
+            absent = [key for key in NUMBERS if key in own and key not in theirs]
+            if absent:
+                raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self._name}'s?")
+            names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
+            numbers = {key: value for key, value in theirs.items() if key not in names and key != LOSS_SCALE}
+            matched.append({**own, **deepcopy(numbers), **names})
+            self._read(matched[-1])
+        return matched
+
+    # ---- what torch's optimizers can do and this cannot ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is being made."""
+        if self._complete:
+            raise InvalidInput(
+                "add_param_group: memory is laid out for the parameters that chunked() was given; add the parameters "
+                "to the model first, or release(model) and call chunked() again with another Group"
+            )
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InvalidInput(
+            "a ChunkedOptimizer cannot be copied or pickled, its state is in the engine's chunks; use state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        rows = [f"ChunkedOptimizer({self._name}, max_grad_norm={self.max_grad_norm}, loss_scale={self.loss_scale:g})"]
+        for index, group in enumerate(self.param_groups):
+            numbers = ", ".join(f"{name}={group[name]}" for name in NUMBERS if name in group)
+            rows.append(f"  group {index}: {len(group['params'])} parameters, {numbers}")
+        return "\n".join(rows)
+
+
+def _members(optimizer: Optimizer, records: Iterable[TensorRecord]) -> list[list[TensorRecord]]:
+    """The records of each group: first those no `Group` matches."""
+    members: list[list[TensorRecord]] = [[] for _ in range(len(optimizer.groups) + 1)]
+    for record in records:
+        matches = (i for i, group in enumerate(optimizer.groups, 1) if group.match(record.name, record.parameter))
+        members[next(matches, 0)].append(record)
+    return members
+
+
+def _numbers(source: object) -> dict[str, Any]:
+    """Those of the optimizer, or those a Group sets itself."""
+    return {name: value for name in NUMBERS if (value := getattr(source, name, None)) is not None}
+
+
+def _group(source: object, members: Sequence[TensorRecord]) -> dict[str, Any]:
+    # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
+    parameters, names = [record.parameter for record in members], [record.name for record in members]
+    return {"params": parameters, "param_names": names, **_numbers(source)}
+
+
+def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
+    """Refuse the same names in another order: states go by place. Other names may be a wrapper's prefix."""
+    if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
+        place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
+        raise InvalidInput(
+            f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
+            f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
+        )
+
+
+def _float(name: str, value: Any) -> float:
+    """Of what somebody has put into a group (any: a number, or a tensor of one)."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InvalidInput(f"{name} must be a number when the optimizer steps, found {value!r}") from None
+
+
+def _check_max_norm(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise InvalidInput(f"max_grad_norm must be a number above 0, or None; found {value!r}")
+
+
+def _moved_by_accelerate(caller: FrameType) -> bool:
+    """True for Accelerate's wrapper, which moves a new optimizer's whole state to the accelerator, and back.
+
+    Before the first step there is nothing in it that the engine has not got; the masters might not fit there.
+    """
+    return caller.f_globals.get("__name__") == "accelerate.optimizer" and caller.f_code.co_name == "__init__"

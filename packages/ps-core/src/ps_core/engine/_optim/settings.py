@@ -1,0 +1,110 @@
+"""What the optimizer asks of the engine, and the values that pass between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ps_core._errors import InvalidInput
+from ps_core._program import Kind
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameters.state import TensorRecord
+
+
+class Rule(StrEnum):
+    """The arithmetic of a step."""
+
+    ADAM = "adam"
+    SGD = "sgd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The numbers of one parameter's step. Neighbours with equal settings are stepped in one call.
+
+    What a rule does not use stays at its default, so that equal steps have equal settings.
+    """
+
+    kind: Rule
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    decoupled: bool = False
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "eps"):
+            _within(name, getattr(self, name), math.inf, "a finite number of at least 0")
+        for name, share in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
+            _within(name, share, 1, "a number of at least 0 and less than 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a step."""
+
+    norm: float
+    """Of all gradients as one vector, without the loss scale, before clipping."""
+    skipped: bool
+    """A gradient held infinity or not-a-number, so nothing was changed."""
+
+
+class Gradients(Protocol):
+    """The engine, as its optimizer sees it. Gradients are as backward made them: they still hold the loss scale."""
+
+    def check_usable(self) -> None:
+        """Raise where nothing can be trained any more."""
+        ...
+
+    def has_gradient(self, record: TensorRecord) -> bool:
+        """Whether a gradient waits for the step."""
+        ...
+
+    def gradient_norm(self, record: TensorRecord) -> float:
+        """Of the stored gradient times its factor."""
+        ...
+
+    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+        """Have the step multiply by this too."""
+        ...
+
+    def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
+        """Forget the gradients of these, or of all."""
+        ...
+
+    def step(self, settings: Callable[[TensorRecord], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
+        """Update every parameter that has a gradient, or none if one of them is not finite."""
+        ...
+
+    def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """A copy in fp32 on the CPU, of the parameter's shape. P32: the parameter itself, as the step has it."""
+        ...
+
+    def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Replace it."""
+        ...
+
+    def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
+        """Replace the parameter by a master of a state dict, unless other weights were loaded."""
+        ...
+
+    def states_loaded(self) -> None:
+        """Hear that a state dict was loaded whole."""
+        ...
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients of this norm are multiplied by; as in ``torch.nn.utils.clip_grad_norm_``."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def _within(name: str, value: float, end: float, meant: str) -> None:
+    if not 0 <= value < end:
+        raise InvalidInput(f"{name} must be {meant} when the optimizer steps, found {value!r}")

@@ -1,0 +1,221 @@
+"""``optimizer.state``: a mapping whose values are read from the engine when they are asked for.
+
+[Note: written through]
+``state[p][key]`` is a copy in CPU memory. An assignment writes to the engine's memory at once. So does every change in
+place that PyTorch makes to the copy, to a view of it, or to its ``.data``: `StateTensor` compares version counters
+around each function. NumPy gets an array that cannot be written to, for its writes have no such counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ps_core._errors import InvalidInput
+from ps_core.engine._optim.state_format import Entry, StateFormat
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameters.state import TensorRecord
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # C's descriptor, a tensor to the stubs
+_AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
+    """``optimizer.state``: an entry for each parameter, once there was a step; see [Note: written through]."""
+
+    def __init__(
+        self,
+        form: StateFormat,
+        records: Sequence[TensorRecord],
+        keys: Callable[[TensorRecord], tuple[str, ...]],
+        replace: Callable[[Mapping[TensorRecord, Entry]], None],
+    ) -> None:
+        """``keys``: names in a parameter's entry; ``replace``: writes checked entries."""
+        self._form, self._keys_of, self._replace = form, keys, replace
+        self._records = {id(record.parameter): record for record in records}
+
+    def _keys(self, record: TensorRecord) -> tuple[str, ...]:
+        return self._keys_of(record) if self._stepped() else ()
+
+    def _stepped(self) -> bool:
+        return any(record.steps for record in self._records.values())
+
+    def _record(self, parameter: object) -> TensorRecord:
+        try:
+            return self._records[id(parameter)]
+        except KeyError:
+            raise KeyError(
+                "optimizer.state: this is no parameter of the optimizer that chunked(...) returned"
+            ) from None
+
+    def __contains__(self, parameter: object) -> bool:
+        record = self._records.get(id(parameter))
+        return record is not None and bool(self._keys(record))
+
+    def __getitem__(self, parameter: torch.Tensor) -> ParameterState:
+        """Look a parameter up; one without an entry has an empty one, as in torch's ``defaultdict``."""
+        record = self._record(parameter)
+        return ParameterState(self._form, record, lambda: self._keys(record))
+
+    def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        record = self._record(parameter)
+        self._replace({record: self._form.check(record, entry)})
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        self._replace({self._record(parameter): Entry(0, {}, None)})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rows = self._records.values() if self._stepped() else ()
+        return iter([record.parameter for record in rows if self._keys_of(record)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """Look a parameter up; ``default`` if it has no entry."""
+        if parameter not in self:
+            return default
+        return self[parameter]
+
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        """Take a parameter's state away: gives a copy, and the parameter begins as before its first step."""
+        if parameter not in self and default:
+            return default[0]
+        found = self[parameter].copy()
+        del self[parameter]
+        return found
+
+    def clear(self) -> None:
+        """Begin as before the first step: all moments are zeros. Masters stay, they are the parameters."""
+        self._replace(dict.fromkeys(self._records.values(), Entry(0, {}, None)))
+
+    def assign(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Replace everything: parameters without an entry begin as before their first step."""
+        if entries is self:
+            return
+        found = dict.fromkeys(self._records.values(), Entry(0, {}, None))
+        for parameter, entry in entries.items():
+            record = self._record(parameter)
+            found[record] = self._form.check(record, entry)
+        self._replace(found)
+
+    def __repr__(self) -> str:
+        rows = [f"  {record.name}: {', '.join(self._keys(record))}" for record in self._records.values()]
+        return "\n".join(["OptimizerState:", *rows])
+
+
+class ParameterState(MutableMapping[str, Any]):
+    """One parameter's entry of ``optimizer.state``; see [Note: written through]."""
+
+    def __init__(self, form: StateFormat, record: TensorRecord, keys: Callable[[], tuple[str, ...]]) -> None:
+        self._form, self._record, self._keys = form, record, keys
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self._keys():
+            raise KeyError(key)
+        form, record = self._form, self._record
+        return StateTensor.over(form.read(record, key), lambda value: form.set(record, key, value))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._form.set(self._record, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self._keys():
+            raise KeyError(key)
+        if key != "momentum_buffer":
+            raise InvalidInput(
+                f"{key!r} of {self._record.name!r} cannot be deleted alone: del optimizer.state[p] makes a parameter's "
+                "state as before its first step"
+            )
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin as before the first step: all moments are zeros."""
+        self._form.write(self._record, Entry(0, {}, None))
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Read all values into an ordinary dictionary of ordinary tensors."""
+        return {key: self._form.read(self._record, key) for key in self._keys()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys())
+
+    def __len__(self) -> int:
+        return len(self._keys())
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as an ordinary dictionary."""
+        return dict, (self.copy(),)
+
+    def __repr__(self) -> str:
+        return f"ParameterState({self._record.name}: {', '.join(self._keys())})"
+
+
+class StateTensor(torch.Tensor):
+    """A copy of one value of ``optimizer.state``, whose changes in place go to the engine's memory."""
+
+    _whole: torch.Tensor
+    """All of the copy, of which this may be a view."""
+    _write: Callable[[torch.Tensor], None]
+
+    @classmethod
+    def over(cls, value: torch.Tensor, write: Callable[[torch.Tensor], None]) -> StateTensor:
+        """Make one of a copy; ``write`` is called with all of it after each change."""
+        return _viewed(value, value, write)
+
+    # Any: torch passes whatever the caller did.
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function, then write what it changed."""
+        if func == _SET_DATA:  # a descriptor makes another wrapper each time
+            args[0].copy_(args[1])
+            return None
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, StateTensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [each._version for each in found]
+            result = func(*args, **(kwargs or {}))
+            for each, version in zip(found, before, strict=True):
+                if each._version != version:
+                    each._write(each._whole)
+            if func in _AS_ARRAY:
+                result.flags.writeable = False
+                return result
+            return tree_map_only(torch.Tensor, lambda value: _as_view(value, found), result)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return _plain(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)
+
+
+def _viewed(value: torch.Tensor, whole: torch.Tensor, write: Callable[[torch.Tensor], None]) -> StateTensor:
+    made = value.as_subclass(StateTensor)
+    made._whole, made._write = whole, write
+    return made
+
+
+def _as_view(value: torch.Tensor, sources: Sequence[StateTensor]) -> torch.Tensor:
+    """Make a result that shares a source's memory write its changes too."""
+    if isinstance(value, StateTensor):
+        return value
+    for source in sources:
+        if value.untyped_storage().data_ptr() == source._whole.untyped_storage().data_ptr():
+            return _viewed(value, source._whole, source._write)
+    return value

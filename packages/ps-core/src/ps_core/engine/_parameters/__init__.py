@@ -1,0 +1,1 @@
+"""What is known of each parameter, and binding parameters to slots."""

@@ -1,0 +1,232 @@
+"""What does not fit, said with its three remedies and what each would do; and what must not be done."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core._program import Kind
+from ps_core._units import align_up
+from ps_core.engine._memory.store import Store
+from ps_core.engine._memory.suggestions import Way, in_pieces, in_tiles, larger, on_the_host, options_as, size, ways
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+
+_ACTIVATIONS = ", and what activations take"
+_PARTS = {2: "half", 4: "a quarter of", 8: "an eighth of", 16: "a sixteenth of"}
+_SO_FAR = ", as far as this pass has come"
+
+
+def compute_tier_too_small(
+    store: Store,
+    groups: list[GroupRecord],
+    moment: str,
+    needed_bytes: int,
+    nonmodel_bytes: int,
+    *,
+    proven: bool,
+    whole: bool = False,
+) -> DoesNotFit:
+    """The compute tier cannot hold what a moment needs at once. ``whole``: and no moment of the pass needs more."""
+    capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(max(needed_bytes, store.foreseen_bytes))
+    group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
+    weight, largest = group.chunk_numel * group.dtype.itemsize, _largest(group).numel * group.dtype.itemsize
+    unknown = "" if whole or store.foreseen_bytes else _SO_FAR
+    asked, missing = needed_bytes, needed_bytes - capacity
+    batch = _smaller_batch(missing, max(nonmodel_bytes, store.foreseen_bytes - 2 * weight))
+    if not nonmodel_bytes:
+        asked, unknown = asked + largest * group.trainable, _ACTIVATIONS  # and its gradient
+        batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
+    if missing <= weight - largest:
+        parts = (
+            f"{options_as(store, group_bytes=largest)}: a moment holds {size(largest)} of weights, not {size(weight)}"
+        )
+    elif 4 * weight > max(capacity, nonmodel_bytes):  # the weight, its gradient, and that as it is summed
+        parts = _in_parts(store, groups, weight)
+    else:
+        parts = (
+            "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block, in forward "
+            "(activation checkpointing): then only one block's activations are there at a time"
+        )
+    kept = size(store.left_over_bytes)
+    held = f"drop the exception that ended the pass before (or sys.last_value): its frames may hold up to {kept}"
+    return DoesNotFit(
+        tier=store.tiers[0].name,
+        moment=moment,
+        needed_bytes=max(needed_bytes, capacity + 1),
+        available_bytes=capacity,
+        proven=proven,
+        remedies=(larger(store, 0, asked) + unknown, parts, batch, *([held] if store.left_over_bytes else [])),
+    )
+
+
+def _smaller_batch(missing_bytes: int, nonmodel_bytes: int) -> str:
+    """The largest part of the batch that leaves out as many non-model bytes as are missing."""
+    for part, words in _PARTS.items():
+        left_out = nonmodel_bytes - nonmodel_bytes // part
+        if left_out >= missing_bytes:
+            return f"{words} the batch or sequence: about {size(left_out)} less non-model data"
+    return f"a smaller batch or sequence: at most {size(nonmodel_bytes)} less non-model data, not enough by itself"
+
+
+def _largest(group: GroupRecord) -> TensorRecord:
+    return max(group.tensors, key=lambda record: record.numel)
+
+
+def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
+    """What to do about parameters as large as this group of one: each has to be on the compute tier as a whole."""
+    movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
+    if not movable:
+        return f"{options_as(store, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
+    tiles = 2
+    while 16 * weight > tiles * store.tiers[0].capacity_bytes and tiles < weight:  # there may be no memory at all
+        tiles *= 2
+    said = {}
+    for group in movable:
+        record = _largest(group)
+        looked_up = any(issubclass(owner, nn.Embedding) for owner in record.owners)
+        read_whole = not all(issubclass(owner, nn.Embedding) for owner in record.owners)
+        if looked_up and read_whole:
+            most = min(tiles, record.shape[0])
+            told = f"a head that is not {record.name}, in tiles (of ps_models: tied_head=False, head_tiles={most})"
+            said["head"] = Way("", told)
+        if looked_up and not group.gathered and store.tiers[0].name == "device":
+            said.setdefault("table", on_the_host(record))
+        if read_whole and not looked_up:
+            linear = all(issubclass(owner, nn.Linear) for owner in record.owners) and len(record.shape) == 2
+            said.setdefault("head", in_tiles(record, tiles) if linear else in_pieces(record))
+    return ways(list(said.values()) or [in_pieces(_largest(movable[0]))])
+
+
+def _frozen(groups: list[GroupRecord]) -> str:
+    """How that is written, of the largest parameter that is trained."""
+    largest = max((group for group in groups if group.trainable), key=lambda group: group.numel, default=groups[0])
+    return f"model.get_parameter({_largest(largest).name!r}).requires_grad_(False)"
+
+
+def everything_too_large(
+    store: Store, groups: list[GroupRecord], needed_bytes: int, *, so_far: bool = False
+) -> DoesNotFit:
+    """All tiers together cannot hold what is always there. ``so_far``: and a pass that may come to need more."""
+    capacity = sum(tier.capacity_bytes for tier in store.tiers)
+    numel = sum(group.shard_numel for group in groups)
+    states = sum(group.shard_numel for group in groups if group.trainable)
+    less = []
+    if any(group.weight is Kind.P32 and not group.pinned for group in groups):
+        narrow = f"{size(14 * states + 2 * (numel - states))} of model data instead of {size(needed_bytes)}"
+        less.append(f'precision="bf16", accumulation_steps=1: {narrow}')
+    elif states:
+        less.append(f"{_frozen(groups)}: before chunked, for half of all parameters, {size(6 * states)} less")
+    return DoesNotFit(
+        tier="all tiers together" if len(store.tiers) > 1 else store.tiers[0].name,
+        moment="between steps",
+        needed_bytes=max(needed_bytes, capacity + 1),
+        available_bytes=capacity,
+        proven=needed_bytes > capacity,  # else there is room in all, but not for whole groups
+        remedies=(
+            _enough(store, groups, needed_bytes) + (_SO_FAR if so_far else ""),
+            *less,
+            f"a smaller model: each parameter takes {needed_bytes / max(1, numel):.0f} bytes",
+        ),
+    )
+
+
+def _enough(store: Store, groups: list[GroupRecord], needed_bytes: int) -> str:
+    """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
+    last = len(store.tiers) - 1
+    if not last:
+        return larger(store, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
+    passing = max(_largest(group).numel for group in groups) * 4
+    return larger(store, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
+
+
+def group_too_large(
+    store: Store, groups: list[GroupRecord], tier: int, why: DoesNotFit, needed_bytes: int
+) -> DoesNotFit:
+    """A tier with a processor, above a disk, cannot hold at once what a group's step or its weight is made from."""
+    group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
+    largest = _largest(group)
+    smaller = (
+        f"{options_as(store, group_bytes=largest.numel * group.dtype.itemsize)}: no more than {largest.name} at once"
+    )
+    if group.numel == largest.numel:
+        smaller = in_pieces(largest).text
+    return DoesNotFit(
+        tier=store.tiers[tier].name,
+        moment=f"{why.moment} of {group.name}",
+        needed_bytes=needed_bytes,
+        available_bytes=store.tiers[tier].capacity_bytes,
+        proven=why.proven,
+        remedies=(
+            larger(store, tier, needed_bytes),
+            smaller,
+            f"{_frozen([group])}: before chunked; it has no states then",
+        ),
+    )
+
+
+def part_too_small(store: Store, tier: int, needed_bytes: int, part_bytes: int) -> DoesNotFit:
+    """What a model would have of a tier, were another to share it, cannot hold what the model has there already."""
+    return DoesNotFit(
+        tier=store.tiers[tier].name,
+        moment="making room for another model",
+        needed_bytes=needed_bytes,
+        available_bytes=part_bytes,
+        proven=True,
+        remedies=(
+            larger(store, tier, needed_bytes, part_bytes),
+            "first, second = budget.split(3, 1): a budget of its own for each model",
+        ),
+    )
+
+
+def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int) -> DoesNotFit:
+    """The host cannot hold the tables that stay there."""
+    tier, largest = store.tiers[1], max(groups, key=lambda group: group.chunk_numel)
+    return DoesNotFit(
+        tier=tier.name,
+        moment=f"between steps, with {largest.name}",
+        needed_bytes=needed_bytes,
+        available_bytes=tier.capacity_bytes,
+        proven=True,
+        remedies=(
+            larger(store, 1, needed_bytes),
+            f"nn.Embedding in place of HostEmbedding for {largest.name}, whose table may then be on any tier",
+            f"{_frozen([largest])}: before chunked; 2 bytes an element (4 in fp32) in place of 16",
+        ),
+    )
+
+
+def whole_table(name: str) -> UnsupportedParameter:
+    """Something other than its own lookup reads a table that stays on the host."""
+    return UnsupportedParameter(
+        f"{name!r} is a table that stays on the host (HostEmbedding), of which only rows that are looked up reach the "
+        "accelerator, and something else reads all of it (a tied head, its norm, a compiled block around it): make it "
+        f"an nn.Embedding, or read it between steps inside `with materialized(model, names=[{name!r}]):`"
+    )
+
+
+def graph_of_gradient(name: str) -> UnsupportedParameter:
+    """A gradient that shall be differentiated again."""
+    return UnsupportedParameter(
+        f"backward(create_graph=True) would need the gradient of {name!r} to stay: use "
+        "torch.autograd.grad(loss, parameters, create_graph=True)"
+    )
+
+
+def not_trained(name: str) -> UnsupportedParameter:
+    """The gradient of a parameter that nothing trains is asked for."""
+    return UnsupportedParameter(
+        f"{name!r} is under management without an optimizer, so its gradient was not kept and nothing would train it: "
+        "to train, release(model), call chunked(model, AdamW(...)), and step the optimizer that returns in place of "
+        "one of torch.optim; if gradients only pass through this model, call model.requires_grad_(False) before"
+    )
+
+
+def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
+    """A parameter was changed, or would be, where the optimizer does not see it."""
+    what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"
+    return UnsupportedParameter(
+        f"{what}, but what is trained is its fp32 master: in place of an optimizer of torch.optim, step the one that "
+        "chunked(model, AdamW(...)) returns, with AdamW, Adam or SGD of ps_core; other changes belong inside "
+        f"`with materialized(model, names=[{name!r}], write=True):`"
+    )

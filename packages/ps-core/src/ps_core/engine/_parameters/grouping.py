@@ -1,0 +1,208 @@
+"""Which parameters share a group: settled before any value is looked at, and for good.
+
+Parameters come in the order in which modules register them, which is nearly always the order of use; a group holds
+whole tensors of one sort and ends where blocks (the entries of a ModuleList) end, if they fit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from ps_core._errors import UnsupportedParameter
+from ps_core._options import Options
+from ps_core._program import Kind, Precision
+from ps_core._units import parse_bytes
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be managed, and what a root's inputs are cast from."""
+_SMALLEST_GROUP_NUMEL = 2**16
+_Tied: TypeAlias = list[tuple[str, nn.Parameter]]
+"""Parameters that stay equal, with their names; nearly always there is one."""
+_PARTS_OF_DEVICE = 16
+"""A group is at most this part of the accelerator's budget, lest moves be too coarse for it."""
+
+
+class _Sort(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    trainable: bool
+    dtype: torch.dtype
+    fixed: int | None
+    """The tier where they are for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Groups, and what every parameter is in them."""
+
+    groups: list[GroupRecord]
+    records: dict[str, TensorRecord]
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter that can be managed, tied ones once."""
+    for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided:
+            raise UnsupportedParameter(f"{name!r} is {parameter.layout}: only dense parameters can live in chunks")
+        if parameter.is_floating_point() and parameter.dtype not in FLOATS:
+            raise UnsupportedParameter(
+                f"{name!r} is {parameter.dtype}: expected one of float32, bfloat16, float16; convert it with "
+                f".float() before chunked(...)"
+            )
+        if parameter.is_complex():
+            raise UnsupportedParameter(f"{name!r} is complex: keep its real and imaginary part as two parameters")
+        if parameter.is_floating_point():
+            yield name, parameter
+
+
+def all_names(model: nn.Module) -> dict[int, list[str]]:
+    """Of each parameter, by its identity; a tied one has several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def pack(
+    model: nn.Module,
+    options: Options,
+    precision: Precision,
+    *,
+    training: bool,
+    device_bytes: int | None,
+    tables: Collection[str] = (),
+    ties: Collection[Collection[str]] = (),
+) -> Packing:
+    """Groups for a model; nothing is moved or allocated yet.
+
+    ``tables`` stay on the host. Parameters of a tie (``ties``, by name) come one after the other, in one group.
+    """
+    groups: list[GroupRecord] = []
+    records: dict[str, TensorRecord] = {}
+    limit = _group_numel(model, options, precision, device_bytes, tables)
+    runs: dict[_Sort, GroupRecord] = {}
+    places = {name: index for index, (name, _) in enumerate(named(model))}
+    owners, names = _owners(model), all_names(model)
+    for unit in _units(model, ties):
+        sorts: dict[_Sort, list[_Tied]] = {}
+        for tied in unit:
+            every = [each for _, parameter in tied for each in names[id(parameter)]]
+            kept = any(fnmatch.fnmatchcase(each, pattern) for each in every for pattern in options.keep_fp32)
+            dtype = torch.float32 if kept else DTYPES[precision]
+            fixed = 1 if tied[0][0] in tables else 0 if kept and precision is not Precision.FP32 else None
+            trainable = training and any(parameter.requires_grad for _, parameter in tied)
+            sorts.setdefault(_Sort(trainable, dtype, fixed), []).append(tied)
+        for sort, rows in sorts.items():
+            whole = _numel(rows) <= limit
+            for part in [rows] if whole else [[row] for row in rows]:
+                group = runs.get(sort)
+                if group is None or group.numel + _numel(part) > limit:
+                    group = runs[sort] = _group(len(groups), sort)
+                    groups.append(group)
+                for tied in part:
+                    found = [_record(places[name], name, each, sort, owners[id(each)]) for name, each in tied]
+                    for record in found:
+                        record.tied = found if len(found) > 1 else []
+                        records[record.name] = record
+                        group.add(record)
+    return Packing(groups, records)
+
+
+def _numel(rows: list[_Tied]) -> int:
+    return sum(parameter.numel() for tied in rows for _, parameter in tied)
+
+
+def _group(index: int, sort: _Sort) -> GroupRecord:
+    return GroupRecord(
+        index=index,
+        weight=Kind.P32 if sort.dtype is torch.float32 else Kind.P16,
+        dtype=sort.dtype,
+        trainable=sort.trainable,
+        fixed=sort.fixed,
+    )
+
+
+def _owners(model: nn.Module) -> dict[int, frozenset[type[nn.Module]]]:
+    """The classes of the modules that have each parameter, by its identity."""
+    found: dict[int, frozenset[type[nn.Module]]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            found[id(parameter)] = found.get(id(parameter), frozenset()) | {type(module)}
+    return found
+
+
+def _record(
+    index: int, name: str, parameter: nn.Parameter, sort: _Sort, owners: frozenset[type[nn.Module]]
+) -> TensorRecord:
+    stride = parameter.stride()
+    if not _dense(parameter):
+        stride = torch.empty(parameter.shape, device="meta").stride()
+    return TensorRecord(
+        index=index,
+        name=name,
+        parameter=parameter,  # type: ignore[arg-type]  # becomes a ManagedParameter
+        shape=parameter.shape,
+        stride=stride,
+        dtype=sort.dtype,
+        numel=parameter.numel(),
+        trainable=sort.trainable,
+        given=(type(parameter), parameter.dtype),
+        owners=owners,
+    )
+
+
+def _dense(parameter: nn.Parameter) -> bool:
+    """Whether the elements fill their memory without gaps or overlap."""
+    rows = sorted(zip(parameter.stride(), parameter.shape, strict=True))
+    expected = 1
+    for stride, size in rows:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _units(model: nn.Module, ties: Collection[Collection[str]]) -> list[list[_Tied]]:
+    """Parameters by the block they belong to, in order; those of a tie together, where the first of them belongs."""
+    units: dict[str, list[_Tied]] = {}
+    first_of = {name: next(iter(tie)) for tie in ties for name in tie}
+    begun: dict[str, _Tied] = {}
+    for name, parameter in named(model):
+        first = first_of.get(name, name)
+        if first == name:
+            found = re.match(r"(.*?\.?\d+)\.", name)
+            owner = found[1] if found else name.rpartition(".")[0]
+            begun[first] = []
+            units.setdefault(owner, []).append(begun[first])
+        begun[first].append((name, parameter))
+    return list(units.values())
+
+
+def _group_numel(
+    model: nn.Module, options: Options, precision: Precision, device_bytes: int | None, tables: Collection[str]
+) -> int:
+    size = 4 if precision is Precision.FP32 else 2
+    if options.group_bytes is not None:
+        return max(1, parse_bytes(options.group_bytes) // size)
+    units = _units(model, ())
+    moving = ([parameter for tied in unit for name, parameter in tied if name not in tables] for unit in units)
+    sizes = sorted(sum(parameter.numel() for parameter in unit) for unit in moving)
+    total, covered = sum(sizes), 0
+    typical = _SMALLEST_GROUP_NUMEL
+    for numel in sizes:
+        covered += numel
+        if 2 * covered >= total:
+            typical = numel
+            break
+    if device_bytes is not None:
+        typical = min(typical, max(_SMALLEST_GROUP_NUMEL, device_bytes // size // _PARTS_OF_DEVICE))
+    return max(typical, 1)

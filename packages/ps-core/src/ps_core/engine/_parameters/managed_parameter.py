@@ -1,0 +1,318 @@
+"""The class every managed parameter gets: it brings its memory in for whatever is done with it.
+
+A parameter keeps its identity; only its class changes, and changes back when the model is released. What asks for
+shape, type or place is answered at once. The gradient is the engine's to answer. Any other function *touches* each
+managed parameter among its arguments first, so that nothing can meet memory that is not there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._parameters.state import TensorRecord
+
+Function = Callable[..., Any]
+
+
+class Keeper(Protocol):
+    """What a parameter asks of the engine that manages it."""
+
+    def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function once these parameters are where it can read them."""
+
+    def get_gradient(self, record: TensorRecord) -> Any:
+        """What ``parameter.grad`` is."""
+
+    def set_gradient(self, record: TensorRecord, value: Any) -> None:
+        """``parameter.grad = value``."""
+
+    def overwrite(self, record: TensorRecord, function: Function, args: Any) -> None:
+        """A function that would change the parameter in place; raises unless a state dict is being loaded."""
+
+    def detached(self, record: TensorRecord) -> torch.Tensor | None:
+        """A copy for a state dict that is being collected; None: nobody collects one."""
+
+
+def _descriptor(name: str) -> Any:
+    """A property of tensors itself (any: it is one of C's, which torch's stubs show as the type of its value)."""
+    return getattr(torch.Tensor, name)
+
+
+def _getters(*names: str) -> set[Function]:
+    return {_descriptor(name).__get__ for name in names}
+
+
+def _methods(*names: str) -> set[Function]:
+    return {getattr(torch.Tensor, name) for name in names}
+
+
+_PLAIN = frozenset(
+    _getters(
+        *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "output_nr"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps"),
+        *("itemsize", "nbytes", "retains_grad", "grad_dtype", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    )
+    | _methods(
+        *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
+        *("get_device", "__len__", "__hash__", "requires_grad_", "register_hook", "ndimension", "retain_grad"),
+        *("register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_pinned"),
+    )
+    | {
+        _descriptor("requires_grad").__set__,
+        _descriptor("_backward_hooks").__set__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_same_size,
+    }
+)
+"""Answered without touching anything: a parameter that is elsewhere has the right shape, type and device."""
+
+_STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
+"""Answered for the memory a parameter has when it is in."""
+
+OPENING = frozenset(
+    {
+        *_methods("detach", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
+        *_methods("_typed_storage"),
+        *_getters("__cuda_array_interface__"),
+    }
+)
+"""What is called to have the memory itself, wherever that is: others may write there past PyTorch's count."""
+
+_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
+"""Types of most arguments, in which no parameter can be."""
+_NESTS = (list, tuple, dict)
+
+_GET_GRAD = _descriptor("grad").__get__
+_SET_GRAD = _descriptor("grad").__set__
+_DEL_GRAD = _descriptor("grad").__delete__
+_GET_DATA = _descriptor("data").__get__
+_SET_DATA = _descriptor("data").__set__
+
+
+class ManagedParameter(nn.Parameter):
+    """A parameter whose memory comes and goes."""
+
+    _record: TensorRecord
+    _keeper: Keeper
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            raise UnsupportedParameter(
+                "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
+                "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
+            )
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = managed(args)
+        if kwargs:
+            found = list(dict.fromkeys((*found, *managed(kwargs.values()))))
+        else:
+            kwargs = {}
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()), strict=True)))
+        first = found[0]
+        if args and args[0] is first:
+            special = _SPECIAL.get(func)
+            if special is not None:
+                return special(first, func, args, kwargs)
+        if changes_in_place(func):
+            for target in managed((args[0],) if args else kwargs.values()):
+                return target._keeper.overwrite(target._record, func, args)
+        return _call(found, func, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse("copied", "release(model) first, or copy under materialized(model)")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickled", "save model.state_dict(), or release(model) first")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {remedy}")
+
+
+def managed(values: Iterable[Any]) -> list[ManagedParameter]:
+    """The managed parameters among arguments, in lists and tuples of them too; each once."""
+    found: list[ManagedParameter] = []
+    for value in values:
+        kind = type(value)
+        if kind is ManagedParameter:
+            found.append(value)
+        elif kind not in _LEAVES and isinstance(value, _NESTS):
+            found += managed(value.values() if isinstance(value, dict) else value)
+    if len(found) == 2 and found[0] is not found[1]:
+        return found
+    return list(dict.fromkeys(found)) if found else found
+
+
+def aliased(values: Any, every: bool) -> Any:
+    """The same, with aliases of their memory in place of managed parameters: of every one, or of frozen ones."""
+    if type(values) is ManagedParameter:
+        if not values.requires_grad:
+            return values.detach()
+        return values.view_as(values) if every else values
+    if type(values) in (list, tuple):
+        return type(values)(aliased(value, every) for value in values)
+    if isinstance(values, dict):
+        return {name: aliased(value, every) for name, value in values.items()}
+    return values
+
+
+@cache
+def changes_in_place(func: Function) -> bool:
+    """Whether a function, by its name, changes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")) or name == "__setitem__"
+    return name.endswith("_")
+
+
+def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+    keeper, records = found[0]._keeper, []
+    for parameter in found:
+        if parameter._keeper is not keeper:
+            return _call_of_several(found, func, args, kwargs)
+        records.append(parameter._record)
+    return keeper.call(records, func, args, kwargs)
+
+
+def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+    """The same with parameters of more than one engine."""
+    keepers: dict[Keeper, list[TensorRecord]] = {}
+    for parameter in found:
+        keepers.setdefault(parameter._keeper, []).append(parameter._record)
+    inner, *others = keepers.items()
+    for keeper, records in others:
+        func = _brought_by(keeper, records, func)
+    return inner[0].call(inner[1], func, args, kwargs)
+
+
+def _as_edges(values: Any) -> list[Any]:
+    """Arguments of what goes through the graph, with managed parameters as places in the graph: no memory is wanted."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            get_gradient_edge(value)
+            if type(value) is ManagedParameter
+            else [get_gradient_edge(each) if type(each) is ManagedParameter else each for each in value]
+            if isinstance(value, list | tuple)
+            else value
+            for value in values
+        ]
+
+
+def _brought_by(keeper: Keeper, records: list[TensorRecord], func: Function) -> Function:
+    """The function, calling which makes another engine bring its own parameters in as well."""
+    return lambda *args, **kwargs: keeper.call(records, func, args, kwargs)
+
+
+# Functions that the engine answers itself.
+
+
+def _get_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    if parameter._record.dropped and sys._getframe(2).f_code.co_name == "zero_grad":
+        parameter._record.dropped = False  # whoever asks is about to forget it
+    return parameter._keeper.get_gradient(parameter._record)
+
+
+def _set_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
+    parameter._keeper.set_gradient(parameter._record, args[1] if len(args) > 1 else None)
+
+
+def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    """As ``detach()``, which shares the count of changes in place, so that none goes unnoticed."""
+    return _detach(parameter, torch.Tensor.detach, args, kwargs)
+
+
+def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
+    value = args[1]
+    if value is not parameter:
+        parameter._refuse(
+            f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})",
+            "release(model), convert or move it, and call chunked again; to change values use "
+            "materialized(model, write=True)",
+        )
+
+
+def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    if sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
+        parameter._refuse(
+            "made into another parameter, as parametrizations do it",
+            "release(model), register what is to be registered, and call chunked again",
+        )
+    copy = parameter._keeper.detached(parameter._record)
+    return _call([parameter], func, args, kwargs) if copy is None else copy
+
+
+def _strided(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    record = parameter._record
+    twin = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="meta")
+    return func(twin, *args[1:], **kwargs)
+
+
+_SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] = {
+    _GET_GRAD: _get_grad,
+    _SET_GRAD: _set_grad,
+    _DEL_GRAD: _set_grad,
+    _GET_DATA: _get_data,
+    _SET_DATA: _set_data,
+    torch.Tensor.detach: _detach,
+    **dict.fromkeys(_STRIDED, _strided),
+}
+
+
+# The tensor beneath.
+
+
+def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """What autograd itself left in ``.grad``, which is empty then."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        parameter.grad = None
+    return gradient
+
+
+def clear_grad(parameter: nn.Parameter) -> None:
+    """Take autograd's own gradient away."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+
+
+def point_at(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let the parameter's memory be another tensor's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = data
+
+
+def changes(parameter: nn.Parameter) -> int:
+    """How often the parameter was changed in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
+
+
+def plain_value(record: TensorRecord, read: Callable[[TensorRecord], torch.Tensor]) -> torch.Tensor:
+    """Return what a parameter is to hold once it is plain: a copy, or the memory of one that it is tied to."""
+    for other in record.others:
+        if type(other.parameter) is not ManagedParameter:
+            return other.parameter.detach()
+    return read(record)
+
+
+def make_plain(parameter: nn.Parameter) -> None:
+    """Give a managed parameter the class back that it came with."""
+    assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"
+    given: type[Any] = parameter._record.given[0]
+    parameter.__class__ = given

@@ -1,0 +1,140 @@
+"""What loading does to fp32 masters: state dicts of a 16-bit model hold them rounded, the optimizer's hold them whole.
+
+[Note: which is loaded first]
+A model's weights and its optimizer's masters, saved at one moment, are the same numbers at two precisions. Whichever
+is loaded first, the second agrees with it: each master, rounded to the type of the loaded weight, is that weight. Where
+they agree, the master stays. Where they do not, the weights were changed on purpose, and stay as they were loaded, as
+in plain PyTorch. If no weights were loaded since the last step, the parameters become the masters; a line says so
+where they were others. The next step ends all this: masters that were stepped belong to no state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._support.log import say, warn
+
+
+class Masters:
+    """What was loaded into one model since its last step."""
+
+    def __init__(
+        self,
+        records: Iterable[TensorRecord],
+        read: Callable[[TensorRecord], torch.Tensor],
+        name: Callable[[], str],
+        *,
+        speaks: bool,
+    ) -> None:
+        """``read`` copies a master into CPU memory; ``name`` is the model's; ``speaks``: this process warns."""
+        self._read, self._name = read, name
+        self._weights: dict[TensorRecord, torch.dtype] = {}
+        """Parameters whose weights were loaded, and the type they were loaded in."""
+        self._given: dict[TensorRecord, None] = {}
+        """Parameters whose masters an optimizer's state gave."""
+        self._rounded = {record: None for record in records if _lossy(record, record.given[1])}
+        """Parameters whose masters are weights of 16 bits."""
+        self._exchanged: dict[TensorRecord, None] = {}
+        """Parameters whose weights an optimizer's state changed."""
+        self._states_loaded = False
+        self._told = self._exchange_told = not speaks
+
+    def weight(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor | None:
+        """Choose the master that follows from a loaded weight; None: the one that is there stays."""
+        dtype, value = value.dtype, value.detach()
+        self._weights[record] = dtype
+        if record.trainable and (record in self._given or record.steps):
+            value = value.to("cpu")
+            master = self._read(record)
+            agreed = _agreed(master, value, dtype)
+            if bool(agreed.all()):
+                return None
+            if record in self._given:
+                value = torch.where(agreed, master, value.float())
+        self.replaced(record, dtype)
+        return value
+
+    def replaced(self, record: TensorRecord, dtype: torch.dtype) -> None:
+        """Note that weights of this type took the place of a master."""
+        self._weights[record] = dtype
+        self._given.pop(record, None)
+        self._rounded.pop(record, None)
+        if _lossy(record, dtype):
+            self._rounded[record] = None
+
+    def master(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor:
+        """Choose the master that follows from one of an optimizer's state."""
+        present = self._read(record)
+        agreed = _agreed(present, value, self._weights.get(record, record.dtype))
+        if bool(agreed.all()):
+            self._rounded.pop(record, None)
+        elif record in self._weights:
+            value = torch.where(agreed, value, present)
+        else:
+            self._rounded.pop(record, None)
+            self._exchanged[record] = None
+        self._given[record] = None
+        return value
+
+    def weights_loaded(self) -> None:
+        """A load of weights is over: if the optimizer's state came before, tell of masters that did not."""
+        if self._states_loaded:
+            self._tell()
+
+    def states_loaded(self) -> None:
+        """A load of the optimizer's state is over."""
+        self._states_loaded = True
+        self._tell()
+        names, told = _names(self._exchanged), self._exchange_told
+        if names and not told:
+            self._exchange_told = True
+            say(
+                f"{self._name()}: the optimizer's state that was loaded holds fp32 masters that are not the model's "
+                f"weights rounded less ({len(names)} parameters, {names[0]!r} first): the parameters are those masters "
+                "now. Should the weights stay, call model.load_state_dict with them: weights that were loaded do"
+            )
+        self._exchanged.clear()
+
+    def before_step(self) -> None:
+        """Training goes on: tell of what was lost. Masters change from here on."""
+        self._tell()
+        self.forget()
+
+    def forget(self) -> None:
+        """Masters are whole again, or are no longer those that were loaded."""
+        self._weights.clear()
+        self._given.clear()
+        self._rounded.clear()
+        self._states_loaded = False
+
+    def _tell(self) -> None:
+        rounded = _names(record for record in self._rounded if record.steps)
+        if not rounded or self._told:
+            return
+        self._told = True
+        warn(
+            f"{self._name()}: training goes on from weights of 16 bits, without the fp32 masters of {len(rounded)} "
+            f"parameters ({rounded[0]!r} first): what steps had added below 16 bits is lost. Load an optimizer state "
+            "that holds masters (optimizer.state_dict(), unless they were left out), or use save_checkpoint and "
+            "load_checkpoint"
+        )
+
+
+def _names(records: Iterable[TensorRecord]) -> list[str]:
+    return [record.name for record in sorted(records, key=lambda each: each.index)]
+
+
+def _lossy(record: TensorRecord, dtype: torch.dtype) -> bool:
+    """True if weights of this type hold less than the parameter's master does."""
+    return record.trainable and record.dtype.itemsize < 4 and dtype.itemsize < 4
+
+
+def _agreed(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compare element by element after rounding to a type; not-a-number agrees with itself."""
+    if dtype.itemsize < 4 and dtype.is_floating_point:
+        one, other = one.to(dtype), other.to(dtype)
+    one, other = one.float(), other.float()
+    return (one == other) | (one.isnan() & other.isnan())

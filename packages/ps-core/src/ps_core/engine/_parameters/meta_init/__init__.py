@@ -1,0 +1,1 @@
+"""Initial values of a model that was built on ``meta``."""

@@ -1,0 +1,97 @@
+"""A model built without memory (on device ``meta``) gets its values, one parameter at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._parameters.meta_init.notes import Place
+from ps_core.engine._parameters.meta_init.rebuild import Rehearsal, tensors_of
+
+
+def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Every parameter once, in order of registration, with its value.
+
+    A parameter without memory is real when it is given out, still the same object, and has the numbers it would have
+    had on the CPU; see [Note: the plain run]. Only one is held here at a time: whoever takes it empties it before
+    asking for the next. Buffers become real on the way.
+    """
+    if not any(tensor.is_meta for _, tensor in tensors_of(model)):
+        yield from ((name, parameter, parameter.detach()) for name, parameter in model.named_parameters())
+        return
+    rehearsal = Rehearsal(model)
+    values = _Values(rehearsal)
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = f"{prefix}.{name}" if prefix else name
+            if parameter.is_meta:
+                _make_real(full, parameter, values.take(parameter), module)
+            yield full, parameter, parameter.detach()
+        for tensors in (module._buffers, vars(module)):
+            values.fill(tensors)
+    values.finish()
+
+
+class _Values:
+    """Gives out what a rehearsal found."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self._sources = rehearsal.sources
+        self._rehearsal = rehearsal  # It keeps alive what the sources speak of.
+        self._replay = rehearsal.tape.replay
+        self._replay.expect(each for each in rehearsal.sources.values() if isinstance(each, Place))
+        self._filled: dict[int, Tensor] = {}
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The value of a tensor without memory; once."""
+        source = self._sources[id(tensor)]
+        return self._replay.value(source) if isinstance(source, Place) else source.detach().clone()
+
+    def fill(self, tensors: dict[str, Any]) -> None:
+        """Replace the tensors without memory, the same by the same. (Not parameters, whose objects others hold.)"""
+        for name, tensor in list(tensors.items()):
+            if isinstance(tensor, Tensor) and tensor.is_meta and not isinstance(tensor, nn.Parameter):
+                if id(tensor) not in self._filled:
+                    self._filled[id(tensor)] = self.take(tensor)
+                tensors[name] = self._filled[id(tensor)]
+
+    def finish(self) -> None:
+        """Make the draws that are left."""
+        self._replay.finish()
+
+
+def _make_real(name: str, parameter: nn.Parameter, value: Tensor, module: nn.Module) -> None:
+    """Put the value into the very object that the model, and perhaps others, hold."""
+    real = torch.Tensor._make_subclass(type(parameter), value, parameter.requires_grad)
+    vars(real).update(vars(parameter))
+    # Hooks belong to what is swapped away.
+    real._backward_hooks = parameter._backward_hooks
+    real._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    with _unreferenced(module):
+        try:
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise UnsupportedParameter(
+                f"the parameter {name!r} on meta cannot become real ({error}): build its module on the CPU"
+            ) from None
+
+
+@contextmanager
+def _unreferenced(module: Any) -> Iterator[None]:
+    """Without the weak references of recurrent modules to their parameters: those forbid swapping."""
+    if not isinstance(module, nn.RNNBase):
+        yield
+        return
+    module._flat_weight_refs = []
+    yield
+    module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in module._flat_weights]

@@ -1,0 +1,122 @@
+"""Carrying out what is on a tape, tensor by tensor, with the random numbers of doing all in order.
+
+See [Note: the tape] in `tape`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ps_core.engine._parameters.meta_init.notes import Note, Place
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameters.meta_init.tape import Tape
+
+
+class Replay:
+    """Makes tensors from a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.position = 0
+        """Draws of notes before this one have been made."""
+        self._tape = tape
+        self._users: dict[int, int] | None = None
+        """How often the draw of a note is still asked for; None: who knows."""
+        self._kept: dict[int, Tensor] = {}
+        """The generator's state before a draw that may be asked for later, or again."""
+
+    def expect(self, places: Iterable[Place]) -> None:
+        """From here on, each of these is asked for once, and nothing else."""
+        self._users = defaultdict(int)
+        for place in places:
+            for index in self._tape.matter(place.memory):
+                self._users[index] += 1
+        self._kept = {index: state for index, state in self._kept.items() if self._users[index]}
+
+    def value(self, place: Place) -> Tensor:
+        """A tensor with its own memory, initialised."""
+        memories: dict[int, torch.UntypedStorage] = {}
+        for index in self._tape.matter(place.memory):
+            note = self._tape.notes[index]
+            if note.random:
+                self._draw_in_turn(index, note, memories)
+            else:
+                self._run(note, memories)
+        return place.on(self._memory(place, memories))
+
+    def finish(self) -> None:
+        """Leave the generators as they would be had everything been done in order."""
+        self._pass_over(len(self._tape.notes))
+
+    def _draw_in_turn(self, index: int, note: Note, memories: dict[int, torch.UntypedStorage]) -> None:
+        generator = _generator(note)
+        if index >= self.position:
+            self._pass_over(index)
+            self._keep(index, note)
+            self._run(note, memories)
+            self.position = index + 1
+        else:
+            now = generator.get_state()
+            generator.set_state(self._kept[index])
+            self._run(note, memories)
+            generator.set_state(now)
+        if self._users is not None:
+            self._users[index] -= 1
+            if not self._users[index]:
+                del self._kept[index]
+
+    def _keep(self, index: int, note: Note) -> None:
+        if self._users is None or self._users[index]:
+            self._kept[index] = _generator(note).get_state()
+
+    def _pass_over(self, end: int) -> None:
+        for index in range(self.position, end):
+            note = self._tape.notes[index]
+            if note.random:
+                self._keep(index, note)
+                _throw_away(note)
+        self.position = max(self.position, end)
+
+    def _run(self, note: Note, memories: dict[int, torch.UntypedStorage]) -> None:
+        def real(place: Place) -> Tensor:
+            return place.on(self._memory(place, memories))
+
+        result = note.func(*tree_map_only(Place, real, note.args), **tree_map_only(Place, real, note.kwargs))
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if note.makes else []
+        for place, each in zip(note.makes, made, strict=True):
+            if (each.stride(), each.storage_offset()) != (place.stride, place.offset):
+                each = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu").copy_(each)
+            memories[place.memory] = each.untyped_storage()
+
+    def _memory(self, place: Place, memories: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+        if place.memory not in memories:
+            captured = self._tape.captured.get(place.memory)
+            if captured is None:
+                captured = torch.empty(place.memory_bytes, dtype=torch.uint8, device="cpu")
+            else:
+                captured = captured.clone()
+            memories[place.memory] = captured.untyped_storage()
+        return memories[place.memory]
+
+
+def _throw_away(note: Note) -> None:
+    """Make a draw whose result nobody wants."""
+    written = {place.memory for place in note.writes}
+
+    def scratch(place: Place) -> Tensor:
+        like = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu")
+        # What it reads changes what comes out, not how much is drawn; a half will do for a mean or a probability.
+        return like if place.memory in written else like.fill_(0.5)
+
+    note.func(*tree_map_only(Place, scratch, note.args), **tree_map_only(Place, scratch, note.kwargs))
+
+
+def _generator(note: Note) -> torch.Generator:
+    given = note.kwargs.get("generator")
+    return torch.default_generator if given is None else given

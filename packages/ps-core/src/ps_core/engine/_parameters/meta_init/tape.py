@@ -1,0 +1,252 @@
+"""Initialisation written down without carrying it out, and carried out later, tensor by tensor, with the same numbers.
+
+[Note: the tape]
+Initialisers are Python code that fills tensors in place, some of them more than once. Under a `Tape` that code runs on
+tensors without memory (device ``meta``, though it is told ``cpu``), and every operation that would write memory is
+noted instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What
+is small, not random and not written to by a noted operation is computed at once.
+
+A `Replay` (in `playback`) then makes one tensor at a time from the notes that matter for it. Random numbers come out as
+if everything had been done in order: a draw whose result is overwritten later is made and thrown away; one that is
+needed out of order is thrown away too, but the generator's state before it is kept, and it is made again when it is
+asked for. So code may also look at values while it is on tape (``trunc_normal_`` draws again what falls outside): they
+are replayed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ps_core.engine._parameters.meta_init.notes import Note, Place, place_of
+from ps_core.engine._parameters.meta_init.playback import Replay
+
+SMALL_BYTES = 1 << 16
+aten = torch.ops.aten
+# Descriptors in C, which the stubs take for plain attributes.
+IS_META, DEVICE = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_meta", "device"))
+CONTENTS = (torch.Tensor.tolist, torch.Tensor.numpy)
+ASKED = (IS_META, DEVICE, *CONTENTS)
+LOOKS = (aten._local_scalar_dense.default, aten.equal.default)
+
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+
+
+class _Told(TorchFunctionMode):
+    """Tells code that a tensor without memory is an ordinary one."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Answer what depends on the device."""
+        if func in ASKED:
+            tensor = args[0]
+            with torch._C.DisableTorchFunction():
+                unknown = self._tape.is_noted(tensor)
+                if func in CONTENTS and unknown:
+                    with _disable_current_modes():
+                        known = self._tape.replay.value(place_of(tensor))
+                    return func(known, *args[1:], **(kwargs or {}))
+                if tensor.is_meta and func not in CONTENTS:
+                    return False if func == IS_META else torch.device("cpu")
+        return func(*args, **(kwargs or {}))
+
+
+class Tape(TorchDispatchMode):
+    """Notes what would be written; see [Note: the tape]."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.replay = Replay(self)
+        self.notes: list[Note] = []
+        self.writers: dict[int, list[int]] = defaultdict(list)
+        self.captured: dict[int, Tensor] = {}
+        """Contents of real memory when a note first named it."""
+        self._alive: list[Any] = []
+        """Memory that notes name: another must not get its address."""
+        self._alive_keys: set[int] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What runs under this is noted."""
+        # Not where it is so anyway: as a context it stands in the way of `torch.eye(..., out=...)`.
+        plain = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        with torch.no_grad(), plain, _Told(self), self:
+            yield
+
+    # Any: torch passes whatever the caller did.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Carry out what is small and plain, note the rest."""
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, tuple(args), _on_processor(kwargs or {}))
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        written = _written(func, args, kwargs)
+        if func in EMPTY:
+            return func(*_without_memory(args), **{**kwargs, "device": "meta"})
+        if not written and _is_view(func):
+            return func(*args, **kwargs)
+        noted = any(self.is_noted(each) for each in tensors)
+        if noted and func in LOOKS:
+            return func(*tree_map_only(Tensor, self._look, args))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if not random and not noted and (tensors or _size(func, args, kwargs) <= SMALL_BYTES):
+            return func(*args, **kwargs)
+        return self._note(func, args, kwargs, tensors, written)
+
+    def is_noted(self, tensor: Tensor) -> bool:
+        """Whether its contents are for later."""
+        return tensor.is_meta or tensor.untyped_storage()._cdata in self._alive_keys
+
+    def _look(self, tensor: Tensor) -> Tensor:
+        return self.replay.value(place_of(tensor)) if self.is_noted(tensor) else tensor
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], written: list[Tensor]
+    ) -> Any:
+        places = {id(each): self._named(each) for each in tensors}
+        result: Any = None
+        if not written:
+            result = func(*_without_memory(args), **_on_meta(func, _without_memory(kwargs)))
+        elif func._schema.returns:
+            result = written[0] if len(written) == 1 else tuple(written)
+        known = {place.memory for place in places.values()}
+        made = [self._named(each) for each in tree_leaves(result) if isinstance(each, Tensor)]
+        named_args, named_kwargs = tree_map_only(Tensor, lambda each: places[id(each)], (args, kwargs))
+        note = Note(
+            func,
+            named_args,
+            named_kwargs,
+            reads=known,
+            writes=[places[id(each)] for each in written],
+            makes=[place for place in made if place.memory not in known],
+        )
+        for place in (*note.writes, *note.makes):
+            self.writers[place.memory].append(len(self.notes))
+        self.notes.append(note)
+        return result
+
+    def _named(self, tensor: Tensor) -> Place:
+        """Its place; from here on its memory is spoken of."""
+        place = place_of(tensor)
+        if place.memory not in self._alive_keys:
+            self._alive_keys.add(place.memory)
+            self._alive.append(tensor.untyped_storage())
+            if not tensor.is_meta:
+                every = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                self.captured[place.memory] = every.clone()
+        return place
+
+    @contextmanager
+    def attempt(self) -> Iterator[Callable[[], None]]:
+        """Gives what makes it as if nothing had been recorded since."""
+        mark, position, state = len(self.notes), self.replay.position, torch.default_generator.get_state()
+
+        def undo() -> None:
+            del self.notes[mark:]
+            for indices in self.writers.values():
+                while indices and indices[-1] >= mark:
+                    indices.pop()
+            self.replay.position = position
+            torch.default_generator.set_state(state)
+
+        yield undo
+
+    def source(self, tensor: Tensor) -> Place | Tensor:
+        """Where its contents will come from, or the tensor if it has them."""
+        return place_of(tensor) if self.is_noted(tensor) else tensor
+
+    def matter(self, memory: int) -> list[int]:
+        """The notes that this memory's final contents come from, in order."""
+        found: set[int] = set()
+        self._trace(memory, len(self.notes), found)
+        return sorted(found)
+
+    def _trace(self, memory: int, end: int, found: set[int]) -> None:
+        for index in reversed(self.writers.get(memory, ())):
+            if index >= end:
+                continue
+            note = self.notes[index]
+            if index not in found:
+                found.add(index)
+                for other in note.reads - {memory}:
+                    self._trace(other, index, found)
+            if note.settles(memory):
+                return
+
+    def is_complete(self, place: Place) -> bool:
+        """Whether nothing of a tensor is left as memory happened to be."""
+        if place.memory in self.captured:
+            return True
+        notes = [self.notes[index] for index in self.writers.get(place.memory, ())]
+        if any(note.settles(place.memory) for note in notes):
+            return True
+        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool)
+        for note in notes:
+            for part in note.writes:
+                if part.memory == place.memory and note.overwrites:
+                    filled.as_strided(part.size, part.stride, part.offset).fill_(True)
+        return bool(filled.all())
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors an operation changes."""
+    rows = func._schema.arguments
+    pairs: Iterator[tuple[Any, Any]] = zip(rows, args, strict=False)
+    named = ((row, kwargs[row.name]) for row in rows if row.name in kwargs)
+    return [
+        each
+        for row, value in (*pairs, *named)
+        if row.alias_info is not None and row.alias_info.is_write
+        for each in tree_leaves(value)
+        if isinstance(each, Tensor)
+    ]
+
+
+def _is_view(func: Any) -> bool:
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def _without_memory(values: Any) -> Any:
+    def meta(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return tree_map_only(Tensor, meta, values)
+
+
+def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """For shapes alone."""
+    takes = any(row.name == "device" for row in func._schema.arguments)
+    return {**kwargs, "device": torch.device("meta")} if takes else kwargs
+
+
+def _on_processor(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Code that asks for the device of a tensor without memory means the processor's."""
+    device = kwargs.get("device")
+    return {**kwargs, "device": torch.device("cpu")} if device is not None and device.type == "meta" else {**kwargs}
+
+
+def _size(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Bytes of what an operation on no tensors makes."""
+    result = func(*args, **_on_meta(func, kwargs))
+    return sum(each.untyped_storage().nbytes() for each in tree_leaves(result) if isinstance(each, Tensor))

@@ -1,0 +1,176 @@
+"""Giving every extent its first home, and filling it with the model's values, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ps_core._program import Kind
+from ps_core.engine._devices.disk.file import blocks
+from ps_core.engine._memory.store import Home, Store
+from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, tables_too_large
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, changes, clear_grad, point_at
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._support.interrupts import alone
+
+_Extent: TypeAlias = tuple[GroupRecord, Kind]
+
+
+def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
+    """The kinds of a group that have a home.
+
+    Shards, and tables on the host, always have sums in fp32, for nothing else could hold their gradients.
+    """
+    if not group.trainable:
+        return (group.weight,)
+    kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
+    sums = (accumulates and group.fixed != 0) or (group.weight is Kind.P32 and (group.gathered or group.on_host))
+    return (*kinds, Kind.ACC) if sums else kinds
+
+
+def bytes_of(group: GroupRecord, kind: Kind) -> int:
+    """Bytes of one kind of a group's chunks."""
+    return group.shard_numel * group.dtype_of(kind).itemsize
+
+
+def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
+    """Reserve homes: below the compute tier as far as that reaches, the first groups above it if need be."""
+    last = len(store.tiers) - 1
+    if last:
+        _check_compute_tier(store, groups, accumulates=accumulates)
+    fixed = [group for group in groups if group.pinned and last]
+    top = _place_fixed(store, fixed, accumulates=accumulates)
+    rest = [group for group in groups if group not in fixed]
+    sizes = {group: sum(bytes_of(group, kind) for kind in kinds_of(group, accumulates=accumulates)) for group in rest}
+    below = sum(store.free_bytes(tier) for tier in range(1, last + 1)) if last else top
+    everything = sum(sizes.values()) + store.tiers[0].capacity_bytes - top + store.fixed_bytes
+    if sum(sizes.values()) > below + (top if last else 0):
+        raise everything_too_large(store, groups, everything)
+    resident: set[GroupRecord] = set()
+    for group in rest:
+        if last and sum(sizes[each] for each in rest if each not in resident) > below:
+            resident.add(group)
+    if last and sum(sizes[group] for group in resident) > top:
+        raise everything_too_large(store, groups, everything)
+    lower = [
+        (group, kind) for group in rest if group not in resident for kind in kinds_of(group, accumulates=accumulates)
+    ]
+    tiers = _spread(store, lower, max(sizes.values(), default=0)) if last else dict.fromkeys(lower, 0)
+    if tiers is None:
+        raise everything_too_large(store, groups, everything)
+    if store.file is not None:
+        store.file.prepare(sum(blocks(bytes_of(*row)) for row, tier in tiers.items() if store.is_disk(tier)))
+    for group in rest:
+        for kind in kinds_of(group, accumulates=accumulates):
+            _reserve(store, group, kind, tiers.get((group, kind), 0))
+    for tier, row in enumerate(store.tiers):
+        if store.used_bytes[tier] > row.capacity_bytes:
+            raise everything_too_large(store, groups, everything)
+
+
+def _place_fixed(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> int:
+    """What never moves: on the compute tier from its end down, or on the host; the end of what is left of the first."""
+    top = store.tiers[0].capacity_bytes
+    below = [group for group in groups if group.on_host]
+    gradients = sum(bytes_of(group, group.weight) for group in below if group.trainable)
+    homes = sum(bytes_of(group, kind) for group in below for kind in kinds_of(group, accumulates=accumulates))
+    if below and homes + gradients > store.free_bytes(1):
+        raise tables_too_large(store, below, homes + gradients)
+    for group in groups:
+        for kind in kinds_of(group, accumulates=accumulates):
+            if group.on_host:
+                _reserve(store, group, kind, 1)
+            else:
+                top -= bytes_of(group, kind)
+                _reserve(store, group, kind, 0, top)
+    if below:
+        store.keep_on_host(homes, gradients)
+    return top
+
+
+def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
+    """The tier of each of these below the compute tier: weights first as high as they go; None: there is no room.
+
+    Where the disk is needed, the tier above it keeps room for one group to pass through.
+    """
+    last = len(store.tiers) - 1
+    room = [store.free_bytes(tier) for tier in range(last + 1)]
+    if last > 1 and sum(bytes_of(*row) for row in extents) > room[1]:
+        room[1] -= min(room[1], largest)
+    found: dict[_Extent, int] = {}
+    for group, kind in sorted(extents, key=lambda row: row[1] is not row[0].weight):
+        size = bytes_of(group, kind)
+        tier = next((tier for tier in range(1, last + 1) if size <= room[tier]), None)
+        if tier is None:
+            return None
+        room[tier] -= size
+        found[group, kind] = tier
+    return found
+
+
+def _check_compute_tier(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
+    """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
+    pinned = sum(
+        bytes_of(group, kind) for group in groups if group.fixed == 0 for kind in kinds_of(group, accumulates=False)
+    )
+    movable = [group for group in groups if not group.pinned]
+    largest = max(movable, key=lambda group: group.chunk_numel, default=None)
+    needs = {f"forward of {(largest or groups[0]).name}": bytes_of(largest, largest.weight) if largest else 0}
+    if store.is_disk(1) and largest is not None:
+        needs[f"step of {largest.name}"] = sum(
+            bytes_of(largest, kind) for kind in kinds_of(largest, accumulates=accumulates)
+        )
+    where, needed = max(needs.items(), key=lambda row: row[1])
+    if pinned + needed > store.tiers[0].capacity_bytes:
+        raise compute_tier_too_small(store, groups, where, pinned + needed, 0, proven=True)
+
+
+def _reserve(store: Store, group: GroupRecord, kind: Kind, tier: int, offset: int = -1) -> None:
+    size = bytes_of(group, kind)
+    slot = store.reserve(tier, size, offset)
+    if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
+        store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
+    home = Home(group.extent(kind), size, slot, planned=True)
+    home.changed(slot)
+    group.homes[kind] = home
+
+
+def fill(
+    records: dict[str, TensorRecord], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], keeper: Any
+) -> None:
+    """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
+    for name, parameter, value in values:
+        record = records.get(name)
+        if record is not None:
+            _write(record, value, keeper)
+            del value
+            record.live_on(keeper.store.device.torch_device)
+            adopt(record, parameter, keeper)
+
+
+@alone
+def _write(record: TensorRecord, value: torch.Tensor, keeper: Any) -> None:
+    group = record.group
+    for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
+        home, dtype = group.homes[kind], group.dtype_of(kind)
+        if home.slot.place is None and not group.gathered:
+            record.shaped(home.slot.flat(dtype, group.chunk_numel)).copy_(value)
+        else:
+            flat = torch.empty(record.numel, dtype=dtype)
+            flat.as_strided(record.shape, record.stride).copy_(value)
+            keeper.residency.replace(record, kind, flat)
+
+
+@alone
+def adopt(record: TensorRecord, parameter: nn.Parameter, keeper: Any) -> None:
+    """Let a plain parameter be a managed one."""
+    clear_grad(parameter)
+    point_at(parameter, record.placeholder)
+    parameter.__class__ = ManagedParameter
+    assert isinstance(parameter, ManagedParameter), "its class has just been changed"
+    parameter._record, parameter._keeper = record, keeper
+    record.parameter = parameter
+    record.version = changes(parameter)

@@ -1,0 +1,358 @@
+"""Bringing groups to the compute tier and back, one at a time, in an order that is always safe.
+
+What is here is used on demand, and between passes. A plan's own moves are the business of `_execution.replay`; both work on the
+same store, homes and stamps, so either can take over from the other between two moments.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
+
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._memory.store import Home, Slot, Store
+from ps_core.engine._parameters.managed_parameter import changes, point_at
+from ps_core.engine._parameters.state import Bound, GroupRecord, TensorRecord
+from ps_core.engine._parameters.uncounted_writes import Exposed
+from ps_core.engine._support.interrupts import alone
+
+_BESIDE_BYTES = 2**16
+
+
+class Watcher(Protocol):
+    """Told of every move, for statistics."""
+
+    def moved(self, source: int, target: int, size: int) -> None:
+        """Bytes went from one tier to another."""
+
+    def evicted(self) -> None:
+        """A group left the compute tier."""
+
+    def waited(self, seconds: float) -> None:
+        """The host thread waited for moves."""
+
+
+class Residency:
+    """Which groups are on the compute tier, and which parameters point there."""
+
+    def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher) -> None:
+        self.store = store
+        self.groups = groups
+        self.watcher = watcher
+        self.owners: dict[int, TensorRecord] = {}
+        """By the address of a storage: whose residency it is."""
+        self.tampered: list[TensorRecord] = []
+        """Parameters that left with changes in place, which are lost; to be told of at the next occasion."""
+        self.exposed = Exposed(self)
+
+    # Parameters.
+
+    def bind(self, record: TensorRecord) -> Bound:
+        """Let the parameter be its part of its group's copy on the compute tier."""
+        if record.bound is not None:
+            return record.bound
+        group = record.group
+        slot = group.home.newest(0)
+        assert slot is not None, "a group is brought in before its parameters are bound"
+        bound = slot.bounds.get(record)
+        if bound is not None:
+            point_at(record.parameter, bound.view)
+        else:
+            bound = _bound(record, slot)
+        if changes(record.parameter) != record.version:  # by an alias of memory where it was before
+            record.version = changes(record.parameter)
+            self.tampered.append(record)
+        record.bound = bound
+        self.owners[bound.storage._cdata] = record
+        return bound
+
+    def unbind(self, record: TensorRecord) -> None:
+        """Let the parameter be nowhere."""
+        bound = record.bound
+        if bound is not None:
+            self._check_untouched(record, bound.slot)
+            point_at(record.parameter, record.placeholder)
+            del self.owners[bound.storage._cdata]
+            record.bound = None
+
+    def _check_untouched(self, record: TensorRecord, slot: Slot) -> None:
+        """Notice a change in place that nobody was told of; the copy that has it is not to be used."""
+        if self.exposed.bounds:
+            self.exposed.check(record)
+        if changes(record.parameter) != record.version:
+            self.tampered.append(record)
+            self.undo_changes(record, slot)
+
+    def expose(self, group: GroupRecord) -> None:
+        """Note that somebody holds on to memory of a group when its pass ends."""
+        for record in group.tensors:
+            if record.bound is not None and record.bound.aliased:
+                self.exposed.add(record)
+
+    def take_tampered(self) -> list[TensorRecord]:
+        """Return the parameters whose changes in place are lost, and forget about them."""
+        found, self.tampered = self.tampered, []
+        return found
+
+    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+        """Do without what was written to a slot: another copy has the parameter as it was, or else its master."""
+        record.version, home = changes(record.parameter), record.group.home
+        if self._copies_besides(home, slot):
+            slot.stamp = -1
+        elif record.group.weight is Kind.P16 and record.group.trainable:
+            self.rebuild(record.group, [record])
+
+    def _copies_besides(self, home: Home, slot: Slot) -> list[Slot]:
+        """The newest copies but for this one."""
+        return [each for each in (home.slot, *home.copies.values()) if each is not slot and each.stamp == home.stamp]
+
+    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A parameter's elements in a slot, and in what these were made from; None: there is no other copy."""
+        group, own = record.group, self.part_of(slot, record, record.dtype)
+        if copies := self._copies_besides(group.home, slot):
+            return own, self.part_of(max(copies, key=lambda each: each.tier), record, record.dtype)
+        if group.weight is Kind.P16 and group.trainable:
+            return own, self.part_of(group.homes[Kind.P32].source(), record, torch.float32)
+        return own, next((self.part_of(slot, other, record.dtype) for other in record.others), None)
+
+    # Groups.
+
+    def bring(self, group: GroupRecord) -> Slot:
+        """Have the newest weight on the compute tier, where there must be room for it."""
+        home = group.home
+        slot = home.newest(0)
+        if slot is not None:
+            return slot
+        if 0 not in home.copies:  # else one is there that is behind, for whoever holds on to its memory
+            home.copies[0] = self.store.reserve(0, home.bytes)
+        return self.copy_to(home, home.copies[0])
+
+    def copy_to(self, home: Home, slot: Slot) -> Slot:
+        """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
+        source, queue = self._source(home), None
+        apart = abs(source.tier - slot.tier)
+        if apart > 1 or (source.place is not None and slot.place is not None):
+            self._by_way_of_memory(source, slot, home.bytes)
+        elif apart:
+            queue = self._launch(source, slot, home.bytes)
+        else:
+            self._within(source, slot, home.bytes)
+        slot.extent, slot.stamp = home.extent, home.stamp
+        if queue is not None:
+            self._arrived(queue)  # a disk that fails takes the stamp away again
+        return slot
+
+    def _within(self, source: Slot, target: Slot, size: int) -> None:
+        queue = Queue.CPU if target.tier else Queue.COMPUTE
+        self.await_all(queue)
+        self.store.device.work(queue, "a copy within a tier", (source.memory,), (target.memory,))
+        target.memory[:size].copy_(source.memory[:size])
+
+    def _launch(self, source: Slot, target: Slot, size: int, *, begin: int = 0, to: int = 0) -> Queue:
+        """A copy to a neighbouring tier, on this queue."""
+        queue = self.store.link(source, target)
+        self.await_all(queue)
+        self.store.copy(queue, target, source, size, begin=begin, to=to)
+        self.watcher.moved(source.tier, target.tier, size)
+        return queue
+
+    def _arrived(self, queue: Queue) -> None:
+        """Let what comes next find a move done."""
+        device, started = self.store.device, time.perf_counter()
+        event = device.record(queue)
+        for other in (Queue.COMPUTE, Queue.CPU):
+            device.wait(other, event)
+        self.watcher.waited(time.perf_counter() - started)
+
+    def await_all(self, queue: Queue) -> None:
+        """Let whatever comes next on a queue find every other queue's work done."""
+        device, started = self.store.device, time.perf_counter()
+        for other in self.store.queues:
+            if other is not queue:
+                device.wait(queue, device.record(other))
+        self.watcher.waited(time.perf_counter() - started)
+
+    def write_home(self, home: Home) -> None:
+        """Have the newest bytes at home; but not on a disk that failed."""
+        if home.dirty and not (home.slot.place is not None and self.broken):
+            self.copy_to(home, home.slot)
+
+    def _source(self, home: Home) -> Slot:
+        """A slot with the newest bytes; where a disk that failed had the only ones, this raises that again."""
+        if not home.alive:
+            self.check_disk()
+        return home.source()
+
+    def check_disk(self) -> None:
+        """Raise again if the disk tier has failed."""
+        if self.store.file is not None and self.store.file.failure is not None:
+            raise self.store.file.failure
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing can be written to the disk tier any more."""
+        return self.store.file is not None and self.store.file.failure is not None
+
+    def drop(self, group: GroupRecord) -> bool:
+        """Take a group's copy off the compute tier, saved at home if it is the newest; False if it is held on to."""
+        home = group.home
+        slot = home.copies.get(0)
+        if slot is None:
+            return True
+        if group.aliased:
+            return False
+        for record in group.tensors:
+            self.unbind(record)
+        if slot.stamp == home.stamp:
+            self.write_home(home)
+            if home.dirty:
+                return False  # the disk failed: what is here is all there is
+        del home.copies[0]
+        self.give_back(slot)
+        self.watcher.evicted()
+        return True
+
+    def give_back(self, slot: Slot) -> None:
+        """Release a slot once everything that was launched is done with it."""
+        self.await_all(Queue.COMPUTE)
+        self.store.release(slot, Queue.COMPUTE)
+        if slot.offset >= 0:
+            self.store.trim(slot.offset)
+
+    def gives_way(self, size: int) -> int:
+        """Free so many bytes of the compute tier, of what need not be there; how many it came to."""
+        return 0
+
+    def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
+        """Make these payloads the parameters again, from the masters."""
+        home, master = group.home, group.homes[Kind.P32]
+        if group.weight is Kind.P32 or not records:
+            return
+        if home.slot.place is not None or master.slot.place is not None:
+            for record in records:
+                self.replace(record, group.weight, self.vector(record, Kind.P32))
+            return
+        source, target = self.at_home(master), self.at_home(home)
+        queue = Queue.CPU if target.tier else Queue.COMPUTE
+        self.store.device.work(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
+        whole = target.flat(group.dtype, group.chunk_numel)
+        values = source.flat(torch.float32, group.chunk_numel)
+        for record in records:
+            whole[record.span].copy_(values[record.span])
+        home.changed(target)
+
+    def at_home(self, home: Home) -> Slot:
+        """The home slot, holding the newest bytes, for the host thread to work on."""
+        self.write_home(home)
+        self.await_all(Queue.CPU)
+        return home.slot
+
+    # For the host thread. What is on the disk is read and written there, without a slot.
+
+    @alone
+    def contents(self, home: Home) -> torch.Tensor:
+        """An extent's newest bytes, for the host thread: where they lie, or from the disk."""
+        if home.slot.place is None:
+            return self.at_home(home).memory[: home.bytes]
+        source = self._near(home)
+        if source.place is None:
+            self.await_all(Queue.CPU)
+            return source.memory[: home.bytes]
+        return self._read(source, 0, home.bytes)
+
+    @alone
+    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+        """What `contents` gave was changed."""
+        if home.slot.place is not None:
+            self._write(home.slot, 0, memory)
+        home.changed(home.slot)
+
+    def _near(self, home: Home) -> Slot:
+        """The newest bytes of an extent with a home on the disk, there or in host memory."""
+        source = self._source(home)
+        if source.place is None and source.tier == 0 and self.store.tiers[0].name != "host":
+            self.write_home(home)
+            return home.slot if not home.dirty else source
+        return source
+
+    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """A parameter's newest elements of a kind, to be read by the host thread: where they lie, or from the disk."""
+        group = record.group
+        home = group.homes[kind]
+        if home.slot.place is None:
+            return self.at_home(home).flat(group.dtype_of(kind), group.chunk_numel)[record.span]
+        self.await_all(Queue.CPU)
+        return self.part_of(self._near(home), record, group.dtype_of(kind))
+
+    def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's elements in some slot: a view, or where that is on the disk a copy in host memory."""
+        if slot.place is None:
+            return slot.flat(dtype, record.group.chunk_numel)[record.span]
+        return self._read(slot, record.offset * dtype.itemsize, record.numel * dtype.itemsize).view(dtype)
+
+    def _read(self, slot: Slot, start: int, size: int) -> torch.Tensor:
+        assert slot.place is not None, "slots on the disk have a place there"
+        memory = self.store.device.host(max(1, size))[:size]
+        self.await_all(Queue.DISK_R)
+        self.store.device.read(memory, slot.place, start, _nothing)
+        self._arrived(Queue.DISK_R)
+        self.watcher.moved(slot.tier, slot.tier - 1, size)
+        return memory
+
+    def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Change a parameter's elements of a kind at home, for good."""
+        group = record.group
+        home, dtype = group.homes[kind], group.dtype_of(kind)
+        self.write_home(home)
+        self.await_all(Queue.CPU)
+        if home.slot.place is None:
+            target = home.slot.flat(dtype, group.chunk_numel)[record.span]
+            self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
+            target.copy_(value)
+        else:
+            source = value.to("cpu", dtype).contiguous().view(torch.uint8)
+            self._write(home.slot, record.offset * dtype.itemsize, source)
+        home.changed(home.slot)
+
+    def _write(self, slot: Slot, start: int, source: torch.Tensor) -> None:
+        assert slot.place is not None, "slots on the disk have a place there"
+        self.await_all(Queue.DISK_W)
+        self.store.device.write(slot.place, start, source)
+        self._arrived(Queue.DISK_W)
+        self.watcher.moved(slot.tier - 1, slot.tier, source.numel())
+
+    def _by_way_of_memory(self, source: Slot, target: Slot, size: int) -> None:
+        """Through the tier above the disk, in pieces as large as it has room for."""
+        tier = len(self.store.tiers) - 2
+        piece = min(size, self.store.free_bytes(tier) & -128)
+        if piece > 0:
+            via = self.store.reserve(tier, piece)
+        else:  # a little beside the budget, as the disk's own buffers are
+            via = Slot(tier, -1, min(size, _BESIDE_BYTES), self.store.device.host(min(size, _BESIDE_BYTES)))
+        for start in range(0, size, via.bytes):
+            count = min(via.bytes, size - start)
+            self._arrived(self._launch(source, via, count, begin=start))
+            self._arrived(self._launch(via, target, count, to=start))
+        if piece > 0:
+            self.give_back(via)
+
+
+def _nothing() -> None:
+    """Whoever reads waits at once, and hears of a failure there."""
+
+
+def _bound(record: TensorRecord, slot: Slot) -> Bound:
+    """The parameter's part of a slot, where it is from now on."""
+    first = record.offset * record.dtype.itemsize
+    with torch.inference_mode(False):  # or it could never be saved for backward
+        # By way of a capsule, which no stream waits for.
+        own = from_dlpack(to_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize]))
+        view = own.view(record.dtype).as_strided(record.shape, record.stride)
+    del own
+    point_at(record.parameter, view)
+    storage = view.untyped_storage()
+    return Bound(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))

@@ -1,0 +1,151 @@
+"""What autograd keeps of a parameter: not its memory, but a handle that finds it again.
+
+[Note: whose hooks see what]
+PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the root module's forward, so that a
+checkpoint's own pair, inside, keeps nothing of a block until it is recomputed; what a recomputation then saves are
+views of slots, and the use count of their storage pins these. A function called on a managed parameter where no pair
+is active at all gets ours around that one call. Where another library's pair is active, it sees plain tensors that
+alias a slot, and pins it: a parameter that it would be given itself, and that would be elsewhere by the time backward
+reads it, goes into the call as such an alias. (PyTorch's checkpoints make one themselves, but not of frozen ones.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+
+from ps_core.engine._memory.activation_slots import HostRoom
+from ps_core.engine._parameters.state import Bound, TensorRecord
+from ps_core.engine._support.interrupts import undisturbed
+
+
+class Kept(Enum):
+    """Parameters that are given to a call as aliases of their memory."""
+
+    NONE = ""
+    FROZEN = "frozen"
+    ALL = "all"
+
+    def __bool__(self) -> bool:
+        return self is not Kept.NONE
+
+
+class Fetcher(Protocol):
+    """What unpacking asks of the engine."""
+
+    def fetch(self, record: TensorRecord) -> Bound:
+        """The record's residency, brought in if need be."""
+
+    def check_placeholder(self, storage: torch.UntypedStorage) -> None:
+        """Raise if a storage is what a parameter has while it is elsewhere."""
+
+
+class Handle:
+    """A saved view of a parameter, without its memory."""
+
+    __slots__ = ("_held", "epoch", "offset", "record", "shape", "stride")
+
+    def __init__(self, record: TensorRecord, view: torch.Tensor) -> None:
+        self.record = record
+        self.epoch = record.epoch
+        self.shape = view.shape
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self._held = record.token
+
+
+Packed: TypeAlias = torch.Tensor | Handle | tuple[torch.Tensor, int]
+"""Others are kept with their version, and not as themselves: a result that its own operator keeps would hold the
+operator, and that the result, for ever if no backward pass comes."""
+
+
+class SavedTensors:
+    """The pair of hooks of one engine."""
+
+    def __init__(self, fetcher: Fetcher, owners: Mapping[int, TensorRecord]) -> None:
+        self._fetcher = fetcher
+        self._owners = owners
+        """By the address of a storage: whose residency it is."""
+        self._pushed: list[saved_tensors_hooks] = []
+        self.seen: Callable[[torch.Tensor], None] | None = None
+        """Told of every tensor that is kept as it is."""
+        self.room: HostRoom | None = None
+        """Where activations wait in the host's memory, once any did."""
+
+    @property
+    def depth(self) -> int:
+        """How often ours are on the stack of pairs."""
+        return len(self._pushed)
+
+    @property
+    def innermost(self) -> bool:
+        """Whether ours is the pair that is asked."""
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return pair is not None and bool(pair[0] == self.pack)
+
+    @undisturbed
+    def push(self) -> None:
+        """Make ours the innermost pair, unless another is active."""
+        if not active():
+            context = saved_tensors_hooks(self.pack, self.unpack)
+            context.__enter__()
+            self._pushed.append(context)
+
+    def kept_by_others(self) -> Kept:
+        """Which parameters another pair would be given themselves, and keep, if they were saved now."""
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if pair is None or pair[0] == self.pack:
+            return Kept.NONE
+        return Kept.FROZEN if getattr(pair[0], "__module__", "") == checkpoint.__name__ else Kept.ALL
+
+    @undisturbed
+    def pop_to(self, depth: int) -> None:
+        """Undo every `push` since there were so many."""
+        while len(self._pushed) > depth:
+            self._pushed.pop().__exit__(None, None, None)
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """What is kept of a tensor that backward will want."""
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        record = self._owners.get(storage._cdata)
+        if record is None:
+            if storage.nbytes() < tensor.nbytes and 0 in tensor.stride():
+                self._fetcher.check_placeholder(storage)
+        elif record.dtype is tensor.dtype:
+            return Handle(record, tensor)
+        if self.seen is not None:
+            self.seen(tensor)
+        return tensor.detach(), tensor._version
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+                )
+            return tensor
+        if not isinstance(packed, Handle):
+            return packed
+        record = packed.record
+        if packed.epoch != record.epoch:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{record.name!r} was saved for backward before step {record.epoch}, which changed it"
+            )
+        bound = self._fetcher.fetch(record)
+        return bound.view.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def active() -> bool:
+    """Whether any pair of saved-tensor hooks is active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

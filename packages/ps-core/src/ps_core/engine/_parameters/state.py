@@ -1,0 +1,255 @@
+"""What the engine knows of each parameter and of each group: pure bookkeeping, no moves.
+
+[Note: payload and gradient]
+A record's *payload* is what its part of the group's 16-bit (or, in fp32, only) weight holds:
+
+    VALID   the parameter.
+    OVER    its gradient, written over it; the parameter itself is in the fp32 master only.
+    LOST    nothing: a slot was born for gradients without fetching, and this tensor got none. The master has it.
+
+Its *gradient* is nowhere, over the payload, in the group's fp32 accumulator on the tier of its home, or aside: a
+tensor of autograd's own, held for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ps_core._program import Extent, Kind
+
+if TYPE_CHECKING:
+    from ps_core.engine._memory.store import Home, Slot
+    from ps_core.engine._parameters.managed_parameter import ManagedParameter
+
+TAIL_NUMEL = 64
+"""A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
+
+
+class Payload(Enum):
+    """What a record's part of the weight holds; see [Note: payload and gradient]."""
+
+    VALID = auto()
+    OVER = auto()
+    LOST = auto()
+
+
+class Gradient(Enum):
+    """Where a record's gradient is; see [Note: payload and gradient]."""
+
+    NONE = auto()
+    OVER = auto()
+    SUMMED = auto()
+    ASIDE = auto()
+
+
+@dataclass(slots=True)
+class Bound:
+    """A parameter's residency: a view of a slot with a storage of its own, whose uses can be counted."""
+
+    slot: Slot
+    view: torch.Tensor
+    storage: torch.UntypedStorage
+    uses: int
+    """How often the storage is used while nothing else holds on to it."""
+
+    @property
+    def aliased(self) -> bool:
+        """Whether something besides the parameter holds on to the memory."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
+
+    @property
+    def outlived(self) -> bool:
+        """Whether something holds on to the memory although the parameter does not any more."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
+
+
+@dataclass(slots=True, eq=False)
+class TensorRecord:
+    """One parameter under management."""
+
+    index: int
+    name: str
+    parameter: ManagedParameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    """What it is computed in."""
+    numel: int
+    trainable: bool
+    given: tuple[type[nn.Parameter], torch.dtype]
+    """The class and the type it came with."""
+    owners: frozenset[type[nn.Module]] = frozenset()
+    """What modules it is a parameter of."""
+    offset: int = 0
+    """First element in its group."""
+    group: GroupRecord = field(init=False)
+    placeholder: torch.Tensor = field(init=False)
+    bound: Bound | None = None
+    payload: Payload = Payload.VALID
+    gradient: Gradient = Gradient.NONE
+    aside: torch.Tensor | None = None
+    waiting: bool = False
+    """The gradient aside may go over the payload as soon as nothing needs that any more."""
+    factor: float = 1.0
+    """What the user multiplied the gradient by (clipping); applied by the step."""
+    assigned: bool = False
+    """The gradient was given by ``parameter.grad = ...``."""
+    dropped: bool = False
+    """A gradient came that nothing will step, and nobody has forgotten it since."""
+    face: torch.Tensor | None = None
+    """What ``parameter.grad`` answers while there is a gradient."""
+    part: torch.Tensor | None = None
+    """Sum of squares and non-finite flag of the gradient, once taken."""
+    steps: int = 0
+    token: object = field(default_factory=object)
+    """Held by every saved tensor that will want this parameter."""
+    token_uses: int = 0
+    """How often it is held by nobody."""
+    unit: list[TensorRecord] = field(default_factory=list)
+    """The parameters of its compiled block, which backward wants together; empty: it is in none."""
+    epoch: int = 0
+    """Changes with every step that changes the parameter."""
+    version: int = 0
+    """What PyTorch counts of changes in place; any change is the user's."""
+    tied: list[TensorRecord] = field(default_factory=list)
+    """The parameters that had the same memory, this one among them, all in one group; empty: there are no others."""
+
+    def __post_init__(self) -> None:
+        self.token_uses = sys.getrefcount(self.token)
+        self.live_on(torch.device("cpu"))
+
+    def live_on(self, device: torch.device) -> None:
+        """Where the parameter says it is while it is elsewhere."""
+        self.placeholder = torch.full((), float("nan"), dtype=self.dtype, device=device).expand(self.shape)
+
+    @property
+    def span(self) -> slice:
+        """Its elements in the group."""
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def handles(self) -> int:
+        """Saved tensors that will want this parameter. (Counted by Python itself: no code that could be broken off.)"""
+        return sys.getrefcount(self.token) - self.token_uses
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody may still read the parameter where it lies."""
+        return self.handles > 0 or (self.bound is not None and self.bound.aliased)
+
+    @property
+    def piece(self) -> slice:
+        """Its elements in this process's shard of the group; all of them where there is one process."""
+        return self.group.clip(self.span)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements of a group's chunk, in the parameter's shape and memory order."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+    @property
+    def first(self) -> TensorRecord:
+        """The first parameter of its tie; itself, where there is none."""
+        return self.tied[0] if self.tied else self
+
+    @property
+    def others(self) -> list[TensorRecord]:
+        """The other parameters of its tie, which are to have the same elements at all times."""
+        return [other for other in self.tied if other is not self]
+
+    def fresh(self) -> None:
+        """Forget the gradient (the payload is another matter)."""
+        self.gradient = Gradient.NONE
+        self.aside = None
+        self.waiting = False
+        self.factor = 1.0
+        self.part = None
+        self.assigned = False
+        self.dropped = False
+        self.face = None
+
+
+@dataclass(slots=True, eq=False)
+class GroupRecord:
+    """One group: whole tensors that move together, and where each kind of its chunks lives."""
+
+    index: int
+    weight: Kind
+    """P16, or P32 where that is what is computed with."""
+    dtype: torch.dtype
+    trainable: bool
+    fixed: int | None = None
+    """The tier where all of it is for good, outside every plan: the compute tier (parameters kept in fp32), or the
+    host's (tables, of which only rows leave it). None: it moves."""
+    tensors: list[TensorRecord] = field(default_factory=list)
+    numel: int = 0
+    homes: dict[Kind, Home] = field(default_factory=dict)
+    reading: int = -1
+    """Serial number of the last moment that reads it."""
+    gaining: int = -1
+    """Serial number of the last moment that brings it gradients."""
+    gathered: bool = False
+    """Its homes are one of ``ranks`` equal shards; parameters are bound to a copy put together from all of them."""
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is on one tier for good, and in no plan."""
+        return self.fixed is not None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether that is the host's, so that it never comes to the compute tier."""
+        return self.fixed == 1
+
+    def add(self, record: TensorRecord) -> None:
+        """Append a tensor."""
+        record.group, record.offset = self, self.numel
+        self.tensors.append(record)
+        self.numel += record.numel
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of the whole group, padding included."""
+        tail = TAIL_NUMEL * self.ranks
+        return max(tail, -(-self.numel // tail) * tail)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that this process keeps."""
+        return self.chunk_numel // self.ranks
+
+    def clip(self, span: slice) -> slice:
+        """Which elements of this process's shard are these of the group."""
+        first, numel = self.rank * self.shard_numel, self.shard_numel
+        start, stop = (min(max(each - first, 0), numel) for each in (span.start, span.stop))
+        return slice(start, stop)
+
+    @property
+    def home(self) -> Home:
+        """The weight's, as parameters are bound to it."""
+        return self.homes[Kind.FULL if self.gathered else self.weight]
+
+    def extent(self, kind: Kind) -> Extent:
+        """One kind of this group."""
+        return Extent(kind, self.index)
+
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        """What a kind is stored in."""
+        return self.dtype if kind in (self.weight, Kind.FULL, Kind.GRAD) else torch.float32
+
+    @property
+    def aliased(self) -> bool:
+        """Whether somebody holds on to memory of the weight's copy on the compute tier."""
+        return any(record.bound is not None and record.bound.aliased for record in self.tensors)
+
+    @property
+    def name(self) -> str:
+        """For messages: where its first tensor belongs."""
+        return self.tensors[0].name

@@ -1,0 +1,105 @@
+"""Find what was written to a parameter's memory without PyTorch's knowledge: by NumPy, DLPack, a storage, an address.
+
+[Note: writes that PyTorch does not count]
+PyTorch counts changes in place through tensors, and the engine refuses those. It counts no others. So memory of a
+parameter that code outside of the model was given (``detach()``, ``.data``, any view that outlives its call) is
+*exposed*: before the engine reads another copy of the parameter, or writes over this one, it compares the two.
+
+If they differ, what the memory is decides. Where the weight itself is trained (fp32), or nothing trains it, the written
+memory becomes the newest copy, as in plain PyTorch. In 16 bits it is a copy of the fp32 master, and of a group that
+several processes share it was gathered: there the write is refused, as one that PyTorch counts is. Where there is
+nothing to compare with, the memory is the only copy, and a write needs no help.
+
+Memory is compared once after its last alias is gone; as long as there is one, at each step and each reading of states.
+What was gathered from several processes is compared with a copy, so that all of them find the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._memory.store import Slot
+from ps_core.engine._parameters.state import Bound, GroupRecord, Payload, TensorRecord
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameters.residency import Residency
+
+_PIECE_NUMEL = 2**18
+"""So many elements are compared at a time: where one side has to be rounded or fetched, the copy stays small."""
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Exposed:
+    """The exposed memory of one engine; in ordinary training there is none."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self.bounds: dict[int, tuple[TensorRecord, Bound, torch.Tensor | None]] = {}
+        """By the address of the storage; empty in ordinary training, which has to ask nothing else."""
+
+    def add(self, record: TensorRecord) -> None:
+        """Note that code outside of the model has, or had, the memory where a parameter is now."""
+        bound = record.bound
+        assert bound is not None, "only memory that a parameter has can be exposed"
+        if bound.storage._cdata not in self.bounds:
+            before = bound.view.detach().to("cpu", copy=True) if record.group.gathered else None
+            self.bounds[bound.storage._cdata] = (record, bound, before)
+
+    def forget(self, group: GroupRecord) -> None:
+        """Do without the memory of a group's copy, which other groups may be given from now on."""
+        if self.bounds:
+            self.bounds = {key: row for key, row in self.bounds.items() if row[0].group is not group}
+
+    def clear(self) -> None:
+        """Forget all of it: its contents do not matter any more."""
+        self.bounds.clear()
+
+    @torch.no_grad()
+    def check(self, record: TensorRecord | None = None, *, ended: bool = False) -> None:
+        """Keep or refuse what was written: to one parameter, or to all; ``ended``: where no alias is left."""
+        for key, (owner, bound, before) in list(self.bounds.items()):
+            alive = bound.aliased if bound is owner.bound else bound.outlived
+            if record not in (None, owner) or (ended and alive):
+                continue
+            if not alive or not bound.slot.memory.numel():
+                del self.bounds[key]
+            if bound.slot.memory.numel():
+                self._check(owner, bound, before, alive=alive)
+
+    def _check(self, record: TensorRecord, bound: Bound, before: torch.Tensor | None, *, alive: bool) -> None:
+        residency, home, slot = self._residency, record.group.home, bound.slot
+        group = record.group
+        if slot.stamp != home.stamp:
+            if alive and home.copies.get(slot.tier) is slot and not group.gathered:
+                residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
+        elif record.payload is Payload.VALID and (
+            self._differs(record, slot) if before is None else not _same(bound.view, before)
+        ):
+            if group.gathered or (group.trainable and group.weight is Kind.P16):
+                residency.tampered.append(record)
+                residency.undo_changes(record, slot)
+            else:
+                flat = slot.flat(group.dtype, group.chunk_numel)
+                for other in record.others:
+                    flat[other.span].copy_(flat[record.span])
+                home.changed(slot)
+
+    def _differs(self, record: TensorRecord, slot: Slot) -> bool:
+        """Whether a parameter's elements in a slot are others than in what they were copied from."""
+        mine, source = self._residency.sides(record, slot)
+        if source is None:
+            return False
+        self._residency.await_all(Queue.CPU)
+        self._residency.store.device.work(Queue.CPU, f"compare {record.name}", (mine, source), ())
+        return not _same(mine, source)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these have the same bits, once both are of the first one's type."""
+    bits = _BITS[one.dtype.itemsize]
+    pieces = zip(*(torch.split(each.reshape(-1), _PIECE_NUMEL) for each in (one, other)), strict=True)
+    return all(torch.equal(left.cpu().view(bits), right.cpu().to(left.dtype).view(bits)) for left, right in pieces)

@@ -1,1 +1,0 @@
-"""One model shared by several processes: shards, gathers and sums, on demand."""

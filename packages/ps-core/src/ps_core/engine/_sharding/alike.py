@@ -1,0 +1,96 @@
+"""What every rank must do alike between collectives; it is compared where the ranks meet next.
+
+[Note: alike]
+A rank applies to its own shard what the program sets, loads, writes, scales or forgets. If one rank does otherwise than
+the others, the model's parts no longer belong together, and no rank would notice. So each notes what it does. The notes
+are compared before a state is read, before a step and as a pass begins; `RanksDiverged` says who did what. A rank
+without notes compares nothing. If others have some, the collective that it does instead gives it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from hashlib import blake2b
+from itertools import groupby
+from zlib import crc32
+
+import torch
+
+from ps_core._errors import RanksDiverged
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._optim.settings import Settings
+from ps_core.engine._parameters.state import Gradient, TensorRecord
+from ps_core.engine._sharding.collectives_protocol import Together
+
+_SHOWN = 2
+"""Notes that a message tells in words."""
+
+
+class Alike:
+    """Notes of one rank, compared with the others'."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self._clear()
+
+    def _clear(self) -> None:
+        self._notes = blake2b(digest_size=6)
+        self._count, self._shown = 0, list[str]()
+        self._first = ""
+
+    def note(self, what: str, how: str) -> None:
+        """Note something that this rank did."""
+        self._notes.update(f"{what}: {how}\n".encode())
+        self._count += 1
+        self._first = self._first or what
+        if len(self._shown) < _SHOWN:
+            self._shown.append(f"{what}: {how}")
+
+    def compare(self) -> None:
+        """Raise `RanksDiverged` unless all ranks noted the same; without notes do nothing."""
+        if self._count:
+            first, text = self._first, self._text()
+            self._clear()
+            self._together.agree(f"what was done between passes, first: {first}", text)
+
+    def compare_step(
+        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+    ) -> None:
+        """Raise `RanksDiverged` unless all ranks noted the same, and step by the same numbers."""
+        settings = [settings_of(record) for record in records]
+        items = {
+            **{each.name: _runs(getattr(one, each.name) for one in settings) for each in fields(Settings)},
+            "max_grad_norm": str(max_norm),
+            "the loss scale": str(loss_scale),
+            "steps so far": _runs(record.steps for record in records),
+            "requires_grad": _runs(record.parameter.requires_grad for record in records),
+            "which parameters have gradients": _runs(record.gradient is not Gradient.NONE for record in records),
+            "what was done between passes": self._text(),
+        }
+        self._clear()
+        digest = blake2b(repr(items).encode(), digest_size=6).digest()
+        mine = float(int.from_bytes(digest, "little"))
+        if len({row[0] for row in self._together.all_values([mine], "what optimizer.step() goes by")}) == 1:
+            return
+        for name, value in items.items():
+            self._together.agree(f"when optimizer.step() is called, {name}", value)
+        raise RanksDiverged("what optimizer.step() goes by must be the same on all ranks")
+
+    def _text(self) -> str:
+        more = f", and {self._count - len(self._shown)} more" if self._count > len(self._shown) else ""
+        return f"{'; '.join(self._shown)}{more} [{self._notes.hexdigest()}]" if self._count else "nothing"
+
+
+def checksum(value: torch.Tensor) -> str:
+    """Return the CRC-32 of a tensor's elements, row by row."""
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    return f"{crc32(flat.view(torch.uint8).numpy().data):08x}"
+
+
+def _runs(values: Iterable[object]) -> str:
+    """Tell the values of all parameters, in their order."""
+    found = [(value, len(list(run))) for value, run in groupby(values)]
+    if len(found) == 1:
+        return str(found[0][0])
+    return ", ".join(f"{value} for {count}" for value, count in found)

@@ -1,0 +1,300 @@
+"""Gradients and states of a shared model: each process sums, measures and steps its own shards.
+
+[Note: where sums lie]
+With one backward pass a step, in 16 bits, the sum over processes is rounded once to the weight's type and takes the
+place of this process's shard of the weight, so that it costs no memory; whoever gathers the group before the step gets
+the shard from the master, which nobody has changed. What comes on top (a second backward pass) makes it move into fp32
+sums, and the weight is rebuilt. Else sums are fp32 from the start. All this follows from which gradients came, which is
+the same on every process, and from nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import ps_kernels
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._optim.group_step import SettingsOf, numbers
+from ps_core.engine._optim.on_demand_step import Updater
+from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._sharding.alike import Alike, checksum
+from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._sharding.promotion import low_tier
+from ps_core.engine._sharding.residency import ShardResidency
+
+_CUT_NUMEL = 1 << 18
+"""Elements of a sum on the disk that are read, added to and written at a time."""
+
+
+class ShardGradients(GradientKeeper):
+    """Sums over processes; see [Note: who sums what when] in `driver` and [Note: where sums lie]."""
+
+    def __init__(self, residency: ShardResidency, together: Together, *, overwrites: bool) -> None:
+        super().__init__(residency, overwrites=False)
+        self._shards, self._together = residency, together
+        self.alike = Alike(together)
+        self._over_weights = overwrites
+        self._fresh: set[TensorRecord] = set()
+        """Those whose gradient is on its way, and is nowhere yet."""
+        self._measured: dict[TensorRecord, torch.Tensor] = {}
+        """This process's part of the norm, where it was taken when the sum came."""
+
+    def announce(self, record: TensorRecord) -> None:
+        """A gradient is on its way."""
+        record.part = None
+        self._measured.pop(record, None)
+        if record.gradient is Gradient.NONE:
+            record.gradient = Gradient.SUMMED
+            self._fresh.add(record)
+
+    def discard(self, records: list[TensorRecord]) -> None:
+        """As for one process; the other ranks must forget the same."""
+        if records:
+            names = ", ".join(record.name for record in records)
+            self.alike.note(f"{len(records)} gradients were forgotten", names)
+        super().discard(records)
+
+    def scale(self, record: TensorRecord, factor: float) -> None:
+        """As for one process; the other ranks must scale alike."""
+        self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
+        super().scale(record, factor)
+
+    def settled(self) -> None:
+        """Everything that was announced has come."""
+        self._fresh.clear()
+
+    def dtype(self, group: GroupRecord) -> torch.dtype:
+        """What sums over processes are rounded to."""
+        return group.dtype if self._goes_over(group) else torch.float32
+
+    def _goes_over(self, group: GroupRecord) -> bool:
+        return self._over_weights and group.weight is Kind.P16
+
+    def _empty(self, group: GroupRecord) -> Home | None:
+        """What the next sum of a group fills; None: there is one already, to which it is added."""
+        if any(each.gradient is not Gradient.NONE and each not in self._fresh for each in group.tensors):
+            return None
+        return group.homes[Kind.P16] if self._goes_over(group) else self.accumulator(group)
+
+    def direct(self, group: GroupRecord) -> Slot | None:
+        """Where the sum over processes may be put as it is, if there is such a place on the compute tier."""
+        home = self._empty(group)
+        if home is None or home.slot.tier:
+            return None
+        if self._goes_over(group):
+            _lose(group)
+        return home.slot
+
+    def add_shard(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
+        """Take the sum over processes of this shard, which lies on the compute tier."""
+        home = self._empty(group)
+        if home is None:
+            self._add(group, records, slot)
+        else:
+            over = self._goes_over(group)
+            if over:
+                _lose(group)
+                self._measure_all(records, slot)
+            self._fill(home, slot)
+            for record in records:
+                record.gradient = Gradient.OVER if over else Gradient.SUMMED
+                record.payload = Payload.OVER if over else Payload.VALID
+        self._fresh.difference_update(records)
+
+    def nothing_came(self, group: GroupRecord) -> None:
+        """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
+
+        What processes ask of each other later goes by payloads, so they may not depend on where shards are.
+        """
+        if all(each.gradient is Gradient.NONE for each in group.tensors):
+            for record in group.tensors:
+                record.payload = Payload.VALID
+
+    def _fill(self, home: Home, slot: Slot) -> None:
+        """Have at home what a slot holds."""
+        home.changed(slot)
+        if slot is not home.slot:
+            home.copies[slot.tier] = slot
+            self._shards.write_home(home)
+            self._shards.check_disk()
+            del home.copies[slot.tier]
+
+    def _add(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
+        """Add to what there is, in fp32."""
+        self.reclaim(group)
+        home, kind = self.accumulator(group), self.dtype(group)
+        tier = self._store.work_tier(home.slot.tier)
+        stage = slot if tier == slot.tier else self._down(slot, tier)
+        source = stage.flat(kind, group.shard_numel)
+        self._shards.await_all(Queue.CPU)
+        self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
+        for record in records:
+            factor, record.factor = record.factor, 1.0
+            for part in self._cut(home, record.piece):
+                if record in self._fresh:
+                    self._shards.save(home, part, source[part])
+                    continue
+                total = self._shards.load(home, part)
+                ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), source[part])
+                self._shards.save(home, part, total)
+        if stage is not slot:
+            self._shards.give_back(stage)
+
+    def _cut(self, home: Home, span: slice) -> Iterator[slice]:
+        """The whole of it in memory, pieces on the disk."""
+        step = _CUT_NUMEL if home.slot.place is not None else max(1, span.stop - span.start)
+        for start in range(span.start, span.stop, step):
+            yield slice(start, min(start + step, span.stop))
+
+    def _down(self, slot: Slot, tier: int) -> Slot:
+        """A copy on the host tier."""
+        stage = self._store.reserve(tier, slot.bytes)
+        self._shards.await_all(Queue.D2H)
+        self._store.device.copy(Queue.D2H, stage.memory, slot.memory)
+        self._shards.watcher.moved(0, tier, slot.bytes)
+        return stage
+
+    def reclaim(self, group: GroupRecord) -> None:
+        """Move gradients that lie over the weight into the sums, and have the weight back."""
+        over = [record for record in group.tensors if record.gradient is Gradient.OVER]
+        gone = [record for record in group.tensors if record.payload is not Payload.VALID]
+        if over:
+            source, target = group.homes[Kind.P16], self.accumulator(group)
+            for part in self._cut(target, slice(0, group.shard_numel)):
+                self._shards.save(target, part, self._shards.load(source, part))
+            for record in over:
+                record.gradient = Gradient.SUMMED
+        self._shards.rebuild(group, gone)
+        for record in gone:
+            record.payload = Payload.VALID
+
+    def _tier_of_sums(self, group: GroupRecord) -> int:
+        """Below, whatever has risen: room was only found for what is there in every step."""
+        return low_tier(group.homes[Kind.P32])
+
+    # Norms.
+
+    def measure(self, record: TensorRecord, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum of squares and non-finite flag of the whole gradient; the first to ask has all of them taken."""
+        if record.part is None:
+            rows = [each for group in self._residency.groups for each in group.tensors]
+            self.parts([each for each in rows if each.gradient is not Gradient.NONE])
+        assert record.part is not None, "it is among them"
+        return record.part
+
+    def parts(self, records: list[TensorRecord]) -> list[torch.Tensor]:
+        """The same for these; sums over shards in the order of the shards, in double precision."""
+        missing = [record for record in records if record.part is None]
+        if missing:
+            self._measure_homes([record for record in missing if record not in self._measured])
+            mine = [value for part in numbers([self._measured.pop(each) for each in missing]) for value in part]
+            rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
+            for place, record in enumerate(missing):
+                squares = sum(row[2 * place] for row in rows)
+                record.part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
+        return [record.part for record in records if record.part is not None]
+
+    def _measure_homes(self, records: list[TensorRecord]) -> None:
+        """Where they lie, in one call for each group; what is on the disk is read one by one."""
+        rows: dict[Home, list[TensorRecord]] = {}
+        for record in records:
+            home = record.group.homes[Kind.P16 if record.gradient is Gradient.OVER else Kind.ACC]
+            rows.setdefault(home, []).append(record)
+        for home, found in rows.items():
+            if home.slot.place is None:
+                self._measure_pieces(found, self._shards.load(home, slice(0, found[0].group.shard_numel)))
+            else:
+                self._measured.update({each: _measured(self._shards.load(home, each.piece)) for each in found})
+
+    def _measure_all(self, records: list[TensorRecord], slot: Slot) -> None:
+        """While it is on the compute tier."""
+        group = records[0].group
+        self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
+        self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
+
+    def _measure_pieces(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
+        parts = torch.zeros(len(records), 2, device=flat.device)
+        ps_kernels.sumsq_finite(flat, parts, spans=[(each.piece.start, each.piece.stop) for each in records])
+        self._measured.update(zip(records, parts.unbind(), strict=True))
+
+
+def _measured(flat: torch.Tensor) -> torch.Tensor:
+    part = torch.zeros(2, device=flat.device)
+    if flat.numel():
+        ps_kernels.sumsq_finite(flat, part)
+    return part
+
+
+def _lose(group: GroupRecord) -> None:
+    """The shard of the weight is not the weight any more."""
+    for record in group.tensors:
+        record.payload = Payload.LOST
+
+
+class ShardUpdater(Updater):
+    """Steps this process's shards."""
+
+    def __init__(self, residency: ShardResidency, gradients: ShardGradients, groups: list[GroupRecord]) -> None:
+        super().__init__(residency, gradients, groups)
+        self._shards, self._alike = residency, gradients.alike
+
+    def compare(self) -> None:
+        """Raise `RanksDiverged` unless all ranks did the same between passes."""
+        self._alike.compare()
+
+    def compare_step(
+        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+    ) -> None:
+        """Raise `RanksDiverged` unless all ranks are about to do the same step."""
+        self._alike.compare_step(records, settings_of, max_norm, loss_scale)
+
+    def weight(self, record: TensorRecord) -> torch.Tensor:
+        """As for one process."""
+        self.compare()
+        return super().weight(record)
+
+    def read(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """As for one process."""
+        self.compare()
+        return super().read(record, kind)
+
+    def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """As for one process; the other ranks must write the same."""
+        of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
+        self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
+        super().write(record, kind, value)
+
+    def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
+        """Step one group's shard; what was gathered is old now."""
+        while not self._store.work_tier(group.homes[Kind.P32].slot.tier):
+            missing = [home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier]
+            if self._store.has_holes(missing) or not self._shards.risers.sink(1):
+                break
+        super().step_one(group, settings_of, factor)
+        group.home.stamp += 1
+
+    def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
+        home = group.homes[kind]
+        below = home.copies.get(tier)
+        if below is None or home.slot.tier == tier:
+            return super()._on(group, kind, tier)
+        if kind is group.weight and all(record.gradient is Gradient.SUMMED for record in group.tensors):
+            return below  # all of it is written
+        return self._residency.copy_to(home, below)
+
+    def _put_back(self, home: Home, slot: Slot) -> None:
+        if slot.tier == low_tier(home) != home.slot.tier:  # the place that it keeps below
+            self._residency.write_home(home)
+        else:
+            super()._put_back(home, slot)
+
+    def free_sums(self) -> None:
+        """After a step; what these had is room to rise to."""
+        super().free_sums()
+        self._shards.forget()
+        self._shards.risers.rise()

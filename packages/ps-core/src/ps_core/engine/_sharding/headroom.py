@@ -1,0 +1,82 @@
+"""What there is room for on this process's compute tier: groups ahead of need, gradients and sums, all groups at once.
+
+Nobody is told, but for what all agree on after a first pass (`Space.beyond`); so no result depends on it.
+"""
+
+from __future__ import annotations
+
+from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._sharding.in_flight import Steps
+from ps_core.engine._sharding.negotiation import Talks
+from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._sharding.schedule import Room, Turn
+
+_MARGIN = 2
+"""Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""
+_AHEAD = 2
+"""Groups gathered ahead of need, as long as there are shards that had better have the room."""
+
+
+class Space:
+    """Decides by what is there, and by what passes took so far."""
+
+    def __init__(self, residency: ShardResidency, steps: Steps, talks: Talks, prefetch: int | None) -> None:
+        self._shards, self._steps, self._talks, self._prefetch = residency, steps, talks, prefetch
+        self._store = residency.store
+        self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
+
+    def has_ahead(self, group: GroupRecord, *, trains: bool, keeps: bool) -> bool:
+        """Whether there is room for a group that is not needed yet.
+
+        ``trains``: a backward pass may come. ``keeps``: there was room for all groups at once.
+        """
+        if self._prefetch is not None and len(self._steps.ahead) >= self._prefetch:
+            return False
+        size = 0 if self._store.spare.has(group.home.bytes) else group.home.bytes
+        if keeps:
+            return self._steps.roomy(size)
+        if self._prefetch is None and self._shards.risers.waiting and len(self._steps.ahead) >= _AHEAD:
+            return False
+        besides = max(0, self._store.highest_tide_bytes - self._store.tide_bytes)
+        if trains:  # what a moment of backward takes besides
+            besides += self._largest_bytes + self._steps.sum_bytes(group)
+        return self._steps.roomy(size, besides)
+
+    def clear_way(self, size: int, *, backward: bool, bound: bool) -> None:
+        """Try to have so much room: by waiting for sums, or else by having one taken early, but not where ``bound``.
+
+        What the tide may need besides is left, as far as waiting, or taking shards back that have risen, can do it.
+        """
+        give_in = self._shards.risers.give_in
+        while not self._steps.has_room(size, self._swell_bytes(backward=backward)):
+            if not (self._wait_for_sum() or give_in(size)):
+                break
+        while not self._steps.finds_unused(size):
+            if self._wait_for_sum() or give_in(size):
+                continue
+            if not self._steps.staged or bound:
+                return
+            self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
+
+    def _swell_bytes(self, *, backward: bool) -> int:
+        """How much higher the tide may get before more is wanted: on the way back it falls from moment to moment."""
+        store = self._store
+        most = max(0, store.highest_tide_bytes - store.tide_bytes)
+        return min(most, store.highest_swell_bytes) if backward else most
+
+    def _wait_for_sum(self) -> bool:
+        """Wait for one that is under way, if there is any."""
+        under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
+        if under_way is not None:
+            self._talks.wait(under_way)
+        return under_way is not None
+
+    def beyond(self) -> Room:
+        """What more there is room for than passes took so far."""
+        store, groups = self._store, self._shards.groups
+        states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
+        besides = _MARGIN * (store.peak_bytes[0] - states)
+        if states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes:
+            return Room.ALL
+        ahead = self._prefetch != 0 and store.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
+        return Room.NEXT if ahead else Room.TIGHT

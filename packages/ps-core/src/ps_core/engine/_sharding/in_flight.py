@@ -1,0 +1,237 @@
+"""Collectives of a pass, made ready and taken in: their memory, and what this process puts into them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._program import WIRE_BYTES
+from ps_core._units import align_up
+from ps_core.engine._memory.store import Slot
+from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.residency import Watcher
+from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._sharding.collective_order import Staged, Step, Turns
+from ps_core.engine._sharding.gradients import ShardGradients
+from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._sharding.schedule import Act, Turn
+
+_ON_WAY = 2
+"""Sums that may be on their way at once: each holds a group's memory."""
+
+
+class GatherWatcher(Watcher, Protocol):
+    """Told of gathers too."""
+
+    def fetched(self, *, early: bool) -> None:
+        """A group was wanted and had to be gathered; ``early``: that had begun already."""
+
+
+class Steps:
+    """What this process has under way."""
+
+    def __init__(self, residency: ShardResidency, gradients: ShardGradients, turns: Turns) -> None:
+        self._shards, self._sums, self._turns = residency, gradients, turns
+        self._store = residency.store
+        self.staged: dict[GroupRecord, Staged] = {}
+        self.ahead: dict[GroupRecord, Step] = {}
+        """Gathers that were begun (and may be over), and whose group nobody has used yet."""
+        self.on_way: deque[Step] = deque()
+        """In the order in which they are done."""
+        residency.risers.works_on = self._works_on
+        self._records = {record.index: record for group in residency.groups for record in group.tensors}
+
+    # Gathers.
+
+    def gather(self, group: GroupRecord, position: int | None, *, wanted: bool) -> Step:
+        """Ready to gather a group, or only to give this process's shard."""
+        act, name = Act(Turn.GATHER, group.index), f"gather {group.name}"
+        if wanted:
+            slot, whole, own = self._shards.begin_gather(group)
+            step = Step(act, group, position, own, whole, slot=slot)
+            self.ahead[group] = step
+            self._store.device.work(Queue.COLL, name, (own,), (whole,))
+        else:
+            step = Step(act, group, position, torch.empty(0))
+            self.offer(step)
+        return step
+
+    def offer(self, step: Step) -> None:
+        """Have this process's shard ready for those who gather; again, where its place is to be used otherwise."""
+        self.finds_hole(step.group.homes[step.group.weight].bytes)
+        step.shard, lent = self._shards.offered(step.group, changing=self.sum_on_way(step.group) is not None)
+        step.slots = () if lent is None else (lent,)
+        self._store.device.work(Queue.COLL, f"gather {step.group.name}", (step.shard,), ())
+
+    # Sums.
+
+    def sum(self, group: GroupRecord, position: int | None, *, gives: bool, alone: bool = True) -> Step:
+        """Ready to sum a group's gradients over processes.
+
+        ``gives``: what is staged goes into it. ``alone``: no other sum of the group is under way.
+        """
+        act, nothing = Act(Turn.SUM, group.index), torch.empty(0)
+        step = Step(act, group, position, nothing, staged=self.staged.pop(group) if gives else None)
+        self.fill_in(step, alone=alone)
+        return step
+
+    def fill_in(self, step: Step, *, alone: bool = True) -> None:
+        """Give a sum the memory it needs."""
+        group, staged = step.group, step.staged
+        name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
+        scratch = self.reserve(self._scratch_bytes(group), name)
+        direct = self._sums.direct(group) if alone else None  # behind whatever may move homes
+        target = direct or self.reserve(numel * kind.itemsize, name)
+        if staged is not None:
+            step.whole = staged.slot.flat(group.dtype, group.chunk_numel)
+            self._clear(group, staged, step.whole)
+        self._shards.beside.before()
+        reads = () if step.whole is None else (step.whole,)
+        self._store.device.work(Queue.COLL, name, reads, (target.memory, scratch.memory))
+        step.shard, step.scratch, step.slot = target.flat(kind, numel), scratch.memory, target
+        step.slots = (scratch,) if direct else (scratch, target)
+
+    def take_apart(self, step: Step) -> None:
+        """Do without the memory of a step that was left: a sum is filled in again, a gather asked for again."""
+        if step.act.turn is Turn.SUM:
+            slots = step.slots
+            step.slot, step.slots = None, ()
+        elif step.whole is not None:
+            assert step.slot is not None, "it has where to go"
+            assert step.position is not None, "it waits for its place in the schedule"
+            self.ahead.pop(step.group, None)
+            step.group.home.copies.pop(0, None)
+            self._turns.leave(step.position)
+            slots = (step.slot,)
+            step.whole = step.slot = None
+            self.offer(step)
+        else:
+            return
+        for slot in slots:
+            self._shards.lend(slot)
+        self._store.free_spare()
+
+    def sum_bytes(self, group: GroupRecord) -> int:
+        """The room that a sum takes besides the gradients, at most."""
+        shard = group.shard_numel * self._sums.dtype(group).itemsize
+        return self._scratch_bytes(group) + max(align_up(shard), 128)
+
+    def _scratch_bytes(self, group: GroupRecord) -> int:
+        return max(align_up(min(self._shards.beside.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
+
+    def _clear(self, group: GroupRecord, staged: Staged, whole: torch.Tensor) -> None:
+        """Zeros where there is no gradient."""
+        gaps = [record.span for record in group.tensors if record not in staged.records]
+        for gap in (*gaps, slice(group.numel, group.chunk_numel)):
+            if gap.stop > gap.start:
+                self._store.device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
+                whole[gap].zero_()
+
+    def _works_on(self, group: GroupRecord) -> bool:
+        return any(step.group is group for step in self.on_way)
+
+    def sum_on_way(self, group: GroupRecord) -> Step | None:
+        """The sum of a group that is not over."""
+        return next((step for step in self.on_way if step.group is group and step.act.turn is Turn.SUM), None)
+
+    def too_many_sums(self) -> Step | None:
+        """The sum to be waited for before another one is begun."""
+        sums = [step for step in self.on_way if step.act.turn is Turn.SUM]
+        return sums[0] if len(sums) >= _ON_WAY else None
+
+    # What is over.
+
+    def take_in(self) -> None:
+        """Have the results of what is over."""
+        while self.on_way and self.on_way[0].done:
+            step = self.on_way.popleft()
+            if step.index >= 0:
+                self._shards.beside.after(step.over)
+            if step.act.turn is Turn.SUM:
+                records = [self._records[index] for index in _bits(step.tensors)]
+                for record in records:
+                    self._sums.announce(record)
+                if records:
+                    assert step.slot is not None, "a sum fills a slot"
+                    self._sums.add_shard(step.group, records, step.slot)
+                else:
+                    self._sums.nothing_came(step.group)
+            elif step.slot is not None:
+                self._shards.end_gather(step.group, step.slot)
+            for slot in (*step.slots, *((step.staged.slot,) if step.staged is not None else ())):
+                self._shards.lend(slot)
+
+    def wait(self, step: Step) -> bool:
+        """Wait for a step; False: it was left, for all do something else first."""
+        started = time.perf_counter()
+        assert step.pending is not None, "it was begun"
+        step.pending.wait()
+        self._shards.watcher.waited(time.perf_counter() - started)
+        return step.done
+
+    # Room.
+
+    def reserve(self, size: int, name: str) -> Slot:
+        """A slot on the compute tier."""
+        size = max(align_up(size), 128)
+        self.make_hole(size, name)
+        return self._shards.borrow(size)
+
+    def make_hole(self, size: int, name: str) -> None:
+        """Room on the compute tier."""
+        if not self.finds_hole(size):
+            store, groups = self._store, self._shards.groups
+            total = store.used_bytes[0] + size + store.tide_bytes
+            raise compute_tier_too_small(store, groups, name, total, store.tide_bytes, proven=True)
+
+    def finds_hole(self, size: int) -> bool:
+        """Whether there is so much room, if need be once shards that have risen are below again."""
+        while not self.finds_unused(size):
+            if not self._shards.risers.give_in(size):
+                return False
+        return True
+
+    def finds_unused(self, size: int) -> bool:
+        """Whether there is so much room, if need be once nothing is kept that nobody uses."""
+        for makes_room in (self.take_in, self._shards.sweep, self._store.free_spare, self.drop_unused):
+            if self.has_room(size):
+                return True
+            makes_room()
+        return self.has_room(size)
+
+    def has_room(self, size: int, besides: int = 0) -> bool:
+        """Whether there is so much room, and more, perhaps in memory that is kept for it."""
+        return self.roomy(0, besides) if self._store.spare.has(size) else self.roomy(size, besides)
+
+    def roomy(self, size: int, besides: int = 0) -> bool:
+        """Whether the compute tier has so much room, and more."""
+        line = self._store.tiers[0].capacity_bytes - self._store.tide_bytes
+        return self._store.used_bytes[0] + size + besides <= line and self._store.fits(size, line)
+
+    def drop_unused(self) -> None:
+        """Let go of what was gathered ahead of need."""
+        for group, step in list(self.ahead.items()):
+            if step.done and step not in self.on_way:
+                del self.ahead[group]
+                self._shards.drop(group)
+        self._store.free_spare()
+
+    def clear(self) -> None:
+        """The pass is over, or was broken off: nothing is under way any more."""
+        for staged in self.staged.values():
+            self._shards.lend(staged.slot)
+        self.staged.clear()
+        self.on_way.clear()
+        self.ahead.clear()
+
+
+def _bits(mask: int) -> list[int]:
+    found = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return found

@@ -1,0 +1,133 @@
+"""Processes that begin to train one model together: what must be alike, and who keeps what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from platform import node as node_name
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core._options import Optimizer, Options
+from ps_core.engine._devices.device import Device
+from ps_core.engine._parameters.grouping import Packing
+from ps_core.engine._sharding.alike import checksum
+from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._support.log import say
+
+Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
+"""Of `initial_values`."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Alone:
+    """One process that has all of the model."""
+
+    sharers = 1
+
+    def check(self, device: Device, options: Options) -> None:
+        """Anything goes."""
+
+    def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
+        """There is nobody to share with."""
+
+    def values(self, values: Values) -> Values:
+        """There is nobody to compare with."""
+        return values
+
+
+class Joining:
+    """One process on its way into the group."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self.sharers = together.local_ranks
+        """Processes that divide this computer's memory."""
+
+    def check(self, device: Device, options: Options) -> None:
+        """Refuse what several processes cannot have."""
+        self._together.agree("the kind of device", device.name)
+        if options.eager_step:
+            raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
+        if device.torch_device.type == "cuda":
+            self._check_cards(device)
+            # Before anybody asks how much memory is free: connections take some.
+            words = self._together.reach(device.torch_device)
+            if words is not None and self._together.process == 0:
+                say(words)
+
+    def _check_cards(self, device: Device) -> None:
+        """Refuse that processes share a card while others are idle."""
+        card = self._together.card
+        if card not in (None, device.torch_device.index):
+            raise InvalidInput(
+                f"device={str(device.torch_device)!r}: collectives were connected for cuda:{card}; expected the same "
+                "device, other collectives (ps_dist.connect() again), or connect(transport='gloo')"
+            )
+        node = blake2b(computer().encode(), digest_size=6).digest()
+        mine = (int.from_bytes(node, "little"), device.torch_device.index, torch.cuda.device_count())
+        found = crowded(self._together.all_values(mine, "which process has which device"))
+        if found is not None:
+            raise InvalidInput(
+                f"device={str(device.torch_device)!r}: {found}; before chunked(...) call "
+                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or give each process its own 'cuda:0', 'cuda:1'"
+            )
+
+    def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
+        """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
+        for group in packing.groups:
+            group.gathered, group.fixed = True, None
+            group.rank, group.ranks = self._together.rank, self._together.ranks
+        rows = [
+            (name, tuple(record.shape), record.stride, str(record.dtype), record.trainable, record.group.index)
+            for name, record in packing.records.items()
+        ]
+        layout = blake2b(repr(rows).encode(), digest_size=4).hexdigest()
+        numel = sum(group.numel for group in packing.groups)
+        self._together.agree(
+            "the model and its groups",
+            f"{len(rows)} tensors of {numel:,} elements in {len(packing.groups)} groups ({layout})",
+        )
+        rule = "" if optimizer is None else f"{replace(optimizer, groups=())} and {len(optimizer.groups)} groups"
+        self._together.agree("how it is trained", f"{how}, {rule}")
+
+    def values(self, values: Values) -> Values:
+        """The same values; at the end `RanksDiverged` unless the model begins alike everywhere."""
+        digest = blake2b(digest_size=8)
+        for name, parameter, value in values:
+            digest.update(f"{value.dtype} {checksum(value)}".encode())
+            yield name, parameter, value
+        self._together.agree(
+            "the initial parameters (give every rank the same torch.manual_seed before the model is made)",
+            digest.hexdigest(),
+        )
+
+
+def computer() -> str:
+    """What two processes have in common that count their cards alike.
+
+    Names alone are not enough: copies of an image, and containers, have the same on many computers. A kernel's boot id
+    is of one computer; containers there, which may be given different cards, have names of their own as a rule.
+    Namespaces of processes or networks are not looked at: who is in different ones may have the same cards.
+    """
+    try:
+        boot = _BOOT.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        boot = ""  # no Linux
+    return f"{boot} {node_name()}"
+
+
+def crowded(rows: Sequence[Sequence[float]]) -> str | None:
+    """Who shares a card where there is one for each. A row a process: its computer, its card, how many it sees."""
+    for node, card, seen in rows:
+        here = [rank for rank, row in enumerate(rows) if row[0] == node]
+        sharing = [rank for rank in here if rows[rank][1] == card]
+        if len(sharing) > 1 and seen >= len(here):
+            ranks = ", ".join(map(str, sharing))
+            return f"ranks {ranks} share cuda:{card:.0f}, while their computer has {seen:.0f} for {len(here)} processes"
+    return None

@@ -1,0 +1,157 @@
+"""Shards that come up to the compute tier while there is room: without a plan, what steps have shown decides.
+
+[Note: who rises]
+Above a disk a shard of anything spares a write and a read a step. On an accelerator a 16-bit weight spares two copies
+up and a sum down, and costs a copy of its gradient down and one of what the step makes of it; states spare those two,
+and are stepped on the card. In fp32, where the weight is the master, all of a group spares whatever crosses the link,
+and less than all of it nothing. So weights come first, then sums, then states, and what a step must find in one place
+comes at once. Which shards are where is each process's own business: no result and no message depends on it.
+
+A home that has risen keeps its place below: it can go back at any time, and a step that is done there finds room. What
+a collective works on does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+
+from ps_core._program import Kind
+from ps_core._simulate.cluster import FRAGMENTATION
+from ps_core.engine._memory.reserve import spare_bytes
+from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state import GroupRecord
+
+_WEIGHTS, _SUMS, _STATES = range(3)
+_Unit: TypeAlias = tuple[Home, ...]
+"""Homes of one group that rise and sink at once."""
+
+
+class Risers:
+    """Homes that lie at the top of the compute tier's memory."""
+
+    def __init__(self, residency: Residency, groups: list[GroupRecord]) -> None:
+        self._residency, self._store, self._groups = residency, residency.store, groups
+        self._risen: list[_Unit] = []
+        """In the order in which they came up."""
+        self._besides_bytes = 0
+        """What all else took at most, as known after the last step."""
+        self._spare_bytes = 0
+        """Left free beyond that, since the device ran out of memory."""
+        self.waiting = len(self._store.tiers) > 1
+        """Whether anything would still come up, had it room."""
+        self.works_on: Callable[[GroupRecord], bool] = _nobody
+        """Whether a collective may read or write a group's homes now."""
+
+    def rise(self) -> None:
+        """Between passes: bring up what there was room for all the time, if the last one took no more than before."""
+        store, known = self._store, self._besides_bytes
+        if not (self.waiting or self._risen) or self._residency.broken:
+            return
+        self._besides_bytes = store.peak_besides_bytes
+        room = store.tiers[0].capacity_bytes - self._besides_bytes - store.risen_bytes - self._margin_bytes()
+        self.sink(-room)
+        if self._besides_bytes > known:
+            return
+        for unit in self._below():
+            room -= sum(home.bytes for home in unit)
+            if room < 0 or not self._lift(unit):
+                return
+        self.waiting = False
+
+    def _margin_bytes(self) -> int:
+        """What a card's allocator loses to pieces too small to use."""
+        lost = 0 if self._store.device.lazy else int(self._store.highest_tide_bytes * FRAGMENTATION)
+        return lost + self._spare_bytes
+
+    def _below(self) -> Iterator[_Unit]:
+        """Units that have not risen, those first that are worth most."""
+        apart = self._store.is_disk(1)
+        rows = [row for group in self._groups if not group.pinned for row in _units(group, apart=apart)]
+        for _, unit in sorted(rows, key=lambda row: row[0]):
+            if all(home.planned and home.slot.tier for home in unit):
+                yield unit
+
+    def _lift(self, unit: _Unit) -> bool:
+        """Bring a unit up, if there is memory for it."""
+        targets: list[Slot] = []
+        for home in unit:
+            offset = self._store.highest_hole(home.bytes)
+            try:
+                if offset is None:
+                    break
+                targets.append(self._store.reserve(0, home.bytes, offset))
+            except torch.OutOfMemoryError:  # others have it
+                break
+        if len(targets) < len(unit):
+            for target in targets:
+                self._residency.give_back(target)
+            return False
+        for home, target in zip(unit, targets, strict=True):
+            self._store.risen_bytes += home.bytes
+            self._residency.copy_to(home, target)
+            home.copies[home.slot.tier], home.slot = home.slot, target
+        self._risen.append(unit)
+        return True
+
+    def sink(self, size: int) -> int:
+        """Take so many bytes back, as far as no collective works on them; how many it came to."""
+        done = 0
+        for unit in reversed(list(self._risen)):
+            if done >= size or self._residency.broken:
+                break
+            if not self.works_on(self._groups[unit[0].extent.index]):
+                self._risen.remove(unit)
+                self.waiting = True
+                done += sum(self._lower(home) for home in unit)
+        return done
+
+    def give_in(self, size: int) -> int:
+        """The same amid a pass, which shows that all else needs more than was known."""
+        done = self.sink(size)
+        if done:
+            needed = self._store.tiers[0].capacity_bytes - self._store.risen_bytes
+            self._store.peak_besides_bytes = max(self._store.peak_besides_bytes, needed)
+        return done
+
+    def sink_all(self, missing_bytes: int) -> None:
+        """Take everything back; so much was asked for in vain, if any, and more is to be left free from now on."""
+        if missing_bytes:
+            self._spare_bytes += spare_bytes(missing_bytes, self._store.tiers[0].capacity_bytes)
+        self.sink(self._store.risen_bytes)
+
+    def _lower(self, home: Home) -> int:
+        risen, below = home.slot, home.copies[low_tier(home)]
+        if below.stamp != home.stamp:
+            self._residency.copy_to(home, below)
+            self._residency.check_disk()
+        home.slot = below
+        del home.copies[below.tier]
+        self._store.risen_bytes -= risen.bytes
+        self._residency.give_back(risen)
+        return risen.bytes
+
+
+def low_tier(home: Home) -> int:
+    """Where a home is, or where it goes back to."""
+    return max((home.slot.tier, *home.copies))
+
+
+def _units(group: GroupRecord, *, apart: bool) -> Iterator[tuple[int, _Unit]]:
+    """What of a group rises at once, and how soon; ``apart``: every home by itself."""
+    homes = {kind: home for kind, home in group.homes.items() if kind is not Kind.FULL}
+    ranks = {kind: _WEIGHTS if kind is group.weight else _SUMS if kind is Kind.ACC else _STATES for kind in homes}
+    if apart:
+        yield from ((ranks[kind], (home,)) for kind, home in homes.items())
+    elif group.weight is Kind.P32:
+        yield _WEIGHTS, tuple(homes.values())
+    else:
+        for rank in sorted(set(ranks.values())):
+            yield rank, tuple(home for kind, home in homes.items() if ranks[kind] == rank)
+
+
+def _nobody(group: GroupRecord) -> bool:
+    return False

@@ -1,0 +1,247 @@
+"""A model whose groups are shared by several processes: each keeps a shard, and gathers a group while it is used.
+
+[Note: shards]
+Homes hold this process's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
+has no home: it is gathered when a moment wants it, or before (see `schedule`), and given back when a moment begins that
+does not (or, where all processes have plenty of room, when its gradients leave). A copy that somebody holds on to stays
+charged until it is let go, but counts as gone: when it is let go may be the garbage collector's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core._units import align_up
+from ps_core.engine._memory.store import Home, Slot, Store
+from ps_core.engine._parameters.managed_parameter import changes
+from ps_core.engine._parameters.residency import Residency, Watcher
+from ps_core.engine._parameters.state import Bound, GroupRecord, Payload, TensorRecord
+from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._sharding.promotion import Risers
+from ps_core.engine._sharding.streams import beside
+
+
+class ShardResidency(Residency):
+    """Gathers groups; see [Note: shards]."""
+
+    def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together) -> None:
+        super().__init__(store, groups, watcher)
+        self._together = together
+        self._held: list[tuple[Slot, dict[TensorRecord, Bound]]] = []
+        """Copies that count as gone, but for their memory."""
+        self.risers = Risers(self, groups)
+        self.forwards = 0
+        """So many have begun in this pass, whose activations wait for backward."""
+        self.unknown = False
+        """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
+        self.settle: Callable[[], None] = _nothing
+        """Has everything that is under way done, and lets go of what nobody uses yet."""
+        self._whole: tuple[Home, int, torch.Tensor] | None = None
+        """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
+        self.beside = beside(self, together)
+        for group in groups:
+            size = group.chunk_numel * group.dtype.itemsize
+            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
+            group.homes[Kind.FULL] = Home(group.extent(Kind.FULL), size, nowhere)
+
+    def begin_gather(self, group: GroupRecord) -> tuple[Slot, torch.Tensor, torch.Tensor]:
+        """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
+        home = group.home
+        slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes, group.tensors[0]))
+        slot.stamp = -1
+        whole = slot.flat(group.dtype, group.chunk_numel)
+        numel = group.shard_numel
+        own = whole[group.rank * numel : (group.rank + 1) * numel]
+        self._copy_shard(group, own)
+        return slot, whole, own
+
+    def end_gather(self, group: GroupRecord, slot: Slot) -> None:
+        """What `begin_gather` gave was filled."""
+        slot.extent, slot.stamp = group.home.extent, group.home.stamp
+
+    def offered(self, group: GroupRecord, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
+        """This process's shard for others to gather: where it lies, or else in a slot to be given back.
+
+        ``changing``: it may be written before they have it.
+        """
+        source, valid = group.homes[group.weight].source(), all(r.payload is Payload.VALID for r in group.tensors)
+        if valid and self.beside.reaches(source) and not changing:
+            self.beside.before()
+            return source.flat(group.dtype, group.shard_numel), None
+        slot = self.borrow(max(align_up(group.homes[group.weight].bytes), 128))
+        own = slot.flat(group.dtype, group.shard_numel)
+        self._copy_shard(group, own)
+        return own, slot
+
+    def _copy_shard(self, group: GroupRecord, own: torch.Tensor) -> None:
+        """Put this process's shard into its place, where the collective may read it."""
+        home, place = group.homes[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
+        self.check_disk()
+        if all(record.payload is Payload.VALID for record in group.tensors):
+            self.copy_to(home, place)
+        else:
+            self._cast_shard(group, place)
+        self.beside.before()
+
+    def _cast_shard(self, group: GroupRecord, place: Slot) -> None:
+        """The same from the master, while gradients lie over the weight."""
+        values = self.shard(group.homes[Kind.P32]).view(torch.float32)
+        near = group.homes[Kind.P32].slot.tier == 0 or self.store.tiers[0].name == "host"
+        target = place if near else self.store.reserve(1, place.bytes)
+        queue = Queue.CPU if target.tier else Queue.COMPUTE
+        self.await_all(queue)
+        self.store.device.work(queue, f"shard of {group.name}", (values,), (target.memory,))
+        target.flat(group.dtype, group.shard_numel).copy_(values)
+        if target is not place:
+            self._arrived(self._launch(target, place, place.bytes))
+            self.give_back(target)
+
+    def drop(self, group: GroupRecord) -> bool:
+        """Let the gathered copy go; there is nothing to write back."""
+        slot = group.home.copies.pop(0, None)
+        if slot is not None:
+            bounds = {record: record.bound for record in group.tensors if record.bound is not None}
+            for record in group.tensors:
+                self.unbind(record)
+            self.exposed.forget(group)
+            self._held.append((slot, bounds))
+            self.watcher.evicted()
+            self.sweep()
+        return True
+
+    def sweep(self) -> None:
+        """Give the memory back that nobody holds on to any more."""
+        held, self._held = self._held, []
+        for slot, bounds in held:
+            if any(bound.outlived for bound in bounds.values()):
+                self._held.append((slot, bounds))
+            else:
+                slot.bounds = bounds
+                self.lend(slot)
+
+    # Memory for a while; see `_memory.slot_cache`.
+
+    def borrow(self, size: int, record: TensorRecord | None = None) -> Slot:
+        """A slot on the compute tier; best that in which this parameter was."""
+        with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
+            return self.store.spare.take(size, record) or self.store.reserve(0, size)
+
+    def lend(self, slot: Slot) -> None:
+        """What `borrow` gave is not needed any more."""
+        if slot.offset >= 0 or self.store.poison:
+            self.give_back(slot)
+        else:
+            self.store.spare.put(slot)
+
+    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+        """Gather anew what was written to; the shard is as it was."""
+        record.version = changes(record.parameter)
+        slot.stamp = -1
+
+    def gives_way(self, size: int) -> int:
+        """Do without what is ahead of need or kept for later; take back to the disk what came up while there was room.
+
+        What is under way is waited for, so that it does not depend on who is how fast whether a moment fits.
+        """
+        before = self.store.used_bytes[0]
+        self.settle()
+        self.store.free_spare()
+        freed = before - self.store.used_bytes[0]
+        return freed if freed >= size else freed + self.risers.sink(size - freed)
+
+    # For the host thread: this process's part, where it lies or from the disk.
+
+    def shard(self, home: Home) -> torch.Tensor:
+        """This process's newest bytes of an extent."""
+        return super().contents(home)
+
+    def load(self, home: Home, span: slice) -> torch.Tensor:
+        """Of these, some elements."""
+        group = self.groups[home.extent.index]
+        dtype = group.dtype_of(home.extent.kind)
+        if home.slot.place is None:
+            return self.at_home(home).flat(dtype, group.shard_numel)[span]
+        self.await_all(Queue.CPU)
+        return self._elements(self._near(home), span, dtype, group.shard_numel)
+
+    def save(self, home: Home, span: slice, values: torch.Tensor) -> None:
+        """Change them at home; where they lie in memory, ``values`` may be what `load` gave."""
+        group = self.groups[home.extent.index]
+        dtype = group.dtype_of(home.extent.kind)
+        if home.slot.place is None:
+            target = self.at_home(home).flat(dtype, group.shard_numel)[span]
+            self.store.device.work(Queue.CPU, f"write {group.name}", (), (home.slot.memory,))
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values)
+        else:
+            self.write_home(home)
+            if span.stop > span.start:
+                source = values.to("cpu", dtype).contiguous().view(torch.uint8)
+                self._write(home.slot, span.start * dtype.itemsize, source)
+        self._changed(home)
+
+    def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+        """This process's elements of a parameter in a slot that holds a shard."""
+        return self._elements(slot, record.piece, dtype, record.group.shard_numel)
+
+    def _elements(self, slot: Slot, span: slice, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if slot.place is None:
+            return slot.flat(dtype, numel)[span]
+        size = (span.stop - span.start) * dtype.itemsize
+        return self._read(slot, span.start * dtype.itemsize, size).view(dtype)
+
+    def _changed(self, home: Home) -> None:
+        home.changed(home.slot)
+        group = self.groups[home.extent.index]
+        if home.extent.kind is group.weight:
+            group.home.stamp += 1  # what was gathered is old now
+
+    def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+        """Change this process's elements of a parameter, all of which are given."""
+        group, piece = record.group, record.piece
+        start = group.rank * group.shard_numel + piece.start - record.offset
+        self.save(group.homes[kind], piece, value[start : start + piece.stop - piece.start])
+
+    def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
+        """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
+        slot = group.home.copies.get(0)
+        if slot is not None:
+            slot.stamp = -1
+        if group.weight is Kind.P16:
+            for record in records:
+                self.save(group.homes[Kind.P16], record.piece, self.load(group.homes[Kind.P32], record.piece))
+
+    # All processes' parts: every process asks for the same at once, and gets the whole.
+
+    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+        """All elements of a parameter of a kind."""
+        home = record.group.homes[kind]
+        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.stamp:
+            self._whole = (home, home.stamp, self.contents(home).view(record.group.dtype_of(kind)))
+        return self._whole[2][record.span]
+
+    def contents(self, home: Home) -> torch.Tensor:
+        """All of a group's bytes of a kind, put together."""
+        group, shard = self.groups[home.extent.index], self.shard(home)
+        self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
+        whole = torch.empty(home.bytes * group.ranks, dtype=torch.uint8)
+        self._together.start_all_gather(whole, shard.cpu(), f"{home.extent.kind.value} of {group.name}").wait()
+        return whole
+
+    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+        """What `contents` gave was changed: keep this process's part."""
+        group = self.groups[home.extent.index]
+        dtype, numel = group.dtype_of(home.extent.kind), group.shard_numel
+        self.save(home, slice(0, numel), memory.view(dtype)[group.rank * numel : (group.rank + 1) * numel])
+
+    def forget(self) -> None:
+        """Nobody reads any more."""
+        self._whole = None
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,176 @@
+"""How collectives are ordered with the rest of a device's work.
+
+[Note: two threads]
+Collectives are done by a thread of their own. Where the processor computes (`InMemory`), that thread reads and writes
+memory as the host thread does: all that was launched must be over before a collective is begun. On an accelerator
+(`OnStream`) it launches on a stream that is nobody else's, `Queue.COLL`. A step comes with events of all other queues,
+which the stream waits for; behind a collective the thread records an event, which the other queues wait for when the
+step is taken in. So the host thread waits for neither. Memory of a step is given back, or used for something else, only
+after it was taken in; and nothing of the other queues may wait for what *may* be under way on the stream, or they would
+wait for collectives that were begun ahead of need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core._units import align_up
+from ps_core.engine._devices.device import Device, Event
+from ps_core.engine._memory.store import Slot, Store
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._sharding.collectives_protocol import Bench, Buffers, Together
+
+MOST_STAGING_BYTES = 32 * 2**20
+"""Of the host's memory, for each process; what does not fit goes in pieces."""
+_PART_OF_FREE = 8
+"""And at most one part in so many of what the host's tier has free beside the shards."""
+_CUT_NUMEL = 64
+"""Elements of a shard that go at once at least."""
+_OTHERS = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
+
+
+class Beside(Protocol):
+    """The order of one process's collectives and its other work. See [Note: two threads]."""
+
+    def before(self) -> None:
+        """Memory for a collective is ready, by the host thread's lights: let a collective find it so."""
+
+    def ready(self) -> Sequence[Event]:
+        """What a collective that is submitted now must come after."""
+
+    def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
+        """By the other thread, before a collective; what it is to be done with."""
+
+    def end(self) -> Event | None:
+        """By the other thread, behind a collective."""
+
+    def after(self, event: Event | None) -> None:
+        """What `end` gave: let everybody see what the collective did."""
+
+    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """The most scratch on the compute tier that a sum can use."""
+
+    def reaches(self, slot: Slot) -> bool:
+        """Whether a collective can read this memory."""
+
+
+class InMemory:
+    """The processor computes, and does collectives too."""
+
+    def __init__(self, residency: Residency, together: Together) -> None:
+        self._residency, self._together = residency, together
+        self._device = residency.store.device
+        residency.store.queues = (*residency.store.queues, Queue.COLL)
+
+    def before(self) -> None:
+        """Wait for every queue's work."""
+        self._residency.await_all(Queue.COLL)
+        self._residency.await_all(Queue.CPU)
+
+    def ready(self) -> Sequence[Event]:
+        """Nothing: it was waited for."""
+        return ()
+
+    def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
+        """As it is."""
+        return bench
+
+    def end(self) -> Event | None:
+        """It is over."""
+        return None
+
+    def after(self, event: Event | None) -> None:
+        """The collective is over; so much every queue must know."""
+        event = self._device.record(Queue.COLL)
+        for queue in (*_OTHERS, Queue.CPU):
+            self._device.wait(queue, event)
+
+    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """For what all others send."""
+        return self._together.scratch_bytes(shard_numel, kind)
+
+    def reaches(self, slot: Slot) -> bool:
+        """All but the disk."""
+        return slot.place is None
+
+
+class OnStream:
+    """An accelerator computes; collectives go by way of the host's memory, unless cards can do them by themselves."""
+
+    def __init__(self, store: Store, groups: list[GroupRecord], together: Together) -> None:
+        self._device, self._together = store.device, together
+        least = max((together.staging_bytes(_CUT_NUMEL, group.dtype) for group in groups), default=1)
+        whole = max((together.staging_bytes(group.shard_numel, group.dtype) for group in groups), default=1)
+        room = min(MOST_STAGING_BYTES, store.free_bytes(1) // _PART_OF_FREE & -128)
+        self.staging = store.reserve(1, align_up(max(least, min(whole, room)))) if whole else None
+        """Of the host's tier, for as long as the engine lives; None: nothing goes that way."""
+        memory = torch.empty(0, dtype=torch.uint8) if self.staging is None else self.staging.memory
+        self._carrier = Carrier(store.device, memory)
+
+    def before(self) -> None:
+        """The stream will wait."""
+
+    def ready(self) -> Sequence[Event]:
+        """Everything that was launched so far."""
+        return [self._device.record(queue) for queue in (*_OTHERS, Queue.CPU)]
+
+    def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
+        """Let the stream wait."""
+        self._device.adopt()
+        for event in ready:
+            self._device.wait(Queue.COLL, event)
+        return bench.by_way_of(self._carrier)
+
+    def end(self) -> Event | None:
+        """Behind what was launched on the stream."""
+        return self._device.record(Queue.COLL)
+
+    def after(self, event: Event | None) -> None:
+        """Let the other queues wait; who reads on the host waits for one of those."""
+        assert event is not None, "the other thread recorded one"
+        for queue in _OTHERS:
+            self._device.wait(queue, event)
+
+    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
+        """None where sums are taken in the host's memory."""
+        return 0 if self.staging is not None else self._together.scratch_bytes(shard_numel, kind)
+
+    def reaches(self, slot: Slot) -> bool:
+        """The host's memory only if everything goes that way."""
+        return slot.place is None and (self.staging is not None or slot.tier == 0)
+
+
+class Carrier:
+    """What the thread of collectives launches with, on its stream; used by that thread alone."""
+
+    def __init__(self, device: Device, staging: torch.Tensor) -> None:
+        self._device = device
+        self.staging = staging
+        """Host memory, for whatever is on its way."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy of bytes from or to the staging memory."""
+        self._device.copy(Queue.COLL, target, source)
+
+    @contextmanager
+    def working(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
+        """What PyTorch launches meanwhile goes on the stream; this is what it touches."""
+        self._device.work(Queue.COLL, what, reads, writes)
+        with self._device.on(Queue.COLL):
+            yield
+
+    def settle(self) -> None:
+        """Block until everything launched here, and all that this waited for, is done."""
+        self._device.wait(Queue.CPU, self._device.record(Queue.COLL))
+
+
+def beside(residency: Residency, together: Together) -> Beside:
+    """As the device is."""
+    store = residency.store
+    return OnStream(store, residency.groups, together) if store.device.beside else InMemory(residency, together)

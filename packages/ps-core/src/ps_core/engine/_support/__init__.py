@@ -1,0 +1,1 @@
+"""Ctrl-C, log lines, counters, wrapping a module's call."""

@@ -1,0 +1,220 @@
+"""The moments of a pass on fake tensors.
+
+[Note: moments of a fake pass]
+They are the engine's (`_tracing.moments`), with a *unit* for its groups: by default, the module that owns the parameter. A
+moment begins when a function is called on a parameter, or a backward node takes one out of what was saved, whose unit
+the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor brought
+gradients for. A parameter somebody still holds an alias of (a checkpoint's recomputed block) is read by the next
+moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies between
+the last touch of forward and the first of backward (the loss) to the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from ps_core._trace import Amounts, Moment, Phase
+from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._parameters import managed_parameter
+from ps_core.engine._tracing.op_costs import amounts_of
+
+_aten = torch.ops.aten
+_UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
+"""Operators whose fakes say zero bytes of what they keep for backward: a peak several times too low."""
+_NO_TOUCH = managed_parameter._PLAIN | managed_parameter._STRIDED | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
+"""What the engine, too, answers without the parameter's memory."""
+
+
+@dataclass(slots=True)
+class _Beat:
+    """One moment."""
+
+    backward: bool
+    name: str
+    reads: frozenset[int]
+    """Units it was begun for."""
+    held: frozenset[int]
+    """Parameters that were still held on to when it began."""
+    gains: set[int] = field(default_factory=set)
+    """Units gradients arrived for."""
+    touched: dict[int, None] = field(default_factory=dict)
+    """Parameters, in order."""
+    grads: dict[int, None] = field(default_factory=dict)
+    nonmodel_bytes: int = 0
+    amounts: Amounts = Amounts()  # noqa: RUF009 - it cannot be changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A saved view of a parameter, which must not look like an alias that somebody holds."""
+
+    index: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """The tide of fake tensors, cut into moments."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], unit_of: Callable[[str], int] | None) -> None:
+        super().__init__("cpu")
+        self._names = list(named)
+        self._parameters = list(named.values())
+        self._indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        by_module = {module: unit for unit, module in enumerate(dict.fromkeys(map(_owner, named)))}
+        unit_of = unit_of or (lambda name: by_module[_owner(name)])
+        self._units = [unit_of(name) for name in named]
+        self._storages = [parameter.untyped_storage() for parameter in self._parameters]
+        self._owners = {storage._cdata: index for index, storage in enumerate(self._storages)}
+        self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        self._beats: list[_Beat] = []
+        self._before = _Beat(False, "", frozenset(), frozenset())
+        """Takes what comes before the first moment."""
+        each: Any  # no longer what its type says
+        for each in self._parameters:
+            each.__class__ = FakeParameter
+            each._recorder = self
+
+    # Moments.
+
+    def touch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Something reads these parameters."""
+        read = dict.fromkeys(self._indices[id(parameter)] for parameter in parameters)
+        units = frozenset(self._units[index] for index in read)
+        beat = self._beats[-1] if self._beats else None
+        if beat is None or beat.backward is not _in_backward() or not units <= beat.reads:
+            beat = self._begin(next(iter(read)), units)
+        beat.touched.update(read)
+
+    def arrive(self, parameter: torch.Tensor) -> None:
+        """A gradient came; the engine takes it away at once."""
+        index = self._indices[id(parameter)]
+        unit = self._units[index]
+        beat = self._beats[-1] if self._beats else None
+        if beat is None or not beat.backward or unit not in beat.reads | beat.gains:
+            beat = self._begin(index, frozenset())
+        beat.gains.add(unit)
+        beat.grads[index] = None
+        parameter.grad = None
+
+    def _begin(self, first: int, reads: frozenset[int]) -> _Beat:
+        held = self.close()
+        backward = _in_backward()
+        name = f"{'backward' if backward else 'forward'} of {_owner(self._names[first]) or self._names[first]}"
+        beat = _Beat(backward, name, reads, held)
+        if not self._beats:
+            beat.amounts = self._before.amounts
+        self._beats.append(beat)
+        return beat
+
+    def close(self) -> frozenset[int]:
+        """The moment is over; the parameters of it that somebody holds on to."""
+        if not self._beats:
+            return frozenset()
+        beat = self._beats[-1]
+        beat.nonmodel_bytes = self.take_peak()
+        counts = (torch._C._storage_Use_Count(storage._cdata) for storage in self._storages)
+        aliased = (index for index, (count, uses) in enumerate(zip(counts, self._uses, strict=True)) if count > uses)
+        units = beat.reads | {self._units[index] for index in beat.held}
+        return frozenset(index for index in aliased if self._units[index] in units)
+
+    def moments(self) -> tuple[Moment, ...]:
+        """All that was recorded."""
+        found: list[Moment] = []
+        for beat in self._beats:
+            before = found[-1].reads if found else ()
+            found.append(
+                Moment(
+                    name=beat.name,
+                    phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
+                    reads=tuple(self._reads(beat)),
+                    grads=tuple(beat.grads),
+                    holds=tuple(sorted(beat.held.intersection(before))),
+                    nonmodel_bytes=beat.nonmodel_bytes,
+                    **beat.amounts._asdict(),
+                )
+            )
+        return tuple(found)
+
+    def _reads(self, beat: _Beat) -> dict[int, None]:
+        """What it touched or kept, and the first parameter of each unit that it was begun for without touching it."""
+        reads = dict.fromkeys((*beat.touched, *sorted(beat.held)))
+        kept = beat.reads - {self._units[index] for index in reads}
+        reads.update(dict.fromkeys(self._units.index(unit) for unit in sorted(kept)))
+        return reads
+
+    # What autograd saves.
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+        """Of a parameter, as in the engine, no alias is kept."""
+        index = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if index is None or tensor.dtype is not self._parameters[index].dtype:
+            return tensor
+        return _Handle(index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
+        """A backward node takes what it saved, before any of its operators runs."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        parameter = self._parameters[packed.index]
+        self.touch((parameter,))
+        return parameter.detach().as_strided(packed.shape, packed.stride, packed.offset)
+
+    # Operators.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator; note what it made and what it cost."""
+        kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", func)
+        if packet in _UNKNOWN_SIZES and torch.is_grad_enabled():
+            raise RuntimeError(f"what {packet} keeps for backward has no size in a fake pass")
+        with torch._C.DisableTorchFunctionSubclass():  # what torch's own C++ does to a parameter is no touch
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            beat = self._beats[-1] if self._beats else self._before
+            beat.amounts = beat.amounts.plus(amounts_of(func, args, kwargs, result))
+        return result
+
+    def _sees_fakes(self) -> bool:
+        return True
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return type(tensor) is FakeTensor and tensor.fake_device.type == self.device and tensor.layout is torch.strided
+
+
+class FakeParameter(FakeTensor):
+    """A fake parameter that tells a recorder of every function it is given to, also where backward recomputes."""
+
+    _recorder: Recorder
+    _away: bool = False
+    """Whether it is a table that stays on the host: lookups make rows, and nothing of it comes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note it, then call it."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _NO_TOUCH:
+                found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeParameter)]
+                if found:
+                    found[0]._recorder.touch(found)
+            return func(*args, **kwargs)
+
+
+def _owner(name: str) -> str:
+    """The module a parameter belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,66 @@
+"""What `chunked` was given and makes no use of: choices of parameters that choose none, and gradients from before.
+
+No error: one `Options`, or one optimizer, may serve several models, not all of which have such parameters; and loops
+that begin by forgetting gradients lose nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import warnings
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from ps_core._options import Options
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._support.log import say
+
+_LIKE = 0.75
+
+
+def say_unmatched(model: str, names: Collection[str], options: Options, front: ChunkedOptimizer | None) -> None:
+    """A line for each pattern of ``keep_fp32``, and for each `Group`, that no parameter of the model is of."""
+    for pattern in options.keep_fp32:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            nearest = "".join(f"; did you mean {near!r}?" for near in _nearest(pattern, names))
+            say(f"{model}: keep_fp32 has {pattern!r}, which is the whole name of no parameter{nearest}")
+    for index, group in enumerate([] if front is None else front.param_groups[1:]):
+        if not group["params"]:
+            before = " that no group before it has" if index else ""
+            say(f"{model}: groups[{index}] has no parameter: its match is true for none{before}")
+
+
+def warn_of_gradients(model: nn.Module) -> None:
+    """Warn where a plain loop's first step would use gradients that parameters have already."""
+    names = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is not None]
+    if names:
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        warnings.warn(
+            f"{names[0]!r}{others} have gradients from before chunked(...), which are forgotten: call it before "
+            "backward, or model.zero_grad() before it",
+            stacklevel=3,
+        )
+
+
+def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:
+    """What may have been meant, if anything is near: a pattern of names; one at most."""
+    words = pattern.strip("*.")
+    if not words:
+        return
+    small = words.lower()
+    for name in names:
+        start = name.lower().find(small)  # other letters' case, or stars left out
+        if start >= 0:
+            yield f"*{name[start : start + len(small)]}*"
+            return
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    runs = sorted({run for name in names for run in _runs(name, words.count(".") + 1)}) if "." in words else parts
+    yield from (f"*{near}*" for near in difflib.get_close_matches(words, runs, n=1, cutoff=_LIKE))
+
+
+def _runs(name: str, length: int) -> Iterator[str]:
+    """Every so many parts of a name that follow each other."""
+    parts = name.split(".")
+    yield from (".".join(parts[first : first + length]) for first in range(len(parts) - length + 1))
