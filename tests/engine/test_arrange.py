@@ -16,7 +16,7 @@ from ps_core._plan import Held, Tier
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import management_of
 from ps_core.engine._execution.rehome import arrange
-from ps_core.engine._memory.store import Home
+from ps_core.engine._memory.slot import Home
 
 ROOM = 64 * 1024
 

@@ -15,11 +15,11 @@ from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import device_of, disk_file, passing_bytes, tiers_of
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
+from ps_core.engine._execution.components import Parts, whole
 from ps_core.engine._execution.eager import Eager
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import Management
 from ps_core.engine._execution.host_embedding import host_tables
-from ps_core.engine._execution.no_plan import Unplanned
 from ps_core.engine._execution.scheduler import Pilot
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import undo
@@ -33,9 +33,12 @@ from ps_core.engine._parameters.placement import fill, place
 from ps_core.engine._parameters.shared_memory import find_ties, tied_by_memory
 from ps_core.engine._parameters.unmanaged import bring_along
 from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._sharding.driver import sharded
 from ps_core.engine._sharding.join import Alone, Joining
+from ps_core.engine._sharding.no_plan import Unplanned
 from ps_core.engine._sharding.residency import ShardResidency
 from ps_core.engine._sharing import Sharing, data_bytes
+from ps_core.engine._support.counters import Counters
 from ps_core.engine._unmatched_patterns import say_unmatched, warn_of_gradients
 
 
@@ -147,14 +150,15 @@ class _Wishes:
             store.still, sums = False, self.training and not self.overwrites
         place(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
+        counters = Counters()
         engine = Engine(
             store,
             packing.groups,
-            overwrites=self.overwrites,
             loss_scale=loss_scale,
             constant_bytes=_constant_bytes(self.model, store.device),
+            counters=counters,
+            parts=self._parts(store, packing, counters),
             together=self.collectives,
-            prefetch=self.options.prefetch,
         )
         if self.optimizer is None:
             return engine, None
@@ -165,10 +169,23 @@ class _Wishes:
             engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
         return engine, front
 
+    def _parts(self, store: Store, packing: Packing, counters: Counters) -> Parts:
+        """What works on groups: all of them in this process, or a shard of each."""
+        if self.collectives is None:
+            return whole(store, packing.groups, counters, overwrites=self.overwrites)
+        return sharded(
+            store,
+            packing.groups,
+            counters,
+            self.collectives,
+            overwrites=self.overwrites,
+            prefetch=self.options.prefetch,
+        )
+
     def pilot(self, engine: Engine) -> Pilot | Unplanned:
         """Who drives its passes."""
         if isinstance(engine.residency, ShardResidency):
-            return Unplanned(engine.residency, training=self.training)
+            return Unplanned(engine.residency, engine.passes.demand, training=self.training)
         return Pilot(
             engine,
             model_name=type(self.model).__name__,

@@ -13,7 +13,7 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, point_at
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, point_at, unmanage
 from ps_core.engine._parameters.state import TensorRecord
 from ps_core.engine._support.interrupts import alone, put_in, take_out, undisturbed
 
@@ -112,9 +112,7 @@ def undo(engine: Engine) -> None:
         parameter: nn.Parameter = record.parameter
         if isinstance(parameter, ManagedParameter):
             value = plain_value(record, lambda each: engine.updater.read(each, Kind.P32).to(each.given[1]))
-            make_plain(parameter)
-            del parameter._record, parameter._keeper
-            point_at(parameter, value)
+            unmanage(parameter, value)
     engine.store.close()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput, RanksDiverged, TierFailure
-from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._execution.components import Ranks
 
 _ERRORS = (InvalidInput, TierFailure, CheckpointDamaged, CheckpointMismatch)
 """Those that are the same on every rank; another is `RanksDiverged` on those that did well."""
@@ -18,7 +18,7 @@ _TOLD_BYTES = 1000
 class Peers:
     """This process among them; alone, mostly. Every method is called by all of them."""
 
-    def __init__(self, together: Together | None) -> None:
+    def __init__(self, together: Ranks | None) -> None:
         self._together = together
         self.shard, self.shards = (0, 1) if together is None else (together.rank, together.ranks)
         self.rank = self.shard if together is None else self.shard + together.copy * self.shards

@@ -1,15 +1,44 @@
-"""The engine's rooms, as they are for one process; `_processes.driver` has those for several."""
+"""What an engine is made of, for one process; `_sharding.driver` has it for several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ps_core.engine._execution.on_demand import Demand
 from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._memory.observer import TransferObserver
 from ps_core.engine._memory.store import Store
 from ps_core.engine._optim.on_demand_step import Updater
-from ps_core.engine._parameters.residency import Residency, Watcher
+from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import GroupRecord
+
+
+class Ranks(Protocol):
+    """The processes that share a model, as far as all of the engine knows of them."""
+
+    @property
+    def rank(self) -> int:
+        """Which shard this process has."""
+
+    @property
+    def ranks(self) -> int:
+        """How many shards there are."""
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the model this process has a part of, from 0."""
+
+    @property
+    def process(self) -> int:
+        """This process among all, copies of the model included."""
+
+    def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
+        """Return every process's values, a row each; ``shards_only``: of those that share one copy of the model."""
+
+    def agree(self, name: str, value: str) -> None:
+        """Raise unless every process gives the same value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +51,7 @@ class Parts:
     demand: Demand
 
 
-def whole(store: Store, groups: list[GroupRecord], watcher: Watcher, *, overwrites: bool) -> Parts:
+def whole(store: Store, groups: list[GroupRecord], watcher: TransferObserver, *, overwrites: bool) -> Parts:
     """For a process that has all of the model."""
     residency = Residency(store, groups, watcher)
     gradients = GradientKeeper(residency, overwrites=overwrites)

@@ -15,12 +15,13 @@ import torch
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._execution.components import whole
+from ps_core.engine._execution.components import Parts, Ranks
 from ps_core.engine._execution.eager import Eager
 from ps_core.engine._execution.host_tables import Tables
 from ps_core.engine._execution.passes import Passes
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._memory.slot import Bound
 from ps_core.engine._memory.store import Store
 from ps_core.engine._optim.clip_or_skip import Deciding
 from ps_core.engine._optim.group_step import Decision, SettingsOf
@@ -29,10 +30,8 @@ from ps_core.engine._parameters.errors import changed_in_place, not_trained, who
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, changes, clear_grad
 from ps_core.engine._parameters.masters import Masters
 from ps_core.engine._parameters.saved_tensors import Kept, SavedTensors
-from ps_core.engine._parameters.state import Bound, Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
 from ps_core.engine._parameters.state_copies import StateCopies
-from ps_core.engine._sharding.collectives_protocol import Together
-from ps_core.engine._sharding.driver import sharded
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import undisturbed
 
@@ -45,11 +44,11 @@ class Engine:
         store: Store,
         groups: list[GroupRecord],
         *,
-        overwrites: bool,
         loss_scale: LossScale | None,
         constant_bytes: int,
-        together: Together | None = None,
-        prefetch: int | None = None,
+        counters: Counters,
+        parts: Parts,
+        together: Ranks | None = None,
     ) -> None:
         self.store = store
         self.groups = groups
@@ -59,18 +58,21 @@ class Engine:
         self.loss_scale = loss_scale
         self.constant_bytes = constant_bytes
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
-        self.counters = Counters()
+        self.counters = counters
         self.together = together
         """The processes that share the model; None: there is one."""
-        if together is None:
-            parts = whole(store, groups, self.counters, overwrites=overwrites)
-        else:
-            parts = sharded(store, groups, self.counters, together, overwrites=overwrites, prefetch=prefetch)
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
         self._deciding = Deciding(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners)
-        self.tables = Tables(self)
+        self.tables = Tables(
+            self.passes,
+            self.gradients,
+            store,
+            self.counters,
+            check_read=self._check_read,
+            accept=self.arrive,
+        )
         self.eager: Eager | None = None
         """Steps during backward, where that was asked for."""
         self.management: Any = None
@@ -243,6 +245,12 @@ class Engine:
                     f"{record.name!r} was read by code that parameters do not see (compiled or C++): its memory is "
                     "elsewhere, and it read not-a-number; release(model), or keep that part out of chunked(...)"
                 )
+
+    def _check_read(self, record: TensorRecord) -> None:
+        """Raise where a parameter must not be read now."""
+        self.check_usable()
+        if self.eager is not None:
+            self.eager.check_read([record])
 
     # Moments.
 

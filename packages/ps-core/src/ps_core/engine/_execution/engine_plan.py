@@ -10,7 +10,7 @@ from ps_core._plan import Instr, Plan, Queue, Run
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Program, SegmentName
 from ps_core._trace import Trace
-from ps_core.engine._memory.store import Home
+from ps_core.engine._memory.slot import Home
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._tracing.moments import Beat
 

@@ -15,11 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import Blocks
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.no_plan import Unplanned
-from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._execution.protocols import Guide
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
 from ps_core.engine._parameters.grouping import FLOATS
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, point_at, take_grad
+from ps_core.engine._parameters.managed_parameter import (
+    ManagedParameter,
+    plain_value,
+    take_grad,
+    unmanage,
+)
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._parameters.unmanaged import bring_along
 from ps_core.engine._support.interrupts import alone, take_out, undisturbed
@@ -34,7 +38,7 @@ class Management:
     takes the engine's memory with it (as when a notebook's cell is run again).
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, pilot: Pilot | Unplanned, *, cast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, pilot: Guide, *, cast: torch.dtype | None) -> None:
         self.engine = engine
         self.pilot = pilot
         self.name = type(model).__name__
@@ -252,10 +256,7 @@ class Management:
             for record in group.tensors:
                 value = plain_value(record, engine.read)
                 engine.residency.unbind(record)
-                parameter = record.parameter
-                make_plain(parameter)
-                del parameter._record, parameter._keeper
-                point_at(parameter, value)
+                unmanage(record.parameter, value)
             self._give_back(group)
         model = self._model()
         if model is not None:

@@ -10,7 +10,7 @@ until the hook of the parameter's gradient asks. The room for that gradient is s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from torch.nn import functional
 
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
+from ps_core.engine._execution.passes import Passes
+from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.errors import graph_of_gradient
 from ps_core.engine._parameters.state import Payload, TensorRecord
+from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import undisturbed
-
-if TYPE_CHECKING:
-    from ps_core.engine._execution.engine import Engine
 
 _DEVICE, HOST = 0, 1
 """Tiers."""
@@ -32,28 +33,36 @@ _DEVICE, HOST = 0, 1
 class Tables:
     """Those of one engine; see [Note: tables on the host]."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        passes: Passes,
+        gradients: GradientKeeper,
+        store: Store,
+        counters: Counters,
+        *,
+        check_read: Callable[[TensorRecord], None],
+        accept: Callable[[TensorRecord, Tensor], None],
+    ) -> None:
+        """``check_read``: raise where a table must not be read now; ``accept``: take a table's gradient over."""
+        self._passes, self._gradients, self._store, self._counters = passes, gradients, store, counters
+        self._check_read, self._accept = check_read, accept
         self._pending: dict[TensorRecord, tuple[int, Tensor]] = {}
         """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
 
     @undisturbed
     def rows(self, record: TensorRecord, ids: Tensor) -> Tensor:
         """The rows of these ids, on their device."""
-        engine = self._engine
-        engine.check_usable()
-        if engine.eager is not None:
-            engine.eager.check_read([record])
-        if not engine.passes.joined:
-            engine.passes.join()
+        self._check_read(record)
+        if not self._passes.joined:
+            self._passes.join()
         if record.payload is not Payload.VALID:
-            with engine.passes.tide.paused(), torch.no_grad():
-                engine.gradients.reclaim(record.group)
+            with self._passes.tide.paused(), torch.no_grad():
+                self._gradients.reclaim(record.group)
         slot = record.group.home.slot
-        engine.store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
+        self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
         found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)
-        engine.counters.moved(_DEVICE, HOST, ids.nbytes)
-        engine.counters.moved(HOST, _DEVICE, found.nbytes)
+        self._counters.moved(_DEVICE, HOST, ids.nbytes)
+        self._counters.moved(HOST, _DEVICE, found.nbytes)
         return found
 
     @undisturbed
@@ -68,23 +77,23 @@ class Tables:
                 f"a hook (register_hook) waits for the gradient of {record.name!r}, a table that stays on the host, "
                 "which autograd does not see: use nn.Embedding, or register_post_accumulate_grad_hook"
             )
-        passes, task = self._engine.passes, torch._C._current_graph_task_id()
-        with passes.tide.paused(), torch.no_grad():
+        task = torch._C._current_graph_task_id()
+        with self._passes.tide.paused(), torch.no_grad():
             rows = gradient.to("cpu")
             whole = torch.ops.aten.embedding_dense_backward(rows, ids, record.shape[0], padding, False)
             before = self._pending.get(record)
             if before is not None and before[0] == task:
                 whole = before[1].add_(whole)
         self._pending[record] = task, whole
-        self._engine.counters.moved(_DEVICE, HOST, gradient.nbytes)
+        self._counters.moved(_DEVICE, HOST, gradient.nbytes)
 
     @undisturbed
     def deliver(self, record: TensorRecord) -> None:
         """All of this backward pass have come."""
         pending = self._pending.pop(record, None)
         if pending is not None and pending[0] == torch._C._current_graph_task_id():
-            with self._engine.passes.tide.paused():
-                self._engine.arrive(record, pending[1])
+            with self._passes.tide.paused():
+                self._accept(record, pending[1])
 
     def forget(self) -> None:
         """What a pass that broke off has left."""

@@ -32,7 +32,7 @@ from ps_core._program import Kind, SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_homes import take_back
 from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._memory.slot import Home, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord

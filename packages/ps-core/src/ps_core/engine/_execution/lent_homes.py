@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from ps_core._plan import Held
 from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._memory.slot import Home, Slot
 from ps_core.engine._parameters.state import Gradient
 
 

@@ -10,7 +10,8 @@ import torch
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.rehome import arrange, clear, held_by_somebody, in_place, move
-from ps_core.engine._memory.store import Home, Store
+from ps_core.engine._memory.slot import Home
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.state import GroupRecord
 
 

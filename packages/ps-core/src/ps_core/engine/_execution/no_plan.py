@@ -1,41 +1,47 @@
-"""Where one process has a pilot."""
+"""Passes that follow no plan."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from ps_core.engine._sharding.residency import ShardResidency
-from ps_core.engine._support.interrupts import alone
-from ps_core.engine._tracing.batch_shape import Largest, batch_of
+from ps_core.engine._execution.on_demand import Demand
+from ps_core.engine._execution.protocols import Driver
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._tracing.moments import Recording
 
 
-class Unplanned:
-    """Passes of a shared model follow no plan; but what rose, or is gathered early, makes way for a larger batch."""
+class Unguided:
+    """Serves every pass on demand."""
 
     moments = 0
     planned_step_s = 0.0
 
-    def __init__(self, residency: ShardResidency, *, training: bool) -> None:
-        self._residency = residency
-        self._largest = {trains: Largest() for trains in (True, False)}
-        self._most_forwards = 0
+    def __init__(self, demand: Demand, *, training: bool) -> None:
+        self._demand = demand
         self.training = training
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The root module is called with these."""
-        residency, trains = self._residency, torch.is_grad_enabled()
-        residency.forwards += trains
-        grows = self._largest[trains].grows(batch_of(args, kwargs)) or residency.forwards > self._most_forwards
-        self._most_forwards = max(self._most_forwards, residency.forwards)
-        missing_bytes = residency.store.device.short_bytes()
-        if grows or missing_bytes:
-            self._make_way(missing_bytes)
-            residency.unknown = True
+        """There is nothing to prepare."""
 
-    @alone
-    def _make_way(self, missing_bytes: int) -> None:
-        self._residency.settle()
-        self._residency.risers.sink_all(missing_bytes)
+    def choose(self, training: bool) -> Driver:
+        """Always the same."""
+        self._demand.training = training
+        return self._demand
+
+    def left(self) -> None:
+        """There is no plan to leave."""
+
+    def observe(self, recording: Recording) -> None:
+        """Nothing is learned."""
+
+    def consider(self) -> None:
+        """There is nothing to plan."""
+
+    def resized(self) -> None:
+        """There was no plan."""
+
+    def step(self, settings_of: SettingsOf, factor: float) -> bool:
+        """By no plan."""
+        return False

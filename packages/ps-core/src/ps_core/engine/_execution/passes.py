@@ -9,89 +9,23 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core.engine._execution.instructions import Diverged
+from ps_core.engine._execution.no_plan import Unguided
 from ps_core.engine._execution.on_demand import Demand
+from ps_core.engine._execution.protocols import Driver, Guide
 from ps_core.engine._execution.replay import Replay
 from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import put_in, take_out, undisturbed
 from ps_core.engine._tracing.moments import Beat, Recording
-
-
-class Driver(Protocol):
-    """What brings groups to the compute tier during a pass."""
-
-    tracked: bool
-    """Whether the tide has to be watched meanwhile."""
-
-    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
-        """The next moment needs these parameters, and brings gradients of these groups."""
-
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the driver has room for it; False: it has none."""
-
-    def finish(self) -> None:
-        """The pass is over."""
-
-
-class Guide(Protocol):
-    """Who knows of plans."""
-
-    def choose(self, training: bool) -> Driver:
-        """Who drives the pass that begins now."""
-
-    def left(self) -> None:
-        """The plan that was followed was left amid the pass; homes may be elsewhere now."""
-
-    def observe(self, recording: Recording) -> None:
-        """A pass ran to its end."""
-
-    def consider(self) -> None:
-        """A step is asked for, and nothing is changed yet: time to plan."""
-
-    def resized(self) -> None:
-        """The tiers are of other sizes, so that no plan holds."""
-
-    def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """Carry out a step by a plan, if there is one for it."""
-
-
-class Unguided:
-    """No plans: everything on demand."""
-
-    def __init__(self, demand: Demand) -> None:
-        self._demand = demand
-
-    def choose(self, training: bool) -> Driver:
-        """Always the same."""
-        self._demand.training = training
-        return self._demand
-
-    def left(self) -> None:
-        """There is no plan to leave."""
-
-    def observe(self, recording: Recording) -> None:
-        """Nothing is learned."""
-
-    def consider(self) -> None:
-        """There is nothing to plan."""
-
-    def resized(self) -> None:
-        """There was no plan."""
-
-    def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """By no plan."""
-        return False
 
 
 class Passes:
@@ -118,7 +52,7 @@ class Passes:
         self.tide = self._store.device.tide()
         self.demand = demand
         self.driver: Driver = self.demand
-        self.guide: Guide = Unguided(self.demand)
+        self.guide: Guide = Unguided(self.demand, training=True)
         self.moment = 0
         self.outside = True
         """The root module's forward is not running: memory that a call gives away is somebody else's."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from ps_core._plan import Held, Queue
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._memory.store import Home, Slot, Store
+from ps_core.engine._memory.slot import Home, Slot
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.state import GroupRecord
 
 

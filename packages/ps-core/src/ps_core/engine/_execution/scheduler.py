@@ -23,8 +23,8 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instructions import Diverged
 from ps_core.engine._execution.lower_homes import Homes
-from ps_core.engine._execution.passes import Driver
 from ps_core.engine._execution.plan_request import Asking
+from ps_core.engine._execution.protocols import Driver
 from ps_core.engine._execution.replay import Replay
 from ps_core.engine._execution.resident import Still
 from ps_core.engine._memory.reserve import spare_bytes

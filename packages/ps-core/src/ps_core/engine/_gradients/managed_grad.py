@@ -7,7 +7,7 @@ is kept until the step applies it. So ``clip_grad_norm_`` in all its forms works
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,7 +16,6 @@ from ps_core._errors import InvalidInput
 
 if TYPE_CHECKING:
     from ps_core.engine._gradients.loss_scale import LossScale
-    from ps_core.engine._optim.settings import Gradients
     from ps_core.engine._parameters.state import TensorRecord
 
 aten = torch.ops.aten
@@ -33,16 +32,26 @@ REMEDY = (
 )
 
 
+class GradientScaler(Protocol):
+    """What a gradient asks of the engine that holds it."""
+
+    def gradient_norm(self, record: TensorRecord) -> float:
+        """Return the 2-norm of the stored gradient times its factor."""
+
+    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+        """Multiply the gradient by a factor when it is stepped."""
+
+
 class ManagedGrad(torch.Tensor):
     """The gradient of one managed parameter, without the loss scale."""
 
     _record: TensorRecord
-    _gradients: Gradients
+    _gradients: GradientScaler
     _loss_scale: LossScale | None
 
     @staticmethod
     def __new__(
-        cls: type[ManagedGrad], record: TensorRecord, gradients: Gradients, loss_scale: LossScale | None = None
+        cls: type[ManagedGrad], record: TensorRecord, gradients: GradientScaler, loss_scale: LossScale | None = None
     ) -> ManagedGrad:
         """Make one; ``record`` must have a gradient."""
         self: ManagedGrad = torch.Tensor._make_wrapper_subclass(

@@ -19,9 +19,10 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import Plan, Queue, Reserve
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Gauge
-from ps_core.engine._memory.store import Slot, Store
+from ps_core.engine._memory.observer import TransferObserver
+from ps_core.engine._memory.slot import Slot
+from ps_core.engine._memory.store import Store
 from ps_core.engine._memory.suggestions import larger
-from ps_core.engine._parameters.residency import Watcher
 from ps_core.engine._support.interrupts import undisturbed
 
 _DEVICE, _HOST = 0, 1
@@ -42,7 +43,7 @@ class Away:
 class HostRoom:
     """One engine's; see [Note: activations that wait elsewhere]."""
 
-    def __init__(self, store: Store, watcher: Watcher, tide: Gauge) -> None:
+    def __init__(self, store: Store, watcher: TransferObserver, tide: Gauge) -> None:
         self._store, self._watcher, self._tide = store, watcher, tide
         self._returned: deque[Slot] = deque()
         """By those who had them, perhaps while this very code runs."""
@@ -124,7 +125,7 @@ class HostRoom:
             available_bytes=tier.capacity_bytes,
             proven=True,
             remedies=(
-                f"{larger(self._store, _HOST, needed)}, and {size:,} bytes for every further block",
+                f"{larger(self._store.limits, _HOST, needed)}, and {size:,} bytes for every further block",
                 "fewer blocks whose activations are offloaded: less goes there",
                 f"a smaller batch or sequence: {size:,} bytes go there at a time",
             ),

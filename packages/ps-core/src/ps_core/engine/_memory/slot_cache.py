@@ -5,11 +5,9 @@ It clears every page first, which costs a step of several processes up to a fift
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 
-if TYPE_CHECKING:
-    from ps_core.engine._memory.store import Slot
-    from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._memory.slot import Slot
 
 
 class Spare:
@@ -28,7 +26,7 @@ class Spare:
         """Whether there is one of this size."""
         return bool(self._slots.get(size))
 
-    def take(self, size: int, record: TensorRecord | None = None) -> Slot | None:
+    def take(self, size: int, record: Hashable = None) -> Slot | None:
         """One of this size; best that in which this parameter was."""
         slots = self._slots.get(size)
         if not slots:

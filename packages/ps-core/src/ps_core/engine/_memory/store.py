@@ -1,108 +1,28 @@
-"""Memory by tier: slots, homes, which copy of an extent is the newest, and how many bytes all that takes.
-
-[Note: stamps]
-An extent's *stamp* grows with every change of its contents, wherever that happens; a slot remembers the stamp it was
-filled with. A slot whose stamp is its extent's holds the newest bytes. At least one always does: a release of the last
-one raises. Nothing is read from a slot that is behind.
-"""
+"""All tiers of one engine: slots reserved and released, and how many bytes each tier uses."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier, link
 from ps_core._planner.holds import Span, lowest
-from ps_core._program import Extent
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.disk.file import DiskFile, Place
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
+from ps_core.engine._memory.slot import Slot
 from ps_core.engine._memory.slot_cache import Spare
-from ps_core.engine._memory.suggestions import Given, larger, options_as
-
-if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import Bound, TensorRecord
+from ps_core.engine._memory.suggestions import Given, TierBudget, larger, options_as
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
 
 _PIECE_BYTES = 2**20
 """What a shift sets aside at a time."""
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A range of one tier."""
-
-    tier: int
-    offset: int
-    """Its address in the compute tier's arena; -1 on other tiers, where every slot is memory of its own."""
-    bytes: int
-    memory: torch.Tensor
-    """``bytes`` of uint8; on the disk they are on ``meta``, so that nobody takes them for contents."""
-    extent: Extent | None = None
-    stamp: int = -1
-    place: Place | None = None
-    """On the disk: where in the file."""
-    bounds: dict[TensorRecord, Bound] = field(default_factory=dict)
-    """What parameters were bound to here, for the next time; goes with the memory."""
-
-    def flat(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first elements, as a vector."""
-        return self.memory[: numel * dtype.itemsize].view(dtype)
-
-    def in_host_memory(self) -> torch.Tensor:
-        """A copy of its bytes there."""
-        return torch.empty(self.bytes, dtype=torch.uint8).copy_(self.memory)
-
-
-@dataclass(slots=True, eq=False)
-class Home:
-    """One extent: the slot that always exists for it, and its other copies by tier."""
-
-    extent: Extent
-    bytes: int
-    slot: Slot
-    stamp: int = 0
-    copies: dict[int, Slot] = field(default_factory=dict)
-    planned: bool = False
-    """Whether it is there for good (an accumulator may be there for one step only)."""
-
-    def newest(self, tier: int) -> Slot | None:
-        """The slot on a tier that holds the newest bytes."""
-        for slot in (self.copies.get(tier), self.slot):
-            if slot is not None and slot.tier == tier and slot.stamp == self.stamp:
-                return slot
-        return None
-
-    def source(self) -> Slot:
-        """Any slot that holds the newest bytes, fastest tier first."""
-        for slot in sorted((*self.copies.values(), self.slot), key=lambda slot: slot.tier):
-            if slot.stamp == self.stamp:
-                return slot
-        raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is the newest")
-
-    def changed(self, slot: Slot) -> None:
-        """Note that a slot's bytes were changed: it alone is the newest now."""
-        self.stamp += 1
-        slot.stamp = self.stamp
-        slot.extent = self.extent
-
-    @property
-    def alive(self) -> bool:
-        """Whether the newest bytes are anywhere."""
-        return any(slot.stamp == self.stamp for slot in (self.slot, *self.copies.values()))
-
-    @property
-    def dirty(self) -> bool:
-        """Whether home is behind."""
-        return self.slot.stamp != self.stamp
 
 
 class Store:
@@ -155,6 +75,11 @@ class Store:
         self._taken: list[Slot] = []
         """Of the arena, in order of address."""
         self.spare = Spare()
+
+    @property
+    def limits(self) -> TierBudget:
+        """What the budgets are, for errors that suggest others."""
+        return TierBudget(self.tiers, self.whole, self.given, self.device.memory_bytes())
 
     # Slots.
 
@@ -218,9 +143,9 @@ class Store:
             available_bytes=capacity,
             proven=False,
             remedies=(
-                larger(self, tier, needed),
+                larger(self.limits, tier, needed),
                 "accumulation_steps=2, or as many backward passes as a step has: room for their sums is planned ahead",
-                f"{options_as(self, group_bytes=max(1, size // 4))}: less is copied at a time",
+                f"{options_as(self.given, group_bytes=max(1, size // 4))}: less is copied at a time",
             ),
         )
 

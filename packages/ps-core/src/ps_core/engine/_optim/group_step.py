@@ -18,7 +18,7 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._devices.device import Device
 from ps_core.engine._gradients.store import BESIDE_NUMEL, SMALL_NUMEL, beside
-from ps_core.engine._memory.store import Slot
+from ps_core.engine._memory.slot import Slot
 from ps_core.engine._optim.settings import Rule, Settings, clip_factor
 from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
 

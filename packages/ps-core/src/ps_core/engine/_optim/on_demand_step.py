@@ -10,7 +10,7 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._memory.slot import Home, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord

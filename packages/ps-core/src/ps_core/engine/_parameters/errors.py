@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import nn
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._memory.store import Store
-from ps_core.engine._memory.suggestions import Way, in_pieces, in_tiles, larger, on_the_host, options_as, size, ways
+from ps_core.engine._memory.suggestions import larger, options_as, size
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 
 _ACTIVATIONS = ", and what activations take"
@@ -38,7 +40,8 @@ def compute_tier_too_small(
         batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
     if missing <= weight - largest:
         parts = (
-            f"{options_as(store, group_bytes=largest)}: a moment holds {size(largest)} of weights, not {size(weight)}"
+            f"{options_as(store.given, group_bytes=largest)}: "
+            f"a moment holds {size(largest)} of weights, not {size(weight)}"
         )
     elif 4 * weight > max(capacity, nonmodel_bytes):  # the weight, its gradient, and that as it is summed
         parts = _in_parts(store, groups, weight)
@@ -55,7 +58,7 @@ def compute_tier_too_small(
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
         proven=proven,
-        remedies=(larger(store, 0, asked) + unknown, parts, batch, *([held] if store.left_over_bytes else [])),
+        remedies=(larger(store.limits, 0, asked) + unknown, parts, batch, *([held] if store.left_over_bytes else [])),
     )
 
 
@@ -76,7 +79,7 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
     """What to do about parameters as large as this group of one: each has to be on the compute tier as a whole."""
     movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
     if not movable:
-        return f"{options_as(store, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
+        return f"{options_as(store.given, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
     tiles = 2
     while 16 * weight > tiles * store.tiers[0].capacity_bytes and tiles < weight:  # there may be no memory at all
         tiles *= 2
@@ -134,9 +137,9 @@ def _enough(store: Store, groups: list[GroupRecord], needed_bytes: int) -> str:
     """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
     last = len(store.tiers) - 1
     if not last:
-        return larger(store, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
+        return larger(store.limits, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
     passing = max(_largest(group).numel for group in groups) * 4
-    return larger(store, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
+    return larger(store.limits, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
 
 
 def group_too_large(
@@ -146,7 +149,8 @@ def group_too_large(
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     largest = _largest(group)
     smaller = (
-        f"{options_as(store, group_bytes=largest.numel * group.dtype.itemsize)}: no more than {largest.name} at once"
+        f"{options_as(store.given, group_bytes=largest.numel * group.dtype.itemsize)}: "
+        f"no more than {largest.name} at once"
     )
     if group.numel == largest.numel:
         smaller = in_pieces(largest).text
@@ -157,7 +161,7 @@ def group_too_large(
         available_bytes=store.tiers[tier].capacity_bytes,
         proven=why.proven,
         remedies=(
-            larger(store, tier, needed_bytes),
+            larger(store.limits, tier, needed_bytes),
             smaller,
             f"{_frozen([group])}: before chunked; it has no states then",
         ),
@@ -173,7 +177,7 @@ def part_too_small(store: Store, tier: int, needed_bytes: int, part_bytes: int) 
         available_bytes=part_bytes,
         proven=True,
         remedies=(
-            larger(store, tier, needed_bytes, part_bytes),
+            larger(store.limits, tier, needed_bytes, part_bytes),
             "first, second = budget.split(3, 1): a budget of its own for each model",
         ),
     )
@@ -189,7 +193,7 @@ def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int)
         available_bytes=tier.capacity_bytes,
         proven=True,
         remedies=(
-            larger(store, 1, needed_bytes),
+            larger(store.limits, 1, needed_bytes),
             f"nn.Embedding in place of HostEmbedding for {largest.name}, whose table may then be on any tier",
             f"{_frozen([largest])}: before chunked; 2 bytes an element (4 in fp32) in place of 16",
         ),
@@ -230,3 +234,43 @@ def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
         "chunked(model, AdamW(...)) returns, with AdamW, Adam or SGD of ps_core; other changes belong inside "
         f"`with materialized(model, names=[{name!r}], write=True):`"
     )
+
+
+class Way(NamedTuple):
+    """Something to change in a model before `chunked`."""
+
+    code: str
+    """Empty: there is none that would do for any model."""
+    text: str
+
+
+def ways(found: list[Way]) -> str:
+    """One remedy of all these; as code if all are."""
+    if not all(way.code for way in found):
+        return "; ".join(way.text for way in found)
+    return f"{'; '.join(way.code for way in found)}: before chunked; {'; '.join(way.text for way in found)}"
+
+
+def on_the_host(record: TensorRecord) -> Way:
+    """Let a table be one of which only rows are on the accelerator."""
+    module, text = record.name.rpartition(".")[0], f"HostEmbedding in place of nn.Embedding for {record.name}"
+    if record.owners == {nn.Embedding} and module:
+        made = f"HostEmbedding.from_embedding(model.get_submodule({module!r}))"
+        return Way(f"model.set_submodule({module!r}, {made})", text)
+    return Way("", text + " (cpu_embedding=True of ps_models)")
+
+
+def in_tiles(record: TensorRecord, tiles: int) -> Way:
+    """Let the matrix of an ``nn.Linear`` be several parameters."""
+    module, tiles = record.name.rpartition(".")[0], min(tiles, record.shape[0])
+    if record.owners == {nn.Linear} and module:
+        made = f"TiledLinear.from_linear(model.get_submodule({module!r}), {tiles})"
+        return Way(f"model.set_submodule({module!r}, {made})", f"{record.name} in tiles (TiledLinear of ps_models)")
+    return Way(
+        "", f"{record.name} in tiles, each a parameter (of ps_models: tiles={tiles}, a head's head_tiles={tiles})"
+    )
+
+
+def in_pieces(record: TensorRecord) -> Way:
+    """What nothing is known of."""
+    return Way("", f"{record.name} cut into several parameters, of which one is used at a time")

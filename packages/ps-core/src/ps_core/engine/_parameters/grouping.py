@@ -149,7 +149,7 @@ def _record(
     return TensorRecord(
         index=index,
         name=name,
-        parameter=parameter,  # type: ignore[arg-type]  # becomes a ManagedParameter
+        parameter=parameter,
         shape=parameter.shape,
         stride=stride,
         dtype=sort.dtype,

@@ -311,6 +311,14 @@ def plain_value(record: TensorRecord, read: Callable[[TensorRecord], torch.Tenso
     return read(record)
 
 
+def unmanage(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Make a managed parameter an ordinary one for good, with this value."""
+    assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"
+    make_plain(parameter)
+    del parameter._record, parameter._keeper
+    point_at(parameter, value)
+
+
 def make_plain(parameter: nn.Parameter) -> None:
     """Give a managed parameter the class back that it came with."""
     assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"

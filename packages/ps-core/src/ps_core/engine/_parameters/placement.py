@@ -10,7 +10,8 @@ from torch import nn
 
 from ps_core._program import Kind
 from ps_core.engine._devices.disk.file import blocks
-from ps_core.engine._memory.store import Home, Store
+from ps_core.engine._memory.slot import Home
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, tables_too_large
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, changes, clear_grad, point_at
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord

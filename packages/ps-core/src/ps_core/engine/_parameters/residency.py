@@ -7,39 +7,27 @@ same store, homes and stamps, so either can take over from the other between two
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.store import Home, Slot, Store
+from ps_core.engine._memory.observer import TransferObserver
+from ps_core.engine._memory.slot import Bound, Home, Slot
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.managed_parameter import changes, point_at
-from ps_core.engine._parameters.state import Bound, GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._parameters.uncounted_writes import Exposed
 from ps_core.engine._support.interrupts import alone
 
 _BESIDE_BYTES = 2**16
 
 
-class Watcher(Protocol):
-    """Told of every move, for statistics."""
-
-    def moved(self, source: int, target: int, size: int) -> None:
-        """Bytes went from one tier to another."""
-
-    def evicted(self) -> None:
-        """A group left the compute tier."""
-
-    def waited(self, seconds: float) -> None:
-        """The host thread waited for moves."""
-
-
 class Residency:
     """Which groups are on the compute tier, and which parameters point there."""
 
-    def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher) -> None:
+    def __init__(self, store: Store, groups: list[GroupRecord], watcher: TransferObserver) -> None:
         self.store = store
         self.groups = groups
         self.watcher = watcher

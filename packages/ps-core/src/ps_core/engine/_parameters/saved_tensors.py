@@ -20,7 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from ps_core.engine._memory.activation_slots import HostRoom
-from ps_core.engine._parameters.state import Bound, TensorRecord
+from ps_core.engine._memory.slot import Bound
+from ps_core.engine._parameters.state import TensorRecord
 from ps_core.engine._support.interrupts import undisturbed
 
 

@@ -16,16 +16,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ps_core._program import Extent, Kind
-
-if TYPE_CHECKING:
-    from ps_core.engine._memory.store import Home, Slot
-    from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._memory.slot import Bound, Home
 
 TAIL_NUMEL = 64
 """A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
@@ -48,34 +44,13 @@ class Gradient(Enum):
     ASIDE = auto()
 
 
-@dataclass(slots=True)
-class Bound:
-    """A parameter's residency: a view of a slot with a storage of its own, whose uses can be counted."""
-
-    slot: Slot
-    view: torch.Tensor
-    storage: torch.UntypedStorage
-    uses: int
-    """How often the storage is used while nothing else holds on to it."""
-
-    @property
-    def aliased(self) -> bool:
-        """Whether something besides the parameter holds on to the memory."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
-
-    @property
-    def outlived(self) -> bool:
-        """Whether something holds on to the memory although the parameter does not any more."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
-
-
 @dataclass(slots=True, eq=False)
 class TensorRecord:
     """One parameter under management."""
 
     index: int
     name: str
-    parameter: ManagedParameter
+    parameter: nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype

@@ -22,8 +22,8 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.store import Slot
-from ps_core.engine._parameters.state import Bound, GroupRecord, Payload, TensorRecord
+from ps_core.engine._memory.slot import Bound, Slot
+from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.residency import Residency

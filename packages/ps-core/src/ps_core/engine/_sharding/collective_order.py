@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 
 from ps_core.engine._devices.device import Event
-from ps_core.engine._memory.store import Slot
+from ps_core.engine._memory.slot import Slot
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._sharding.collectives_protocol import Bench, Pending, Together
 from ps_core.engine._sharding.schedule import (

@@ -18,7 +18,7 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._memory.slot import Home, Slot
 from ps_core.engine._optim.group_step import SettingsOf, numbers
 from ps_core.engine._optim.on_demand_step import Updater
 from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord

@@ -11,9 +11,9 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
-from ps_core.engine._memory.store import Slot
+from ps_core.engine._memory.observer import TransferObserver
+from ps_core.engine._memory.slot import Slot
 from ps_core.engine._parameters.errors import compute_tier_too_small
-from ps_core.engine._parameters.residency import Watcher
 from ps_core.engine._parameters.state import GroupRecord
 from ps_core.engine._sharding.collective_order import Staged, Step, Turns
 from ps_core.engine._sharding.gradients import ShardGradients
@@ -24,7 +24,7 @@ _ON_WAY = 2
 """Sums that may be on their way at once: each holds a group's memory."""
 
 
-class GatherWatcher(Watcher, Protocol):
+class GatherWatcher(TransferObserver, Protocol):
     """Told of gathers too."""
 
     def fetched(self, *, early: bool) -> None:

@@ -21,7 +21,7 @@ import torch
 from ps_core._program import Kind
 from ps_core._simulate.cluster import FRAGMENTATION
 from ps_core.engine._memory.reserve import spare_bytes
-from ps_core.engine._memory.store import Home, Slot
+from ps_core.engine._memory.slot import Home, Slot
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import GroupRecord
 

@@ -9,17 +9,19 @@ charged until it is let go, but counts as gone: when it is let go may be the gar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._memory.store import Home, Slot, Store
+from ps_core.engine._memory.observer import TransferObserver
+from ps_core.engine._memory.slot import Bound, Home, Slot
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.managed_parameter import changes
-from ps_core.engine._parameters.residency import Residency, Watcher
-from ps_core.engine._parameters.state import Bound, GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
 from ps_core.engine._sharding.collectives_protocol import Together
 from ps_core.engine._sharding.promotion import Risers
 from ps_core.engine._sharding.streams import beside
@@ -28,10 +30,10 @@ from ps_core.engine._sharding.streams import beside
 class ShardResidency(Residency):
     """Gathers groups; see [Note: shards]."""
 
-    def __init__(self, store: Store, groups: list[GroupRecord], watcher: Watcher, together: Together) -> None:
+    def __init__(self, store: Store, groups: list[GroupRecord], watcher: TransferObserver, together: Together) -> None:
         super().__init__(store, groups, watcher)
         self._together = together
-        self._held: list[tuple[Slot, dict[TensorRecord, Bound]]] = []
+        self._held: list[tuple[Slot, dict[Hashable, Bound]]] = []
         """Copies that count as gone, but for their memory."""
         self.risers = Risers(self, groups)
         self.forwards = 0
@@ -104,7 +106,9 @@ class ShardResidency(Residency):
         """Let the gathered copy go; there is nothing to write back."""
         slot = group.home.copies.pop(0, None)
         if slot is not None:
-            bounds = {record: record.bound for record in group.tensors if record.bound is not None}
+            bounds: dict[Hashable, Bound] = {
+                record: record.bound for record in group.tensors if record.bound is not None
+            }
             for record in group.tensors:
                 self.unbind(record)
             self.exposed.forget(group)

@@ -21,7 +21,8 @@ import torch
 from ps_core._plan import Queue
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Device, Event
-from ps_core.engine._memory.store import Slot, Store
+from ps_core.engine._memory.slot import Slot
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import GroupRecord
 from ps_core.engine._sharding.collectives_protocol import Bench, Buffers, Together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +71,59 @@ class Note:
         if any(place.memory == memory for place in self.makes):
             return True
         return self.overwrites and any(place.memory == memory and place.whole for place in self.writes)
+
+
+class Notes:
+    """All notes of a tape, in order."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.captured: dict[int, Tensor] = {}
+        """Contents of real memory when a note first named it."""
+        self._writers: dict[int, list[int]] = defaultdict(list)
+        """By memory: the notes that write it."""
+
+    def add(self, note: Note) -> None:
+        """Append a note."""
+        for place in (*note.writes, *note.makes):
+            self._writers[place.memory].append(len(self.notes))
+        self.notes.append(note)
+
+    def cut(self, end: int) -> None:
+        """Drop all notes from this one on."""
+        del self.notes[end:]
+        for indices in self._writers.values():
+            while indices and indices[-1] >= end:
+                indices.pop()
+
+    def matter(self, memory: int) -> list[int]:
+        """The notes that this memory's final contents come from, in order."""
+        found: set[int] = set()
+        self._trace(memory, len(self.notes), found)
+        return sorted(found)
+
+    def _trace(self, memory: int, end: int, found: set[int]) -> None:
+        for index in reversed(self._writers.get(memory, ())):
+            if index >= end:
+                continue
+            note = self.notes[index]
+            if index not in found:
+                found.add(index)
+                for other in note.reads - {memory}:
+                    self._trace(other, index, found)
+            if note.settles(memory):
+                return
+
+    def is_complete(self, place: Place) -> bool:
+        """Whether nothing of a tensor is left as memory happened to be."""
+        if place.memory in self.captured:
+            return True
+        notes = [self.notes[index] for index in self._writers.get(place.memory, ())]
+        if any(note.settles(place.memory) for note in notes):
+            return True
+        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool)
+        for note in notes:
+            for part in note.writes:
+                if part.memory == place.memory and note.overwrites:
+                    filled.as_strided(part.size, part.stride, part.offset).fill_(True)
+        return bool(filled.all())

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import Note, Place
-
-if TYPE_CHECKING:
-    from ps_core.engine._parameters.meta_init.tape import Tape
+from ps_core.engine._parameters.meta_init.notes import Note, Notes, Place
 
 
 class Replay:
-    """Makes tensors from a tape."""
+    """Makes tensors from the notes of a tape."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Notes) -> None:
         self.position = 0
         """Draws of notes before this one have been made."""
         self._tape = tape

@@ -94,7 +94,7 @@ class Rehearsal:
     def _settle(self, name: str, tensor: Tensor) -> None:
         self._alive.append(tensor)
         source = self.sources.setdefault(id(tensor), place_of(tensor))
-        if isinstance(source, Place) and not self.tape.is_complete(source):
+        if isinstance(source, Place) and not self.tape.contents.is_complete(source):
             what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
             raise UnsupportedParameter(f"the {what} {name!r} is on meta and nothing initialises it: {REMEDY}")
 

@@ -15,7 +15,6 @@ are replayed.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import Note, Place, place_of
+from ps_core.engine._parameters.meta_init.notes import Note, Notes, Place, place_of
 from ps_core.engine._parameters.meta_init.playback import Replay
 
 SMALL_BYTES = 1 << 16
@@ -74,11 +73,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.replay = Replay(self)
-        self.notes: list[Note] = []
-        self.writers: dict[int, list[int]] = defaultdict(list)
-        self.captured: dict[int, Tensor] = {}
-        """Contents of real memory when a note first named it."""
+        self.contents = Notes()
+        self.replay = Replay(self.contents)
         self._alive: list[Any] = []
         """Memory that notes name: another must not get its address."""
         self._alive_keys: set[int] = set()
@@ -139,9 +135,7 @@ class Tape(TorchDispatchMode):
             writes=[places[id(each)] for each in written],
             makes=[place for place in made if place.memory not in known],
         )
-        for place in (*note.writes, *note.makes):
-            self.writers[place.memory].append(len(self.notes))
-        self.notes.append(note)
+        self.contents.add(note)
         return result
 
     def _named(self, tensor: Tensor) -> Place:
@@ -152,19 +146,16 @@ class Tape(TorchDispatchMode):
             self._alive.append(tensor.untyped_storage())
             if not tensor.is_meta:
                 every = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-                self.captured[place.memory] = every.clone()
+                self.contents.captured[place.memory] = every.clone()
         return place
 
     @contextmanager
     def attempt(self) -> Iterator[Callable[[], None]]:
         """Gives what makes it as if nothing had been recorded since."""
-        mark, position, state = len(self.notes), self.replay.position, torch.default_generator.get_state()
+        mark, position, state = len(self.contents.notes), self.replay.position, torch.default_generator.get_state()
 
         def undo() -> None:
-            del self.notes[mark:]
-            for indices in self.writers.values():
-                while indices and indices[-1] >= mark:
-                    indices.pop()
+            self.contents.cut(mark)
             self.replay.position = position
             torch.default_generator.set_state(state)
 
@@ -173,38 +164,6 @@ class Tape(TorchDispatchMode):
     def source(self, tensor: Tensor) -> Place | Tensor:
         """Where its contents will come from, or the tensor if it has them."""
         return place_of(tensor) if self.is_noted(tensor) else tensor
-
-    def matter(self, memory: int) -> list[int]:
-        """The notes that this memory's final contents come from, in order."""
-        found: set[int] = set()
-        self._trace(memory, len(self.notes), found)
-        return sorted(found)
-
-    def _trace(self, memory: int, end: int, found: set[int]) -> None:
-        for index in reversed(self.writers.get(memory, ())):
-            if index >= end:
-                continue
-            note = self.notes[index]
-            if index not in found:
-                found.add(index)
-                for other in note.reads - {memory}:
-                    self._trace(other, index, found)
-            if note.settles(memory):
-                return
-
-    def is_complete(self, place: Place) -> bool:
-        """Whether nothing of a tensor is left as memory happened to be."""
-        if place.memory in self.captured:
-            return True
-        notes = [self.notes[index] for index in self.writers.get(place.memory, ())]
-        if any(note.settles(place.memory) for note in notes):
-            return True
-        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool)
-        for note in notes:
-            for part in note.writes:
-                if part.memory == place.memory and note.overwrites:
-                    filled.as_strided(part.size, part.stride, part.offset).fill_(True)
-        return bool(filled.all())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

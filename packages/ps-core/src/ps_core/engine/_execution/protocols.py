@@ -1,0 +1,65 @@
+"""What drives a pass, and what decides who does."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._tracing.moments import Recording
+
+
+class Driver(Protocol):
+    """What brings groups to the compute tier during a pass."""
+
+    tracked: bool
+    """Whether the tide has to be watched meanwhile."""
+
+    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+        """The next moment needs these parameters, and brings gradients of these groups."""
+
+    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+        """Put a gradient where the driver has room for it; False: it has none."""
+
+    def finish(self) -> None:
+        """The pass is over."""
+
+
+class Guide(Protocol):
+    """Decides who drives a pass."""
+
+    @property
+    def training(self) -> bool:
+        """Whether there is an optimizer."""
+
+    @property
+    def moments(self) -> int:
+        """Moments of the planned pass; 0 without a plan."""
+
+    @property
+    def planned_step_s(self) -> float:
+        """The predicted time of a step; 0 without a plan."""
+
+    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hear that the root module is called with these arguments."""
+
+    def choose(self, training: bool) -> Driver:
+        """Who drives the pass that begins now."""
+
+    def left(self) -> None:
+        """The plan that was followed was left amid the pass; homes may be elsewhere now."""
+
+    def observe(self, recording: Recording) -> None:
+        """A pass ran to its end."""
+
+    def consider(self) -> None:
+        """A step is asked for, and nothing is changed yet: time to plan."""
+
+    def resized(self) -> None:
+        """The tiers are of other sizes, so that no plan holds."""
+
+    def step(self, settings_of: SettingsOf, factor: float) -> bool:
+        """Carry out a step by a plan, if there is one for it."""
