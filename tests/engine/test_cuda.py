@@ -447,7 +447,8 @@ def test_buffers_and_other_parameters_come_along(monkeypatch: pytest.MonkeyPatch
     model = Model()
     pointed: dict[int, torch.device] = {}
     monkeypatch.setattr(
-        "ps_core.engine._parameters.unmanaged.point_at", lambda parameter, data: pointed.update({id(parameter): data.device})
+        "ps_core.engine._parameters.unmanaged.point_at",
+        lambda parameter, data: pointed.update({id(parameter): data.device}),
     )
     where = torch.device("meta")  # a parameter cannot go there, so that is only noted
     bring_along(model, where)

@@ -1,7 +1,7 @@
 """The engine of one model: what parameters, hooks and the optimizer turn to.
 
-It leaves the work to others: passes and their moments to `_execution.passes`, moves to a driver (`_execution.on_demand`, `_execution.replay`), gradients
-to `_gradients.store`, steps to `_optim.group_step`.
+It leaves the work to others: passes and their moments to `_execution.passes`, moves to a driver
+(`_execution.on_demand`, `_execution.replay`), gradients to `_gradients.store`, steps to `_optim.group_step`.
 """
 
 from __future__ import annotations

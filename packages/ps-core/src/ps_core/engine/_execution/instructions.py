@@ -1,4 +1,4 @@
-"""Carrying out a plan's instructions on the engine's slots, homes and parameters; when each is issued, `_execution.replay` says.
+"""Carry out a plan's instructions on slots, homes and parameters; `_execution.replay` says when each is issued.
 
 [Note: divergence]
 A plan is advice. Each instruction checks what it relies on (stamps, and that nobody holds on to memory it gives

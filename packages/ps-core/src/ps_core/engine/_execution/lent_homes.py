@@ -8,7 +8,8 @@ these places, so that it cannot be promised that there is room to bring them bac
 None is needed. A move is a Reserve, a Copy and a Release in this order on one queue, so at any time every extent with a
 home has a slot that holds its newest bytes (what has no contents, sums before the first gradient, has one of its size).
 That slot becomes its home: no memory is taken, nothing is copied, and nothing can fail. What can leave the compute tier
-from there does so where lower tiers have room, and between passes homes go back to the plan's places; see `_execution.lower_homes`.
+from there does so where lower tiers have room, and between passes homes go back to the plan's places; see
+`_execution.lower_homes`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 An instruction is issued as soon as all it waits for has been: it is then put on its queue's stream behind the events
 of what it waits for on other queues. So moves are issued as early as the plan allows, whatever moment they are for.
 A moment is special: it is issued when the model begins it, and is over when the next one begins. Work of the CPU's
-queue is done by the host thread when its turn comes. What an instruction does is in `_execution.instructions`, and there is the note
-on what happens when a plan does not hold.
+queue is done by the host thread when its turn comes. What an instruction does is in `_execution.instructions`, and
+there is the note on what happens when a plan does not hold.
 """
 
 from __future__ import annotations

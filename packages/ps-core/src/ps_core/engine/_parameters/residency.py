@@ -1,7 +1,7 @@
 """Bringing groups to the compute tier and back, one at a time, in an order that is always safe.
 
-What is here is used on demand, and between passes. A plan's own moves are the business of `_execution.replay`; both work on the
-same store, homes and stamps, so either can take over from the other between two moments.
+What is here is used on demand, and between passes. A plan's own moves are the business of `_execution.replay`; both
+work on the same store, homes and stamps, so either can take over from the other between two moments.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The moments of a pass on fake tensors.
 
 [Note: moments of a fake pass]
-They are the engine's (`_tracing.moments`), with a *unit* for its groups: by default, the module that owns the parameter. A
-moment begins when a function is called on a parameter, or a backward node takes one out of what was saved, whose unit
-the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor brought
-gradients for. A parameter somebody still holds an alias of (a checkpoint's recomputed block) is read by the next
-moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies between
-the last touch of forward and the first of backward (the loss) to the former.
+They are the engine's (`_tracing.moments`), with a *unit* for its groups: by default, the module that owns the
+parameter. A moment begins when a function is called on a parameter, or a backward node takes one out of what was saved,
+whose unit the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor
+brought gradients for. A parameter somebody still holds an alias of (a checkpoint's recomputed block) is read by the
+next moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies
+between the last touch of forward and the first of backward (the loss) to the former.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from ps_core.engine._tracing.op_costs import amounts_of
 _aten = torch.ops.aten
 _UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
 """Operators whose fakes say zero bytes of what they keep for backward: a peak several times too low."""
-_NO_TOUCH = managed_parameter._PLAIN | managed_parameter._STRIDED | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
+_NO_TOUCH = (
+    managed_parameter._PLAIN
+    | managed_parameter._STRIDED
+    | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
+)
 """What the engine, too, answers without the parameter's memory."""
 
 
