@@ -1,4 +1,4 @@
-"""The Budget that a refusal tells: all of what was given, with as much more as is needed, whoever else has a part."""
+"""The Budget that a refusal tells: all of what was given, with as much more as is needed by all processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from ps_core import Budget, Options
 from ps_core._plan import Tier
 from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._memory.store import Store
-from ps_core.engine._memory.suggestions import Given, larger, options_as
+from ps_core.engine._memory.suggestions import Given, TierBudget, larger, options_as
 
 DISK = {"disk": "1GiB", "disk_dir": "/var/my disk"}
 
@@ -22,13 +21,10 @@ class Card(StandIn):
         return 2**20, 2**21
 
 
-def store_of(given: Given, *, part: int = 1, device: type[StandIn] = StandIn) -> Store:
+def limits_of(given: Given, *, device: type[StandIn] = StandIn) -> TierBudget:
     sizes = {"device": given.budget.device_bytes, "host": given.budget.host_bytes or 2**22}
-    whole = tuple(Tier(name, size // (given.sharers if name == "host" else 1)) for name, size in sizes.items() if size)
-    parts = tuple(Tier(tier.name, tier.capacity_bytes // part) for tier in whole)
-    store = Store(device(name="emulated"), parts, poison=False, given=given)
-    store.whole = whole
-    return store
+    tiers = tuple(Tier(name, size // (given.sharers if name == "host" else 1)) for name, size in sizes.items() if size)
+    return TierBudget(tiers, given, device(name="emulated").memory_bytes())
 
 
 @pytest.mark.parametrize(
@@ -41,33 +37,31 @@ def store_of(given: Given, *, part: int = 1, device: type[StandIn] = StandIn) ->
     ],
 )
 def test_all_that_was_given_is_told_again(budget: Budget, tier: int, needed: int, told: str) -> None:
-    said = larger(store_of(Given(budget)), tier, needed)
+    said = larger(limits_of(Given(budget)), tier, needed)
     assert said.startswith(told)
     assert getattr(eval(said.partition(": ")[0]), ("device_bytes", "host_bytes")[tier]) >= needed
 
 
 @pytest.mark.parametrize("tier", [0, 1])
-@pytest.mark.parametrize("part", [1, 3])
 @pytest.mark.parametrize("needed", [2**19 + 5, 2**22 - 5])
-def test_everybody_has_enough_of_it(part: int, tier: int, needed: int) -> None:
-    """Three models share a budget, and three processes a host."""
+def test_everybody_has_enough_of_it(tier: int, needed: int) -> None:
+    """Three processes share a host."""
     given = Given(Budget(device=2**19, host=3 * 2**19), sharers=3)
-    said = larger(store_of(given, part=part), tier, needed)
+    said = larger(limits_of(given), tier, needed)
     budget = eval(said.partition(": ")[0])
-    again = store_of(Given(budget, sharers=3), part=part)
+    again = limits_of(Given(budget, sharers=3))
     assert needed <= again.tiers[tier].capacity_bytes & -128 < needed + 2**20
-    assert ("for all models that share it" in said) is (part > 1)
     assert ("for the 3 processes that share it" in said) is (tier == 1)
 
 
 def test_a_card_does_not_grow() -> None:
-    store = store_of(Given(Budget(device=2**20)), device=Card)
-    assert larger(store, 0, 2**21) == 'Budget(device="2MiB"): 1.0 MiB more'
-    assert larger(store, 0, 2**21 + 1) == "an accelerator with 3.0 MiB: this one has 2.0 MiB"
+    limits = limits_of(Given(Budget(device=2**20)), device=Card)
+    assert larger(limits, 0, 2**21) == 'Budget(device="2MiB"): 1.0 MiB more'
+    assert larger(limits, 0, 2**21 + 1) == "an accelerator with 3.0 MiB: this one has 2.0 MiB"
 
 
 def test_other_options_stay() -> None:
     given = Given(Budget(device=2**20), Options(keep_fp32=("*norm*",), policy="lru"))
-    said = options_as(store_of(given), group_bytes=128)
+    said = options_as(given, group_bytes=128)
     assert said == "Options(group_bytes=128, policy=\"lru\", keep_fp32=('*norm*',))"
     assert eval(said) == Options(group_bytes=128, keep_fp32=("*norm*",), policy="lru")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 from collections.abc import Callable
@@ -119,13 +120,21 @@ def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> 
     return replace(optimizer, groups=())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class Budget(_ByName):
+class _UsedByOneModel(_ByName):
+    """Remembers which model uses this object. Copies and pickles do not: what is here is no field."""
+
+    __slots__ = ("_user",)
+    _user: tuple[str, Callable[[], bool]]
+    """The model's name, and a function that returns whether the model is still managed; unset before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget(_UsedByOneModel):
     """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
     ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
-    processes of a node share it. ``disk`` None: no disk tier. Several models that are given the same object keep to it
-    together, each to a part by the bytes of its model data; `split` gives other parts.
+    processes of a node share it. ``disk`` None: no disk tier. One object is for one managed model at a time: for
+    several, cut it by `split`.
     """
 
     _as_in = "Budget(device='8GiB')"
@@ -172,6 +181,26 @@ class Budget(_ByName):
     def disk_bytes(self) -> int | None:
         """``disk`` in bytes."""
         return None if self.disk is None else parse_bytes(self.disk)
+
+
+def check_unused(budget: Budget, model_name: str) -> None:
+    """Raise `InvalidInput` if another model that is still managed uses this object."""
+    user = getattr(budget, "_user", None)
+    if user is None:
+        return
+    other, is_managed = user
+    if is_managed():
+        gc.collect()  # a reference cycle, as of an exception that is kept, may be all that keeps the other model alive
+    if is_managed():
+        raise InvalidInput(
+            f"the Budget given to {model_name} is in use by another model, {other}, that is still managed: give each a "
+            "part, as in first, second = budget.split(3, 1), or release(model) the other one first"
+        )
+
+
+def mark_used(budget: Budget, model_name: str, is_managed: Callable[[], bool]) -> None:
+    """Note that a model uses this object for as long as ``is_managed()`` is true."""
+    object.__setattr__(budget, "_user", (model_name, is_managed))  # dataclasses that are frozen refuse to be written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

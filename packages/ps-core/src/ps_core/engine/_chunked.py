@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
-from ps_core._options import Budget, Optimizer, Options
+from ps_core._options import Budget, Optimizer, Options, check_unused, mark_used
 from ps_core._plan import Tier
 from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
@@ -37,7 +39,6 @@ from ps_core.engine._sharding.driver import sharded
 from ps_core.engine._sharding.join import Alone, Joining
 from ps_core.engine._sharding.no_plan import Unplanned
 from ps_core.engine._sharding.residency import ShardResidency
-from ps_core.engine._sharing import Sharing, data_bytes
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._unmatched_patterns import say_unmatched, warn_of_gradients
 
@@ -68,6 +69,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     ties = find_ties(model)
     if ties and collectives is not None:
         raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
+    check_unused(budget, type(model).__name__)
     if options.eager_step:
         _check_eager(wishes, disk=budget.disk is not None)
     if wishes.training:
@@ -75,25 +77,21 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     where = device_of(device, pin=options.pin)
     joining = Alone() if collectives is None else Joining(collectives)
     joining.check(where, options)
-    size = data_bytes(model, wishes.mode, training=wishes.training, accumulates=accumulation_steps > 1)
-    whole = tiers_of(where, budget, joining.sharers)
-    with Sharing(budget, type(model).__name__, size, whole, alone=collectives is None) as sharing:
-        tiers = sharing.begin()
-        packing = wishes.pack(tiers, ties)
-        joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
-        given = Given(budget, options, joining.sharers)
-        store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given)
-        store.whole = sharing.whole
-        engine, front = wishes.engine(store, packing)
-        pilot = wishes.pilot(engine)
-        try:
-            fill(packing.records, joining.values(initial_values(model)), engine)
-            bring_along(model, where.torch_device)
-            Management(model, engine, pilot, cast=wishes.cast).install()
-        except BaseException:
-            undo(engine)
-            raise
-        sharing.join(engine)
+    tiers = tiers_of(where, budget, joining.sharers)
+    packing = wishes.pack(tiers, ties)
+    joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
+    given = Given(budget, options, joining.sharers)
+    store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given)
+    engine, front = wishes.engine(store, packing)
+    pilot = wishes.pilot(engine)
+    try:
+        fill(packing.records, joining.values(initial_values(model)), engine)
+        bring_along(model, where.torch_device)
+        Management(model, engine, pilot, cast=wishes.cast).install()
+    except BaseException:
+        undo(engine)
+        raise
+    mark_used(budget, type(model).__name__, _is_managed(engine))
     if collectives is None or collectives.process == 0:
         names = [name for tied in all_names(model).values() for name in tied]
         say_unmatched(type(model).__name__, names, options, front)
@@ -252,6 +250,12 @@ def _check_eager(wishes: _Wishes, *, disk: bool) -> None:
         raise InvalidInput("Options.eager_step is one backward a step: leave accumulation_steps at 1")
     if wishes.max_grad_norm is not None:
         raise InvalidInput("Options.eager_step steps before the norm is known: leave max_grad_norm out")
+
+
+def _is_managed(engine: Engine) -> Callable[[], bool]:
+    """Return a function that tells whether the engine's model is still managed, and does not keep it alive."""
+    reference = weakref.ref(engine)
+    return lambda: (found := reference()) is not None and not found.released
 
 
 def _constant_bytes(model: nn.Module, device: Device) -> int:

@@ -39,9 +39,6 @@ class Unguided:
     def consider(self) -> None:
         """There is nothing to plan."""
 
-    def resized(self) -> None:
-        """There was no plan."""
-
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """By no plan."""
         return False

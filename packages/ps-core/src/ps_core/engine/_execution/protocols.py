@@ -58,8 +58,5 @@ class Guide(Protocol):
     def consider(self) -> None:
         """A step is asked for, and nothing is changed yet: time to plan."""
 
-    def resized(self) -> None:
-        """The tiers are of other sizes, so that no plan holds."""
-
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out a step by a plan, if there is one for it."""

@@ -319,13 +319,6 @@ class Pilot:
         self._engine.counters.replans += self._recorded
         self._estimated, self._recorded = False, True
 
-    def resized(self) -> None:
-        """Plan anew, for tiers of other sizes."""
-        self._found, self._plan, self._estimated = self._found or self._source, None, False
-        micro = self._micro
-        self.consider()
-        self._micro = micro  # gradients of an unfinished step stay, so the next pass is not the first
-
     def _adopt(self, recording: Recording, batch: Batch) -> bool:
         """Plan from these moments and have everything where the plan wants it; False: not possible now."""
         started = time.monotonic()

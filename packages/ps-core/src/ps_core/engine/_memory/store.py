@@ -45,8 +45,6 @@ class Store:
         if file is not None:
             device.attach(file)
         self.tiers = tiers
-        self.whole = tiers
-        """Those of the Budget, of which several models may have parts."""
         self.given = given or Given()
         self.still = len(tiers) == 1
         """Nothing ever moves: parameters lie in their homes."""
@@ -79,7 +77,7 @@ class Store:
     @property
     def limits(self) -> TierBudget:
         """What the budgets are, for errors that suggest others."""
-        return TierBudget(self.tiers, self.whole, self.given, self.device.memory_bytes())
+        return TierBudget(self.tiers, self.given, self.device.memory_bytes())
 
     # Slots.
 
@@ -211,13 +209,6 @@ class Store:
         slot.memory = target
 
     # The arena.
-
-    def resize(self, tiers: tuple[Tier, ...]) -> None:
-        """Keep to other sizes from now on; nothing is in the arena."""
-        assert not self._taken, "addresses begin anew"
-        self.tiers, self.peak_bytes = tiers, list(self.used_bytes)
-        if self._arena is not None:
-            self._arena = self._new_arena(tiers[0].capacity_bytes if self.device.lazy else 0)
 
     def settle(self, line: int) -> None:
         """Between passes, with nothing under way: let the arena end here; what is in it waits in the host's memory."""

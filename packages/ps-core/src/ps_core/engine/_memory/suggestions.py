@@ -27,8 +27,6 @@ class TierBudget:
     """Sizes of all tiers, for errors that suggest others."""
 
     tiers: tuple[Tier, ...]
-    whole: tuple[Tier, ...]
-    """Those of the Budget, of which several models may have parts."""
     given: Given
     device_memory_bytes: tuple[int, int] | None
     """The accelerator's own memory, free and in all; None where it is emulated."""
@@ -39,19 +37,13 @@ def size(count: int) -> str:
     return f"{count / MIB:,.1f} MiB" if count >= MIB // 10 else f"{count:,} bytes"
 
 
-def larger(limits: TierBudget, tier: int, needed_bytes: int, part: int | None = None) -> str:
-    """The Budget with which so many bytes of a tier are there, and how much more that is.
-
-    ``part``: what there is of it for this model, or is to be.
-    """
-    name, whole = limits.tiers[tier].name, limits.whole[tier].capacity_bytes
-    part = limits.tiers[tier].capacity_bytes if part is None else part
+def larger(limits: TierBudget, tier: int, needed_bytes: int) -> str:
+    """Write the Budget with which so many bytes of a tier are there, and how much more that is."""
+    name, whole = limits.tiers[tier].name, limits.tiers[tier].capacity_bytes
     asked, given, suffix = align_up(needed_bytes), limits.given, ""
-    if part != whole:
-        asked, suffix = -(-asked * whole // max(1, part)), " for all models that share it"
     if name != "device" and given.sharers > 1:
         asked, whole = asked * given.sharers, whole * given.sharers
-        suffix += f" for the {given.sharers} processes that share it"
+        suffix = f" for the {given.sharers} processes that share it"
     asked, there = _rounded(asked), limits.device_memory_bytes if name == "device" else None
     if there is not None and asked > there[1]:
         return f"an accelerator with {size(asked)}{suffix}: this one has {size(there[1])}"

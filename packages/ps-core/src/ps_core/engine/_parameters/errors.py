@@ -168,21 +168,6 @@ def group_too_large(
     )
 
 
-def part_too_small(store: Store, tier: int, needed_bytes: int, part_bytes: int) -> DoesNotFit:
-    """What a model would have of a tier, were another to share it, cannot hold what the model has there already."""
-    return DoesNotFit(
-        tier=store.tiers[tier].name,
-        moment="making room for another model",
-        needed_bytes=needed_bytes,
-        available_bytes=part_bytes,
-        proven=True,
-        remedies=(
-            larger(store.limits, tier, needed_bytes, part_bytes),
-            "first, second = budget.split(3, 1): a budget of its own for each model",
-        ),
-    )
-
-
 def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int) -> DoesNotFit:
     """The host cannot hold the tables that stay there."""
     tier, largest = store.tiers[1], max(groups, key=lambda group: group.chunk_numel)
