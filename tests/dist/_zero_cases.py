@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ps_dist
 from _one_process import adds_like, check_homes, check_weights
 from _states import masters_of
-from ps_core import SGD, AdamW, Budget, Group, InvalidInput, Options, RanksDiverged, UnsupportedParameter
+from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._devices.cpu.device import StandIn
 from ps_core.engine._execution.hooks import management_of
@@ -405,8 +405,6 @@ def must_be_alike(each: ps_dist.TorchCollectives) -> None:
         chunked(nn.Linear(3, 4 if odd else 5), SGD(lr=0.1), collectives=each)
     with pytest.raises(RanksDiverged, match=r"how it is trained must be the same on all ranks.*lr=0.1.*lr=0.2"):
         chunked(made(), SGD(lr=0.2 if odd else 0.1), collectives=each)
-    with pytest.raises(InvalidInput, match=r"Options.eager_step with collectives"):
-        chunked(made(), SGD(lr=0.1), collectives=each, options=Options(eager_step=True))
     each.barrier()
 
 

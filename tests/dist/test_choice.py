@@ -15,7 +15,7 @@ import _choice_cases as cases
 from _crew import Crew, crew
 from ps_core import Budget, InvalidInput
 from ps_core.engine import _chunked, chunked
-from ps_core.engine._processes import joining
+from ps_core.engine._sharding import join as joining
 from ps_dist import _choice, _groups
 from ps_dist._attempt import Attempt
 from ps_dist._choice import Choice, blamed, hindrance
@@ -223,7 +223,7 @@ def test_another_card_than_the_one_that_is_connected() -> None:
     with pytest.raises(
         InvalidInput, match=r"device='cuda:0': collectives were connected for cuda:1; expected the same"
     ):
-        joining.Joining(together).check(device, joining.Options())
+        joining.Joining(together).check(device)
 
 
 # Groups.

@@ -130,16 +130,14 @@ def test_the_same_bits_where_the_table_would_not_fit(precision: str, micro_batch
     assert got.statistics[0].tiers["device"].peak_bytes <= size
 
 
-@pytest.mark.parametrize("how", ["cpu", "cpu and disk", "device and disk", "eager"])
+@pytest.mark.parametrize("how", ["cpu", "cpu and disk", "device and disk"])
 def test_the_same_bits_elsewhere(how: str, tmp_path: Any) -> None:
-    options = Options(group_bytes=4096, eager_step=how == "eager")
-    settings = Settings(precision="bf16", options=options, max_grad_norm=None if how == "eager" else 1.0)
+    settings = Settings(precision="bf16", options=Options(group_bytes=4096), max_grad_norm=1.0)
     disk = {"disk": "4MiB", "disk_dir": str(tmp_path)} if "disk" in how else {}
     device, budget = {
         "cpu": ("cpu", Budget(host=HOST)),
         "cpu and disk": ("cpu", Budget(host="1MiB", **disk)),
         "device and disk": ("emulated", Budget(device="64KiB", host=20 * TABLE, **disk)),
-        "eager": ("emulated", Budget(device="64KiB", host=HOST)),
     }[how]
 
     got = managed(partial(three_steps, net=Net, kind=HostEmbedding), settings, device, budget)

@@ -69,7 +69,6 @@ def test_a_match_sees_the_parameter():
         lambda: Options(poison=1),
         lambda: Options(pin=None),
         lambda: Options(cast_inputs="yes"),
-        lambda: Options(eager_step=0),
         lambda: Options(keep_fp32="norm"),
         lambda: Options(keep_fp32=(1,)),
         lambda: Options(plan_cache=3),
@@ -99,6 +98,10 @@ def test_a_match_that_tells_nothing_of_its_arguments_is_taken():
         (lambda: Options({}), r"as in Options\(prefetch=2\); found a dict without one"),
         (lambda: Group(is_bias, lr=1), r"as in Group\(match=lambda name, _: .*; found a function without one"),
         (lambda: Budget(device_memory="8GB"), "Budget has no 'device_memory'; it has device, host, disk, disk_dir$"),
+        (
+            lambda: Options(eager_step=True),
+            "Options has no 'eager_step'; it has group_bytes, policy, prefetch, .*, machine$",
+        ),
         (lambda: Adam(amsgrad=True), "Adam has no 'amsgrad'; it has lr, betas, eps, weight_decay, groups$"),
     ],
 )
@@ -128,7 +131,6 @@ def test_defaults():
         pin=True,
         keep_fp32=(),
         cast_inputs=True,
-        eager_step=False,
         plan_cache=None,
         machine=None,
     )

@@ -223,8 +223,6 @@ class Options(_ByName):
     """Patterns of parameter names that are computed in fp32 whatever the precision."""
     cast_inputs: bool = True
     """Cast floating-point inputs of the model to the compute precision."""
-    eager_step: bool = False
-    """Step during backward: no clipping, one backward a step."""
     plan_cache: str | None = None
     """Directory where the choices behind plans are kept from run to run; None: not kept."""
     machine: str | None = None
@@ -237,7 +235,7 @@ class Options(_ByName):
         prefetch = self.prefetch
         if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0):
             raise InvalidInput(f"Options.prefetch must be a whole number of at least 0, or None; found {prefetch!r}")
-        for name in ("poison", "pin", "cast_inputs", "eager_step"):
+        for name in ("poison", "pin", "cast_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"Options.{name} must be True or False, found {getattr(self, name)!r}")
         if not isinstance(self.keep_fp32, tuple) or not all(isinstance(name, str) for name in self.keep_fp32):

@@ -18,7 +18,6 @@ from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import device_of, disk_file, passing_bytes, tiers_of
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
 from ps_core.engine._execution.components import Parts, whole
-from ps_core.engine._execution.eager import Eager
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import Management
 from ps_core.engine._execution.host_embedding import host_tables
@@ -70,13 +69,11 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     if ties and collectives is not None:
         raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
     check_unused(budget, type(model).__name__)
-    if options.eager_step:
-        _check_eager(wishes, disk=budget.disk is not None)
     if wishes.training:
         warn_of_gradients(model)
     where = device_of(device, pin=options.pin)
     joining = Alone() if collectives is None else Joining(collectives)
-    joining.check(where, options)
+    joining.check(where)
     tiers = tiers_of(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
     joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
@@ -143,7 +140,7 @@ class _Wishes:
 
     def engine(self, store: Store, packing: Packing) -> tuple[Engine, ChunkedOptimizer | None]:
         """Homes, the engine over them, and the optimizer's face."""
-        sums = self.training and not self.overwrites and not self.options.eager_step and len(store.tiers) > 1
+        sums = self.training and not self.overwrites and len(store.tiers) > 1
         if self.collectives is not None:
             store.still, sums = False, self.training and not self.overwrites
         place(store, packing.groups, accumulates=sums)
@@ -163,8 +160,6 @@ class _Wishes:
         front = ChunkedOptimizer(
             engine, engine.records, self.optimizer, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
-        if self.options.eager_step:
-            engine.eager = Eager(engine.passes, engine.gradients, engine.updater, front.settings)
         return engine, front
 
     def _parts(self, store: Store, packing: Packing, counters: Counters) -> Parts:
@@ -238,18 +233,6 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     steps = accumulation_steps
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
-
-
-def _check_eager(wishes: _Wishes, *, disk: bool) -> None:
-    """Stepping during backward leaves out what only the end of backward can tell."""
-    if disk:
-        raise InvalidInput("Options.eager_step with Budget.disk: steps amid a pass would wait for it; choose one")
-    if wishes.mode is Precision.FP16:
-        raise InvalidInput("Options.eager_step with precision='fp16': no step could be skipped; use 'bf16' or 'fp32'")
-    if wishes.accumulation_steps != 1:
-        raise InvalidInput("Options.eager_step is one backward a step: leave accumulation_steps at 1")
-    if wishes.max_grad_norm is not None:
-        raise InvalidInput("Options.eager_step steps before the norm is known: leave max_grad_norm out")
 
 
 def _is_managed(engine: Engine) -> Callable[[], bool]:

@@ -16,7 +16,6 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._execution.components import Parts, Ranks
-from ps_core.engine._execution.eager import Eager
 from ps_core.engine._execution.host_tables import Tables
 from ps_core.engine._execution.passes import Passes
 from ps_core.engine._gradients.loss_scale import LossScale
@@ -70,11 +69,9 @@ class Engine:
             self.gradients,
             store,
             self.counters,
-            check_read=self._check_read,
+            check_usable=self.check_usable,
             accept=self.arrive,
         )
-        self.eager: Eager | None = None
-        """Steps during backward, where that was asked for."""
         self.management: Any = None
         """The owner of the hooks (any: it knows this class)."""
         self.masters = Masters(
@@ -150,12 +147,6 @@ class Engine:
 
     def get_gradient(self, record: TensorRecord) -> torch.Tensor | None:
         """What ``parameter.grad`` is."""
-        if self.eager is not None and self.has_gradient(record):
-            raise InvalidInput(
-                f"the gradient of {record.name!r} is stepped during backward (eager_step=True) and cannot be looked at "
-                "or clipped: use optimizer.zero_grad(); to clip leave eager_step out, and use "
-                "chunked(..., max_grad_norm=...)"
-            )
         if record.dropped:
             raise not_trained(record.name)
         if record.gradient is Gradient.NONE:
@@ -168,11 +159,6 @@ class Engine:
         """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if value is record.face and value is not None:
             return
-        if self.eager is not None and self.eager.stepped(record):
-            raise InvalidInput(
-                f"the gradient of {record.name!r} has been stepped during backward (eager_step=True) and cannot be "
-                "replaced or forgotten any more: leave eager_step out"
-            )
         if value is not None and not record.trainable:
             raise UnsupportedParameter(
                 f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
@@ -246,20 +232,12 @@ class Engine:
                     "elsewhere, and it read not-a-number; release(model), or keep that part out of chunked(...)"
                 )
 
-    def _check_read(self, record: TensorRecord) -> None:
-        """Raise where a parameter must not be read now."""
-        self.check_usable()
-        if self.eager is not None:
-            self.eager.check_read([record])
-
     # Moments.
 
     @undisturbed
     def touch(self, records: list[TensorRecord]) -> None:
         """Have these parameters in, and keep them in for the moment."""
         self.check_usable()
-        if self.eager is not None:
-            self.eager.check_read(records)
         passes = self.passes
         if not passes.joined:
             passes.join()
@@ -300,10 +278,7 @@ class Engine:
         self._deciding.forget()
         self.check_usable()
         record.assigned = False
-        passes, group, eager = self.passes, record.group, self.eager
-        if eager is not None:
-            self.masters.before_step()
-            eager.check(record)
+        passes, group = self.passes, record.group
         if not passes.joined:
             passes.join()  # which asks whether gradients are made
         if torch.is_grad_enabled():
@@ -318,8 +293,6 @@ class Engine:
         beat = passes.beat
         if beat is not None and not record.waiting and not group.on_host:
             beat.grads[record.index] = None
-        if eager is not None and torch._C._current_graph_task_id() != -1:
-            eager.arrived(group)  # one that is assigned outside of backward waits for the step, and its numbers
 
     def _check_kept(self) -> None:
         if self.released:
@@ -368,7 +341,7 @@ class Engine:
 
     def has_gradient(self, record: TensorRecord) -> bool:
         """Whether a gradient waits for the step."""
-        return record.gradient is not Gradient.NONE or (self.eager is not None and self.eager.stepped(record))
+        return record.gradient is not Gradient.NONE
 
     def gradient_norm(self, record: TensorRecord) -> float:
         """Of the stored gradient times its factor."""
@@ -391,8 +364,6 @@ class Engine:
             record.dropped = False
         if records is None:
             self.tables.forget()
-        if self.eager is not None and records is None:
-            self.eager.forget()
         beat = self.passes.beat
         if beat is None or beat.backward or self.still or any(r.gradient is not Gradient.NONE for r in chosen):
             self.finish_pass()  # else a forward pass is on, whose gradients are still to come
@@ -421,8 +392,6 @@ class Engine:
         return Outcome(norm=decision.norm, skipped=decision.skip)
 
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Decision:
-        if self.eager is not None:
-            return self.eager.finish(settings, self.records)
         pending = [record for record in self.records if record.gradient is not Gradient.NONE]
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
             if decision.skip:

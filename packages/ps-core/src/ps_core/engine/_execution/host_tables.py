@@ -40,19 +40,19 @@ class Tables:
         store: Store,
         counters: Counters,
         *,
-        check_read: Callable[[TensorRecord], None],
+        check_usable: Callable[[], None],
         accept: Callable[[TensorRecord, Tensor], None],
     ) -> None:
-        """``check_read``: raise where a table must not be read now; ``accept``: take a table's gradient over."""
+        """``check_usable``: raise where nothing may be trained; ``accept``: take a table's gradient over."""
         self._passes, self._gradients, self._store, self._counters = passes, gradients, store, counters
-        self._check_read, self._accept = check_read, accept
+        self._check_usable, self._accept = check_usable, accept
         self._pending: dict[TensorRecord, tuple[int, Tensor]] = {}
         """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
 
     @undisturbed
     def rows(self, record: TensorRecord, ids: Tensor) -> Tensor:
         """The rows of these ids, on their device."""
-        self._check_read(record)
+        self._check_usable()
         if not self._passes.joined:
             self._passes.join()
         if record.payload is not Payload.VALID:

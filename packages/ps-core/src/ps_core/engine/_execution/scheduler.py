@@ -117,7 +117,7 @@ class Pilot:
         self._batch = batch_of(args, kwargs)
         if not self._setup.training:
             self.consider()
-        elif not (self._tried or self._engine.still or self._options.eager_step) and torch.is_grad_enabled():
+        elif not (self._tried or self._engine.still) and torch.is_grad_enabled():
             if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
                 self._foresee(module, args, kwargs)
             self._tried = True  # now: who interrupted it may want it at the next attempt
@@ -164,8 +164,6 @@ class Pilot:
             return Still(tracked=not (self._measured and self._planned_for.covers(self._served)))
         demand = engine.passes.demand
         demand.highest_tide_bytes = None
-        if self._options.eager_step:
-            return demand
         if plan is None:
             self._homes.lower()
             return demand
@@ -239,7 +237,7 @@ class Pilot:
             self._tried, self._engine.store.foreseen_bytes = False, 0  # the next pass is a first one again
         if recording.training and any(beat.grads for beat in recording.beats):
             self._micro += 1
-        if batch is None or (self._options.eager_step and not self._engine.still):
+        if batch is None:
             return
         if self._engine.still:
             if self._engine.passes.driver.tracked and recording.training is self._setup.training:

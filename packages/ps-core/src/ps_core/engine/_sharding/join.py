@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core._options import Optimizer, Options
+from ps_core._options import Optimizer
 from ps_core.engine._devices.device import Device
 from ps_core.engine._parameters.grouping import Packing
 from ps_core.engine._sharding.alike import checksum
@@ -30,7 +30,7 @@ class Alone:
 
     sharers = 1
 
-    def check(self, device: Device, options: Options) -> None:
+    def check(self, device: Device) -> None:
         """Anything goes."""
 
     def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
@@ -49,11 +49,9 @@ class Joining:
         self.sharers = together.local_ranks
         """Processes that divide this computer's memory."""
 
-    def check(self, device: Device, options: Options) -> None:
+    def check(self, device: Device) -> None:
         """Refuse what several processes cannot have."""
         self._together.agree("the kind of device", device.name)
-        if options.eager_step:
-            raise InvalidInput("Options.eager_step with collectives: sums over processes come later; leave it out")
         if device.torch_device.type == "cuda":
             self._check_cards(device)
             # Before anybody asks how much memory is free: connections take some.
