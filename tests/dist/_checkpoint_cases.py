@@ -34,7 +34,7 @@ from ps_core import (
     TierFailure,
 )
 from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, save_weights, statistics
-from ps_core.engine._checkpoint import folder as _folder
+from ps_core.engine._checkpoint import atomic_folder as _folder
 from ps_core.engine._devices.cpu.device import StandIn
 
 WIDTH, WORDS = 24, 37

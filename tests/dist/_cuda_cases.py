@@ -22,7 +22,7 @@ from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._processes import beside
+from ps_core.engine._sharding import streams as beside
 
 STEPS = 2
 RISING = 5

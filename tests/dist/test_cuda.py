@@ -10,7 +10,7 @@ import torch
 import _cuda_cases as cases
 from _crew import Crew, crew
 from _zero_cases import Way
-from ps_core.engine._processes import joining
+from ps_core.engine._sharding import join as joining
 from ps_core.engine._sharding.join import crowded
 from ps_dist._connect import _take_card
 

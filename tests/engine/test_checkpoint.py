@@ -17,7 +17,7 @@ from torch import nn
 from _checkpoints import SPEC, TIERS, Net, Run, assert_same
 from ps_core import SGD, Adam, AdamW, Budget, CheckpointMismatch, Group, InvalidInput
 from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint, statistics
-from ps_core.engine._checkpoint import writing as _writing
+from ps_core.engine._checkpoint import writer as _writing
 from ps_core.engine._checkpoint.json_values import decode, encode
 from ps_core.engine._checkpoint.rng_state import random_state, restore_random_state
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from _checkpoints import Run, assert_same
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, TierFailure
 from ps_core.engine import load_checkpoint, load_weights, save_checkpoint
-from ps_core.engine._checkpoint import writing as _writing
+from ps_core.engine._checkpoint import writer as _writing
 from ps_core.engine._checkpoint.safetensors_format import read_table
 
 

@@ -23,7 +23,7 @@ from ps_core.engine._devices.cpu.device import StandIn
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.cuda.memory import AllocatorTide
 from ps_core.engine._parameters.unmanaged import bring_along
-from ps_core.engine._tracing import foresight
+from ps_core.engine._tracing import first_pass as foresight
 from ps_core.engine._tracing.child import ChildFailed
 
 CASE = {each.name: each for each in CASES}

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ps_core import InvalidInput, TierFailure
 from ps_core._plan import Queue
+from ps_core.engine._devices.disk import file as _disk
 from ps_core.engine._devices.disk.file import BLOCK_BYTES, DiskFile, Place
 from ps_core.engine._devices.disk.streams import DiskStreams
-from ps_core.engine._disk import file as _disk
 
 
 @pytest.fixture

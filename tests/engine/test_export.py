@@ -13,7 +13,7 @@ from _checkpoints import TIERS, Net, Run, assert_same
 from _states import masters_of
 from ps_core import CheckpointDamaged, InvalidInput, cli
 from ps_core.engine import export_checkpoint, load_weights, save_checkpoint, save_weights
-from ps_core.engine._checkpoint import writing as _writing
+from ps_core.engine._checkpoint import writer as _writing
 
 
 def weights_of(run: Run, *, masters: bool) -> dict[str, torch.Tensor]:
