@@ -33,7 +33,7 @@ from ps_core.engine._support.interrupts import _HANDLER, _STATE, alone, put_in, 
 from ps_core.engine._support.module_call import PLACE
 
 ENGINE = "/ps_core/engine/"
-BOOKS = ENGINE + "_interrupts.py"
+BOOKS = ENGINE + "_support/interrupts.py"
 POINTS = 30
 """Instants within a step, spread evenly."""
 
