@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ps_core.engine._execution.components import Parts, whole
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import Management
 from ps_core.engine._execution.host_embedding import host_tables
+from ps_core.engine._execution.protocols import Guide
 from ps_core.engine._execution.scheduler import Pilot
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import undo
@@ -80,11 +82,10 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     given = Given(budget, options, joining.sharers)
     store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given)
     engine, front = wishes.engine(store, packing)
-    pilot = wishes.pilot(engine)
     try:
         fill(packing.records, joining.values(initial_values(model)), engine)
         bring_along(model, where.torch_device)
-        Management(model, engine, pilot, cast=wishes.cast).install()
+        engine.management.install()
     except BaseException:
         undo(engine)
         raise
@@ -146,14 +147,15 @@ class _Wishes:
         place(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters()
+        parts = self._parts(store, packing, counters)
         engine = Engine(
-            store,
-            packing.groups,
+            parts,
+            counters,
             loss_scale=loss_scale,
             constant_bytes=_constant_bytes(self.model, store.device),
-            counters=counters,
-            parts=self._parts(store, packing, counters),
             together=self.collectives,
+            guide=partial(self._guide, parts),
+            management=partial(Management, self.model, cast=self.cast),
         )
         if self.optimizer is None:
             return engine, None
@@ -175,10 +177,10 @@ class _Wishes:
             prefetch=self.options.prefetch,
         )
 
-    def pilot(self, engine: Engine) -> Pilot | Unplanned:
-        """Who drives its passes."""
-        if isinstance(engine.residency, ShardResidency):
-            return Unplanned(engine.residency, engine.passes.demand, training=self.training)
+    def _guide(self, parts: Parts, engine: Engine) -> Guide:
+        """Who decides how its passes are driven."""
+        if isinstance(parts.residency, ShardResidency):
+            return Unplanned(parts.residency, parts.demand, training=self.training)
         return Pilot(
             engine,
             model_name=type(self.model).__name__,

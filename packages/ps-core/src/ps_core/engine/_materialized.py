@@ -106,8 +106,7 @@ def undo(engine: Engine) -> None:
     Their values are those they came with, too, but frozen ones were rounded to what is computed with.
     """
     engine.released = True
-    if engine.management is not None:
-        engine.management.remove()
+    engine.management.remove()
     for record in engine.records:
         parameter: nn.Parameter = record.parameter
         if isinstance(parameter, ManagedParameter):

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.scheduler import Pilot
 from ps_core.engine._memory.activation_slots import HostRoom
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
@@ -94,9 +93,7 @@ def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Way |
         )
     if engine.saved.room is None:
         engine.saved.room = HostRoom(engine.store, engine.counters, engine.passes.tide)
-    pilot = engine.management.pilot
-    if isinstance(pilot, Pilot):
-        engine.saved.room.leave(None if pilot._plan is None else pilot._plan.plan)
+    engine.saved.room.leave(engine.passes.guide.plan)
     return engine.saved.room
 
 

@@ -18,10 +18,10 @@ from ps_core._program import Kind
 from ps_core.engine._execution.components import Parts, Ranks
 from ps_core.engine._execution.host_tables import Tables
 from ps_core.engine._execution.passes import Passes
+from ps_core.engine._execution.protocols import Guide, Hooks
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._memory.slot import Bound
-from ps_core.engine._memory.store import Store
 from ps_core.engine._optim.clip_or_skip import Deciding
 from ps_core.engine._optim.group_step import Decision, SettingsOf
 from ps_core.engine._optim.settings import Outcome
@@ -29,7 +29,7 @@ from ps_core.engine._parameters.errors import changed_in_place, not_trained, who
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, changes, clear_grad
 from ps_core.engine._parameters.masters import Masters
 from ps_core.engine._parameters.saved_tensors import Kept, SavedTensors
-from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state import Gradient, Payload, TensorRecord
 from ps_core.engine._parameters.state_copies import StateCopies
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import undisturbed
@@ -40,17 +40,18 @@ class Engine:
 
     def __init__(
         self,
-        store: Store,
-        groups: list[GroupRecord],
+        parts: Parts,
+        counters: Counters,
         *,
         loss_scale: LossScale | None,
         constant_bytes: int,
-        counters: Counters,
-        parts: Parts,
-        together: Ranks | None = None,
+        together: Ranks | None,
+        guide: Callable[[Engine], Guide],
+        management: Callable[[Engine], Hooks],
     ) -> None:
-        self.store = store
-        self.groups = groups
+        """Make an engine of its parts. ``guide`` and ``management`` are called with it, and may keep it."""
+        self.store = store = parts.residency.store
+        self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
         self.still = store.still
         """Nothing ever moves."""
@@ -61,7 +62,7 @@ class Engine:
         self.together = together
         """The processes that share the model; None: there is one."""
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
-        self.passes = Passes(self.residency, self.gradients, parts.demand, self.records, self.counters, constant_bytes)
+        self.passes = Passes(parts, self.records, counters, constant_bytes, guide(self))
         self._deciding = Deciding(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners)
         self.tables = Tables(
@@ -72,14 +73,14 @@ class Engine:
             check_usable=self.check_usable,
             accept=self.arrive,
         )
-        self.management: Any = None
-        """The owner of the hooks (any: it knows this class)."""
         self.masters = Masters(
             self.records,
             lambda record: self.read_state(record, Kind.P32),
             lambda: str(self.management.name),
             speaks=together is None or together.process == 0,
         )
+        self.management = management(self)
+        """The owner of the hooks."""
         self.released = False
         """Nobody may use it any more."""
         self.surgery = False

@@ -38,9 +38,8 @@ class Management:
     takes the engine's memory with it (as when a notebook's cell is run again).
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, pilot: Guide, *, cast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, *, cast: torch.dtype | None) -> None:
         self.engine = engine
-        self.pilot = pilot
         self.name = type(model).__name__
         self._model = weakref.ref(model)
         self._cast = cast
@@ -48,18 +47,23 @@ class Management:
         self._around: Around | None = None
         self._blocks = Blocks(engine)
         self._handles: list[RemovableHandle] = []
-        self._places = [(id(module), parameter) for module, parameter in _places(model)]
+        self._places: list[tuple[int, nn.Parameter]] = []
         self._frozen: list[TensorRecord] = []
         """Parameters whose gradients nobody hears of."""
         self._owners: set[int] = set()
         """Modules with managed parameters that are watched, by id."""
-        engine.management = self  # last, for an interrupt may come in between: what is there can be taken off
+
+    @property
+    def pilot(self) -> Guide:
+        """Who decides how its passes are driven."""
+        return self.engine.passes.guide
 
     @alone
     def install(self) -> None:
         """Hang everything on."""
         model = self._model()
         assert model is not None, "it is being put under management"
+        self._places = [(id(module), parameter) for module, parameter in _places(model)]
         self._around = Around(model, self._run)
         self._blocks.refresh(model)
         hang = self._handles.append  # each at once: what comes after it may fail

@@ -17,6 +17,7 @@ class Unguided:
 
     moments = 0
     planned_step_s = 0.0
+    plan = None
 
     def __init__(self, demand: Demand, *, training: bool) -> None:
         self._demand = demand

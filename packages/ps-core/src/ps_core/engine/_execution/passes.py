@@ -14,14 +14,11 @@ import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core.engine._execution.components import Parts
 from ps_core.engine._execution.instructions import Diverged
-from ps_core.engine._execution.no_plan import Unguided
-from ps_core.engine._execution.on_demand import Demand
 from ps_core.engine._execution.protocols import Driver, Guide
 from ps_core.engine._execution.replay import Replay
-from ps_core.engine._gradients.store import GradientKeeper
 from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
-from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import put_in, take_out, undisturbed
@@ -33,15 +30,14 @@ class Passes:
 
     def __init__(
         self,
-        residency: Residency,
-        gradients: GradientKeeper,
-        demand: Demand,
+        parts: Parts,
         records: list[TensorRecord],
         counters: Counters,
         constant_bytes: int,
+        guide: Guide,
     ) -> None:
-        self._residency, self._gradients = residency, gradients
-        self._store, self._groups, self._records = residency.store, residency.groups, records
+        self._residency, self._gradients = parts.residency, parts.gradients
+        self._store, self._groups, self._records = parts.residency.store, parts.residency.groups, records
         self._record_of = {record.index: record for record in records}
         self._counters = counters
         self._clock = counters.clock
@@ -50,9 +46,9 @@ class Passes:
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
         self.tide = self._store.device.tide()
-        self.demand = demand
+        self.demand = parts.demand
         self.driver: Driver = self.demand
-        self.guide: Guide = Unguided(self.demand, training=True)
+        self.guide = guide
         self.moment = 0
         self.outside = True
         """The root module's forward is not running: memory that a call gives away is somebody else's."""

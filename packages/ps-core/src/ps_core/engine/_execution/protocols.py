@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ps_core._plan import Plan
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.state import GroupRecord, TensorRecord
 from ps_core.engine._tracing.moments import Recording
@@ -28,6 +29,20 @@ class Driver(Protocol):
         """The pass is over."""
 
 
+class Hooks(Protocol):
+    """What the engine hangs onto its model."""
+
+    @property
+    def has_compiled_blocks(self) -> bool:
+        """Whether ``torch.compile`` made a part of the model one piece."""
+
+    def install(self) -> None:
+        """Hang everything on the model."""
+
+    def remove(self) -> None:
+        """Take everything off the model, if anything is on."""
+
+
 class Guide(Protocol):
     """Decides who drives a pass."""
 
@@ -42,6 +57,10 @@ class Guide(Protocol):
     @property
     def planned_step_s(self) -> float:
         """The predicted time of a step; 0 without a plan."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hear that the root module is called with these arguments."""

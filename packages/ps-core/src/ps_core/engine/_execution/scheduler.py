@@ -16,6 +16,7 @@ from torch import nn
 
 from ps_core._errors import DoesNotFit
 from ps_core._options import Options
+from ps_core._plan import Plan
 from ps_core._planner.policy import Policy
 from ps_core._planner.search import Planned, Setup
 from ps_core._program import Precision, SegmentName
@@ -87,7 +88,6 @@ class Pilot:
         """How many passes were begun by a plan."""
         self._spare_bytes = 0
         """Left free beyond what the tide was seen to take, since the device ran out of memory."""
-        engine.passes.guide = self
 
     @property
     def training(self) -> bool:
@@ -103,6 +103,11 @@ class Pilot:
     def planned(self) -> Planned | None:
         """The plan in force."""
         return None if self._plan is None else self._plan.planned
+
+    @property
+    def plan(self) -> Plan | None:
+        """What of it is carried out."""
+        return None if self._plan is None else self._plan.plan
 
     @property
     def planned_step_s(self) -> float:
