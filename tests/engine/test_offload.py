@@ -131,7 +131,7 @@ def test_only_what_backward_wants_goes() -> None:
         with torch.no_grad():
             model(rows(1))
         assert statistics(model).moved_bytes["device->host"] == before
-        room = management_of(model).engine.saved.room
+        room = management_of(model).engine.activations
         assert room is not None
         assert room.bytes == BLOCKS * KEPT_BYTES
         for index in range(3):

@@ -36,7 +36,7 @@ from ps_core.engine._parameters.placement import fill, place
 from ps_core.engine._parameters.shared_memory import find_ties, tied_by_memory
 from ps_core.engine._parameters.unmanaged import bring_along
 from ps_core.engine._sharding.collectives_protocol import Together
-from ps_core.engine._sharding.driver import sharded
+from ps_core.engine._sharding.driver import ShardDriver, sharded
 from ps_core.engine._sharding.join import Alone, Joining
 from ps_core.engine._sharding.no_plan import Unplanned
 from ps_core.engine._sharding.residency import ShardResidency
@@ -80,7 +80,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     packing = wishes.pack(tiers, ties)
     joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
     given = Given(budget, options, joining.sharers)
-    store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given)
+    shared = collectives is not None
+    store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
     engine, front = wishes.engine(store, packing)
     try:
         fill(packing.records, joining.values(initial_values(model)), engine)
@@ -141,9 +142,7 @@ class _Wishes:
 
     def engine(self, store: Store, packing: Packing) -> tuple[Engine, ChunkedOptimizer | None]:
         """Homes, the engine over them, and the optimizer's face."""
-        sums = self.training and not self.overwrites and len(store.tiers) > 1
-        if self.collectives is not None:
-            store.still, sums = False, self.training and not self.overwrites
+        sums = self.training and not self.overwrites and not store.still
         place(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters()
@@ -179,7 +178,7 @@ class _Wishes:
 
     def _guide(self, parts: Parts, engine: Engine) -> Guide:
         """Who decides how its passes are driven."""
-        if isinstance(parts.residency, ShardResidency):
+        if isinstance(parts.residency, ShardResidency) and isinstance(parts.demand, ShardDriver):
             return Unplanned(parts.residency, parts.demand, training=self.training)
         return Pilot(
             engine,

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._memory.activation_slots import HostRoom
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 
@@ -91,10 +90,8 @@ def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Way |
             "offloaded(...) with Budget.disk: the host's memory is full of what the disk has no place for; leave "
             "offloaded(...) out, or Budget.disk"
         )
-    if engine.saved.room is None:
-        engine.saved.room = HostRoom(engine.store, engine.counters, engine.passes.tide)
-    engine.saved.room.leave(engine.passes.guide.plan)
-    return engine.saved.room
+    engine.activations.leave(engine.passes.guide.plan)
+    return engine.activations
 
 
 class _Copied:

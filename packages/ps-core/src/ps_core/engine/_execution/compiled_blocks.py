@@ -58,7 +58,8 @@ class Block:
 
     @undisturbed
     def _begin(self) -> None:
-        self._running, self._engine.saved.seen = True, self._engine.passes.count
+        self._running = True
+        self._engine.saved.count_kept(on=True)
         if torch.is_grad_enabled():
             self._engine.saved.push()
         for parameter in self._parameters:
@@ -66,7 +67,8 @@ class Block:
 
     @undisturbed
     def _end(self, depth: int) -> None:
-        self._running, self._engine.saved.seen = False, None
+        self._running = False
+        self._engine.saved.count_kept(on=False)
         for parameter in self._parameters:
             parameter.__class__ = ManagedParameter
         self._engine.saved.pop_to(depth)

@@ -21,6 +21,7 @@ from ps_core.engine._execution.passes import Passes
 from ps_core.engine._execution.protocols import Guide, Hooks
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._memory.activation_slots import HostRoom
 from ps_core.engine._memory.slot import Bound
 from ps_core.engine._optim.clip_or_skip import Deciding
 from ps_core.engine._optim.group_step import Decision, SettingsOf
@@ -64,7 +65,9 @@ class Engine:
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = Passes(parts, self.records, counters, constant_bytes, guide(self))
         self._deciding = Deciding(self.gradients)
-        self.saved = SavedTensors(self, self.residency.owners)
+        self.saved = SavedTensors(self, self.residency.owners, self.passes.count)
+        self.activations = HostRoom(store, counters, self.passes.tide)
+        """Where activations wait in the host's memory."""
         self.tables = Tables(
             self.passes,
             self.gradients,

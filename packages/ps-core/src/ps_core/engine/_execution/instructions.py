@@ -83,6 +83,10 @@ class Carrier:
         self.moment = -1
         """The one that the model has come to."""
 
+    def reach(self, moment: int) -> None:
+        """Note which moment the model has come to."""
+        self.moment = moment
+
     def carry_out(self, instr: Instr) -> None:
         """Do what an instruction other than a moment says."""
         self._handlers[type(instr.op)](instr, instr.op)
@@ -211,8 +215,7 @@ class Carrier:
             target.extent, target.stamp = home.extent, home.stamp
         self._residency.watcher.moved(source.tier, target.tier, op.bytes)
         if target.tier == 0 and self._moments:
-            self._counters.fetches += 1
-            self._counters.prefetch_hits += instr.visit > self.moment
+            self._counters.fetched(early=instr.visit > self.moment)
 
     def _shift(self, instr: Instr, op: Shift) -> None:
         slot = self._slots[op.slot]

@@ -28,7 +28,7 @@ class Unguided:
 
     def choose(self, training: bool) -> Driver:
         """Always the same."""
-        self._demand.training = training
+        self._demand.begin_pass(training=training)
         return self._demand
 
     def left(self) -> None:

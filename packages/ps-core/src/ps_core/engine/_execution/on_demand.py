@@ -27,10 +27,22 @@ class Demand:
         self._gradients = gradients
         self._in: dict[GroupRecord, None] = {}
         """Groups with a copy on the compute tier, least recently used first."""
-        self.highest_tide_bytes: int | None = None
+        self._highest_tide_bytes: int | None = None
         """None: not known yet."""
         self.training = True
         """Whether the pass that is on is to have a backward pass."""
+
+    def begin_pass(self, *, training: bool) -> None:
+        """Note whether the pass that begins is to have a backward pass."""
+        self.training = training
+
+    def expect(self, nonmodel_bytes: int | None) -> None:
+        """Note how many non-model bytes the next passes have at most; None: this is not known."""
+        self._highest_tide_bytes = nonmodel_bytes
+
+    def free_optional_bytes(self, needed_bytes: int) -> int:
+        """Free so many bytes of the compute tier that no moment needs; return how many were freed."""
+        return 0
 
     def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
         """Have these parameters and the groups of these gradients on the compute tier."""
@@ -53,8 +65,8 @@ class Demand:
     def _make_room(self, wanted: list[GroupRecord], needed: set[GroupRecord], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes
         size = sum(group.home.bytes for group in wanted)
-        line = capacity - (self.highest_tide_bytes or self._store.tide_bytes)
-        cache = self.highest_tide_bytes is not None
+        line = capacity - (self._highest_tide_bytes or self._store.tide_bytes)
+        cache = self._highest_tide_bytes is not None
         for group in list(self._in):
             roomy = cache and self._store.used_bytes[0] + size <= line
             if roomy and all(self._store.fits(each.home.bytes, line) for each in wanted):

@@ -192,7 +192,7 @@ class Passes:
         if self.driver.tracked:
             needed = self._measure_tide(beat)
             over = needed - self._store.tiers[0].capacity_bytes
-            if strict and over > 0 and self._residency.gives_way(over) < over:
+            if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
                 if not isinstance(self.driver, Replay):
                     raise self._too_large(beat, needed)
                 if self.recording is not None:

@@ -93,11 +93,9 @@ class Asking:
         """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""
         store = self._engine.store
         first, *others = store.tiers
-        room = self._engine.saved.room
-        if room is not None:
-            others[0] = Tier(others[0].name, others[0].capacity_bytes - room.bytes)
-        if store.fixed_bytes:
-            others[0] = Tier(others[0].name, others[0].capacity_bytes - store.fixed_bytes)
+        taken = self._engine.activations.bytes + store.fixed_bytes
+        if taken:
+            others[0] = Tier(others[0].name, others[0].capacity_bytes - taken)
         pinned = [home.slot for group in self._engine.groups if group.fixed == 0 for home in group.homes.values()]
         end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
         return (Tier(first.name, end & -128), *others)

@@ -33,6 +33,10 @@ class Hooks(Protocol):
     """What the engine hangs onto its model."""
 
     @property
+    def name(self) -> str:
+        """The class of the model, for messages."""
+
+    @property
     def has_compiled_blocks(self) -> bool:
         """Whether ``torch.compile`` made a part of the model one piece."""
 

@@ -32,8 +32,6 @@ from ps_core.engine._support.counters import Counters
 class Replay:
     """One segment on its way."""
 
-    tracked = False
-
     def __init__(
         self,
         plan: EnginePlan,
@@ -42,7 +40,11 @@ class Replay:
         gradients: GradientKeeper,
         counters: Counters,
         prefetch: int | None,
+        *,
+        tracked: bool = False,
     ) -> None:
+        self.tracked = tracked
+        """Whether non-model bytes are counted meanwhile."""
         self._plan = plan
         self._segment = segment
         self._lines = plan.lines[segment]
@@ -74,7 +76,7 @@ class Replay:
         if any(record.payload is not Payload.VALID for record in reads):
             raise Diverged(f"{name}, whose parameters a gradient lies over")
         self._end_run()
-        self._carrier.moment = visit
+        self._carrier.reach(visit)
         self._pump(self._run_is_ready)
         instr = self._lines.by_queue[Queue.COMPUTE][self._at[Queue.COMPUTE]]
         if not isinstance(instr.op, Run) or not self._ready(instr):

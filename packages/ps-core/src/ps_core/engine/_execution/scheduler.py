@@ -158,7 +158,7 @@ class Pilot:
             self._estimated = self._adopt(recording, self._batch)
         except DoesNotFit as error:
             if error.tier == engine.store.tiers[0].name:
-                engine.store.foreseen_bytes = error.needed_bytes
+                engine.store.foresee(error.needed_bytes)
             say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
     def choose(self, training: bool) -> Driver:
@@ -168,7 +168,7 @@ class Pilot:
         if engine.still:
             return Still(tracked=not (self._measured and self._planned_for.covers(self._served)))
         demand = engine.passes.demand
-        demand.highest_tide_bytes = None
+        demand.expect(None)
         if plan is None:
             self._homes.lower()
             return demand
@@ -180,7 +180,7 @@ class Pilot:
             engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
             self._make_way(training)
             return demand
-        demand.highest_tide_bytes = plan.planned.program.trace.peak_nonmodel_bytes
+        demand.expect(plan.planned.program.trace.peak_nonmodel_bytes)
         demand.finish()  # what somebody held on to when the last pass ended
         why = self._unready(training)
         if not why and self._homes.elsewhere and not self._homes.arrange(plan):
@@ -195,9 +195,9 @@ class Pilot:
                 self._micro = 0  # what there was, was forgotten
             micro = plan.program.iteration()[:-1]
             segment = micro[min(self._micro, len(micro) - 1)]
-        replay = Replay(plan, segment, engine.residency, engine.gradients, engine.counters, self._options.prefetch)
-        replay.tracked = training is self._setup.training and self._is_watched()
-        return replay
+        tracked = training is self._setup.training and self._is_watched()
+        prefetch = self._options.prefetch
+        return Replay(plan, segment, engine.residency, engine.gradients, engine.counters, prefetch, tracked=tracked)
 
     def _is_watched(self) -> bool:
         """Whether a pass by the plan has its tide watched."""
@@ -211,7 +211,7 @@ class Pilot:
             self._homes.lower()
             return
         largest = max((group.home.bytes for group in self._engine.groups if not group.on_host), default=0)
-        self._engine.passes.demand.highest_tide_bytes = known[1]
+        self._engine.passes.demand.expect(known[1])
         self._homes.lower(known[1] + 2 * largest)
 
     def _bytes_to_read(self) -> int:
@@ -339,6 +339,6 @@ class Pilot:
     def _put_in_force(self, plan: EnginePlan, recording: Recording, batch: Batch) -> bool:
         if not self._homes.arrange(plan):
             return False
-        self._engine.store.foreseen_bytes = 0
+        self._engine.store.foresee(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         return True

@@ -36,17 +36,22 @@ class Store:
         poison: bool,
         file: DiskFile | None = None,
         given: Given | None = None,
+        shared: bool = False,
     ) -> None:
+        """``shared``: several processes have a shard of the model each, so that groups come and go on any tier."""
         self.device = device
         self.file = file
         """The disk tier's, if there is one: it is the last tier."""
-        self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *(DISK_QUEUES if file is not None else ()))
+        disk_queues = DISK_QUEUES if file is not None else ()
+        waits_for_collectives = shared and not device.beside  # see [Note: two threads] in `_sharding.streams`
+        collective_queues = (Queue.COLL,) if waits_for_collectives else ()
+        self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *disk_queues, *collective_queues)
         """Where work may be under way."""
         if file is not None:
             device.attach(file)
         self.tiers = tiers
         self.given = given or Given()
-        self.still = len(tiers) == 1
+        self.still = len(tiers) == 1 and not shared
         """Nothing ever moves: parameters lie in their homes."""
         self.poison = poison
         self.used_bytes = [0] * len(tiers)
@@ -272,6 +277,10 @@ class Store:
         self.free_spare()
         self._arena = None
         self.device.close()
+
+    def foresee(self, needed_bytes: int) -> None:
+        """Note what fake tensors say a whole pass needs of the compute tier, where that is too much; 0: it fits."""
+        self.foreseen_bytes = needed_bytes
 
     def note_peak(self) -> None:
         """Remember the most that was ever used, non-model bytes included."""

@@ -211,10 +211,6 @@ class Residency:
         if slot.offset >= 0:
             self.store.trim(slot.offset)
 
-    def gives_way(self, size: int) -> int:
-        """Free so many bytes of the compute tier, of what need not be there; how many it came to."""
-        return 0
-
     def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
         """Make these payloads the parameters again, from the masters."""
         home, master = group.home, group.homes[Kind.P32]

@@ -19,7 +19,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ps_core.engine._memory.activation_slots import HostRoom
 from ps_core.engine._memory.slot import Bound
 from ps_core.engine._parameters.state import TensorRecord
 from ps_core.engine._support.interrupts import undisturbed
@@ -68,15 +67,20 @@ operator, and that the result, for ever if no backward pass comes."""
 class SavedTensors:
     """The pair of hooks of one engine."""
 
-    def __init__(self, fetcher: Fetcher, owners: Mapping[int, TensorRecord]) -> None:
-        self._fetcher = fetcher
+    def __init__(
+        self, fetcher: Fetcher, owners: Mapping[int, TensorRecord], count: Callable[[torch.Tensor], None]
+    ) -> None:
+        """``count``: add a tensor to the non-model bytes."""
+        self._fetcher, self._count = fetcher, count
         self._owners = owners
         """By the address of a storage: whose residency it is."""
         self._pushed: list[saved_tensors_hooks] = []
-        self.seen: Callable[[torch.Tensor], None] | None = None
-        """Told of every tensor that is kept as it is."""
-        self.room: HostRoom | None = None
-        """Where activations wait in the host's memory, once any did."""
+        self._counts = False
+        """Whether every tensor that is kept as it is is counted."""
+
+    def count_kept(self, *, on: bool) -> None:
+        """Count every tensor that is kept as it is, or stop: compiled code makes tensors that nothing else counts."""
+        self._counts = on
 
     @property
     def depth(self) -> int:
@@ -121,8 +125,8 @@ class SavedTensors:
                 self._fetcher.check_placeholder(storage)
         elif record.dtype is tensor.dtype:
             return Handle(record, tensor)
-        if self.seen is not None:
-            self.seen(tensor)
+        if self._counts:
+            self._count(tensor)
         return tensor.detach(), tensor._version
 
     def unpack(self, packed: Packed) -> torch.Tensor:

@@ -75,7 +75,6 @@ class ShardDriver(Demand):
         self._turns = Turns(together, residency.groups, residency.beside)
         self._steps = Steps(residency, gradients, self._turns)
         self._talks = Talks(residency, self._steps, self._turns, together.process)
-        residency.settle = self._talks.settle
         self._space = Space(residency, self._steps, self._talks, prefetch)
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
         self._schedules: dict[int, list[Entry]] = {}
@@ -231,6 +230,22 @@ class ShardDriver(Demand):
         """Try to have so much room on the compute tier."""
         self._space.clear_way(size, backward=self._backward, bound=self._bound)
 
+    def free_optional_bytes(self, needed_bytes: int) -> int:
+        """Drop groups gathered ahead of need and kept slots, then demote shards, until so many bytes are free.
+
+        Collectives under way are waited for: whether a moment fits must not depend on which rank is how fast.
+        """
+        before = self._store.used_bytes[0]
+        self._talks.settle()
+        self._store.free_spare()
+        freed = before - self._store.used_bytes[0]
+        return freed if freed >= needed_bytes else freed + self._shards.risers.sink(needed_bytes - freed)
+
+    def make_way(self, missing_bytes: int) -> None:
+        """Demote every shard between passes; ``missing_bytes``: the device ran out of memory for so many."""
+        self._talks.settle()
+        self._shards.risers.sink_all(missing_bytes)
+
     def _let_go(self, group: GroupRecord) -> None:
         self._shards.drop(group)
         self._in.pop(group, None)
@@ -295,8 +310,8 @@ class ShardDriver(Demand):
                 self._open(backward=False)
                 self._end()
         finally:
-            self._on = self._backward = self._shards.unknown = False
-            self._shards.forwards = 0
+            self._on = self._backward = False
+            self._shards.note_end()
             for group in list(self._in):
                 self._let_go(group)
             for group in list(self._steps.ahead):

@@ -47,7 +47,7 @@ class Space:
 
         What the tide may need besides is left, as far as waiting, or taking shards back that have risen, can do it.
         """
-        give_in = self._shards.risers.give_in
+        give_in = self._steps.give_in
         while not self._steps.has_room(size, self._swell_bytes(backward=backward)):
             if not (self._wait_for_sum() or give_in(size)):
                 break

@@ -42,7 +42,6 @@ class Steps:
         """Gathers that were begun (and may be over), and whose group nobody has used yet."""
         self.on_way: deque[Step] = deque()
         """In the order in which they are done."""
-        residency.risers.works_on = self._works_on
         self._records = {record.index: record for group in residency.groups for record in group.tensors}
 
     # Gathers.
@@ -131,9 +130,6 @@ class Steps:
                 self._store.device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
                 whole[gap].zero_()
 
-    def _works_on(self, group: GroupRecord) -> bool:
-        return any(step.group is group for step in self.on_way)
-
     def sum_on_way(self, group: GroupRecord) -> Step | None:
         """The sum of a group that is not over."""
         return next((step for step in self.on_way if step.group is group and step.act.turn is Turn.SUM), None)
@@ -191,9 +187,13 @@ class Steps:
     def finds_hole(self, size: int) -> bool:
         """Whether there is so much room, if need be once shards that have risen are below again."""
         while not self.finds_unused(size):
-            if not self._shards.risers.give_in(size):
+            if not self.give_in(size):
                 return False
         return True
+
+    def give_in(self, size: int) -> int:
+        """Demote shards that no collective under way reads or writes, to free so many bytes; return how many it was."""
+        return self._shards.risers.give_in(size, {step.group for step in self.on_way})
 
     def finds_unused(self, size: int) -> bool:
         """Whether there is so much room, if need be once nothing is kept that nobody uses."""

@@ -13,7 +13,7 @@ a collective works on does not move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeAlias
 
 import torch
@@ -43,8 +43,6 @@ class Risers:
         """Left free beyond that, since the device ran out of memory."""
         self.waiting = len(self._store.tiers) > 1
         """Whether anything would still come up, had it room."""
-        self.works_on: Callable[[GroupRecord], bool] = _nobody
-        """Whether a collective may read or write a group's homes now."""
 
     def rise(self) -> None:
         """Between passes: bring up what there was room for all the time, if the last one took no more than before."""
@@ -97,21 +95,21 @@ class Risers:
         self._risen.append(unit)
         return True
 
-    def sink(self, size: int) -> int:
-        """Take so many bytes back, as far as no collective works on them; how many it came to."""
+    def sink(self, size: int, in_use: Collection[GroupRecord] = ()) -> int:
+        """Take so many bytes back, but none of groups in use by a collective; return how many it came to."""
         done = 0
         for unit in reversed(list(self._risen)):
             if done >= size or self._residency.broken:
                 break
-            if not self.works_on(self._groups[unit[0].extent.index]):
+            if self._groups[unit[0].extent.index] not in in_use:
                 self._risen.remove(unit)
                 self.waiting = True
                 done += sum(self._lower(home) for home in unit)
         return done
 
-    def give_in(self, size: int) -> int:
+    def give_in(self, size: int, in_use: Collection[GroupRecord]) -> int:
         """The same amid a pass, which shows that all else needs more than was known."""
-        done = self.sink(size)
+        done = self.sink(size, in_use)
         if done:
             needed = self._store.tiers[0].capacity_bytes - self._store.risen_bytes
             self._store.peak_besides_bytes = max(self._store.peak_besides_bytes, needed)
@@ -151,7 +149,3 @@ def _units(group: GroupRecord, *, apart: bool) -> Iterator[tuple[int, _Unit]]:
     else:
         for rank in sorted(set(ranks.values())):
             yield rank, tuple(home for kind, home in homes.items() if ranks[kind] == rank)
-
-
-def _nobody(group: GroupRecord) -> bool:
-    return False

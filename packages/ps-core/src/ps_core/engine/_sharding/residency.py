@@ -9,7 +9,7 @@ charged until it is let go, but counts as gone: when it is let go may be the gar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 
@@ -40,8 +40,6 @@ class ShardResidency(Residency):
         """So many have begun in this pass, whose activations wait for backward."""
         self.unknown = False
         """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
-        self.settle: Callable[[], None] = _nothing
-        """Has everything that is under way done, and lets go of what nobody uses yet."""
         self._whole: tuple[Home, int, torch.Tensor] | None = None
         """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
         self.beside = beside(self, together)
@@ -49,6 +47,19 @@ class ShardResidency(Residency):
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
             group.homes[Kind.FULL] = Home(group.extent(Kind.FULL), size, nowhere)
+
+    def note_forward(self, *, trains: bool) -> int:
+        """Note that a forward pass begins; return how many of this pass wait for backward."""
+        self.forwards += trains
+        return self.forwards
+
+    def note_larger_batch(self) -> None:
+        """Gather nothing ahead of need in this pass: how much memory it takes is not known."""
+        self.unknown = True
+
+    def note_end(self) -> None:
+        """Note that the pass is over."""
+        self.forwards, self.unknown = 0, False
 
     def begin_gather(self, group: GroupRecord) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
@@ -146,17 +157,6 @@ class ShardResidency(Residency):
         record.version = changes(record.parameter)
         slot.stamp = -1
 
-    def gives_way(self, size: int) -> int:
-        """Do without what is ahead of need or kept for later; take back to the disk what came up while there was room.
-
-        What is under way is waited for, so that it does not depend on who is how fast whether a moment fits.
-        """
-        before = self.store.used_bytes[0]
-        self.settle()
-        self.store.free_spare()
-        freed = before - self.store.used_bytes[0]
-        return freed if freed >= size else freed + self.risers.sink(size - freed)
-
     # For the host thread: this process's part, where it lies or from the disk.
 
     def shard(self, home: Home) -> torch.Tensor:
@@ -247,5 +247,3 @@ class ShardResidency(Residency):
         self._whole = None
 
 
-def _nothing() -> None:
-    pass

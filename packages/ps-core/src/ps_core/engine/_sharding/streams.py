@@ -67,7 +67,6 @@ class InMemory:
     def __init__(self, residency: Residency, together: Together) -> None:
         self._residency, self._together = residency, together
         self._device = residency.store.device
-        residency.store.queues = (*residency.store.queues, Queue.COLL)
 
     def before(self) -> None:
         """Wait for every queue's work."""

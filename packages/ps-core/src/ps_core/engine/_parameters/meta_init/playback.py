@@ -46,6 +46,10 @@ class Replay:
                 self._run(note, memories)
         return place.on(self._memory(place, memories))
 
+    def rewind(self, position: int) -> None:
+        """Go back to an earlier ``position``: what was recorded since then is undone."""
+        self.position = position
+
     def finish(self) -> None:
         """Leave the generators as they would be had everything been done in order."""
         self._pass_over(len(self._tape.notes))

@@ -156,7 +156,7 @@ class Tape(TorchDispatchMode):
 
         def undo() -> None:
             self.contents.cut(mark)
-            self.replay.position = position
+            self.replay.rewind(position)
             torch.default_generator.set_state(state)
 
         yield undo
