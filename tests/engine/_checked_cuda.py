@@ -19,7 +19,7 @@ from _fake_cuda import FakeRuntime
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cpu.addresses import Places
-from ps_core.engine._devices.cpu.race_check import START, Ordering, Range
+from ps_core.engine._devices.cpu.race_check import START, History, Ordering, Range
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 LANE = "ps_dist lane"
@@ -28,8 +28,8 @@ LANE = "ps_dist lane"
 class TwoHosts(Ordering):
     """Each thread has a clock of its own."""
 
-    def __init__(self, places: Places) -> None:
-        super().__init__(places.name)
+    def __init__(self, places: Places, history: History) -> None:
+        super().__init__(places.name, history)
         self._hosts = {True: list(START), False: list(START)}
 
     def mine(self) -> None:
@@ -53,9 +53,9 @@ class CheckedCuda(CudaDevice):
     """Of computation and of the host's work it knows what is declared; of copies everything."""
 
     def __init__(self, runtime: FakeRuntime) -> None:
-        self._places = Places()
-        self._ordering = TwoHosts(self._places)
-        self._places.forget = self._ordering.history.forget
+        history = History()
+        self._places = Places(history.forget)
+        self._ordering = TwoHosts(self._places, history)
         self._check = threading.RLock()
         self.unordered: set[str] = set()
         """What may meet: ``COLL reads what COMPUTE writes``, the later one first."""

@@ -80,12 +80,12 @@ class _Materialized(AbstractContextManager[nn.Module]):
             point_at(record.parameter, value)
             self._given[record] = value.clone() if self._write else None
             self._held.append(weakref.ref(record.parameter))
-        engine.surgery = True
+        engine.mark_materialized(on=True)
 
     def _put_back(self, engine: Engine) -> None:
         given, self._given = self._given, {}
         self._held.clear()
-        engine.surgery = False
+        engine.mark_materialized(on=False)
         found = {record: record.parameter.detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
@@ -105,7 +105,7 @@ def undo(engine: Engine) -> None:
 
     Their values are those they came with, too, but frozen ones were rounded to what is computed with.
     """
-    engine.released = True
+    engine.mark_released()
     engine.management.remove()
     for record in engine.records:
         parameter: nn.Parameter = record.parameter

@@ -58,10 +58,10 @@ def check_outside(what: str) -> None:
 @contextmanager
 def changing(engine: Engine, what: str) -> Iterator[None]:
     """Values are being replaced; if that fails half way, nobody may use what is then a mixture."""
-    engine.half_loaded = what
+    engine.mark_half_loaded(what)
     engine.collected()
     yield
-    engine.half_loaded = ""
+    engine.mark_half_loaded("")
 
 
 def targets_of(saved: Saved, held: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:

@@ -185,6 +185,44 @@ class Engine:
             return record.parameter
         raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
 
+    def begin_collecting(self) -> None:
+        """Begin a module's state dict, perhaps within another one: parameters answer with copies."""
+        if not self.collecting:
+            self.finish_pass()
+            self.check_writes()
+            self.copies.finish()
+        self.collecting += 1
+
+    def end_collecting(self) -> None:
+        """End a module's state dict; with the outermost one, forget the copies."""
+        self.collecting = max(0, self.collecting - 1)
+        if not self.collecting:
+            self.copies.finish()
+
+    def begin_loading(self) -> None:
+        """Begin to load a state dict: parameters may be copied to."""
+        self.finish_pass()
+        self.collected()  # whatever became of a state dict
+        self.copies.forget()
+        self.loading = self.load_weight
+
+    def end_loading(self) -> None:
+        """Refuse changes in place again."""
+        self.loading = None
+        self.masters.weights_loaded()
+
+    def mark_materialized(self, *, on: bool) -> None:
+        """Refuse to train while parameters are ordinary ones, or allow it again."""
+        self.surgery = on
+
+    def mark_half_loaded(self, what: str) -> None:
+        """Refuse to train while values are replaced by ``what``, or if that failed; empty: it is done."""
+        self.half_loaded = what
+
+    def mark_released(self) -> None:
+        """Refuse every use from now on."""
+        self.released = True
+
     def collected(self) -> None:
         """Whatever became of a state dict, made or loaded, it is over: nothing of it is answered with any more."""
         self.collecting, self.loading = 0, None
@@ -389,9 +427,7 @@ class Engine:
         self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         self.updater.free_sums()
-        self.counters.clock.stepped()
-        self.counters.steps += 1
-        self.counters.skipped += decision.skip
+        self.counters.stepped(skipped=decision.skip)
         self.residency.exposed.check()
         return Outcome(norm=decision.norm, skipped=decision.skip)
 

@@ -110,8 +110,8 @@ class Management:
         if not self._owners and model is not None:
             self._watch(model)  # others may have taken the parameters over
         if not self._owners and not self.engine.released:
-            self.engine.released = True
             forked = self.engine.store.forked  # then the disk tier is the parent's
+            self.engine.mark_released()
             self.engine.residency.exposed.clear()
             for group in self.engine.groups:
                 for record in group.tensors:
@@ -213,16 +213,10 @@ class Management:
                 "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
                 "keep_vars out, or use materialized(model)"
             )
-        if not self.engine.collecting:
-            self.engine.finish_pass()
-            self.engine.check_writes()
-            self.engine.copies.finish()
-        self.engine.collecting += 1
+        self.engine.begin_collecting()
 
     def _collected(self, *_: Any) -> None:
-        self.engine.collecting = max(0, self.engine.collecting - 1)
-        if not self.engine.collecting:
-            self.engine.copies.finish()
+        self.engine.end_collecting()
 
     def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -230,14 +224,10 @@ class Management:
                 "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
                 "values are copied into their chunks"
             )
-        self.engine.finish_pass()
-        self.engine.collected()  # whatever became of a state dict
-        self.engine.copies.forget()
-        self.engine.loading = self.engine.load_weight
+        self.engine.begin_loading()
 
     def _loaded(self, *_: Any) -> None:
-        self.engine.loading = None
-        self.engine.masters.weights_loaded()
+        self.engine.end_loading()
 
     # The end.
 
@@ -254,7 +244,7 @@ class Management:
         for record in engine.residency.take_tampered():
             lost = changed_in_place(record.name)
             warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
-        engine.released = True
+        engine.mark_released()
         self.remove()
         for group in engine.groups:
             for record in group.tensors:

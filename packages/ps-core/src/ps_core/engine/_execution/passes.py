@@ -211,12 +211,9 @@ class Passes:
         peak = self.tide.take_peak()
         beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
         store = self._store
-        if beat.backward:
-            store.highest_swell_bytes = max(store.highest_swell_bytes, peak + self._constant_bytes - store.tide_bytes)
-        store.tide_bytes = peak + self._constant_bytes
-        store.note_peak()
+        store.note_tide(peak + self._constant_bytes, backward=beat.backward)
         needed = (store.held_bytes if isinstance(self.driver, Replay) else store.used_bytes[0]) + store.tide_bytes
-        store.tide_bytes = self.tide.current_bytes + self._constant_bytes
+        store.set_tide(self.tide.current_bytes + self._constant_bytes)
         return needed
 
     def _too_large(self, beat: Beat, needed: int) -> DoesNotFit:
@@ -278,9 +275,9 @@ class Passes:
             self.tide.stop()
             self._clock.turn("")
             take_out()
-        self._store.tide_bytes = 0
+        self._store.set_tide(0)
         recording.regular &= not any(record.handles for record in self._records)
-        self._counters.passes += 1
+        self._counters.passed(replayed=self.driver is not self.demand)
         self.guide.observe(recording)
 
     def _go_home(self, recording: Recording) -> None:
@@ -297,7 +294,6 @@ class Passes:
                     self._diverge(Diverged(str(why)))
                     self.driver.finish()
                 raise
-        self._counters.replayed += self.driver is not self.demand
 
 
 def _free_broken_pass() -> None:

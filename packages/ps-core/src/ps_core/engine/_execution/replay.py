@@ -178,11 +178,11 @@ class Replay:
         self._carrier.begin(op)
         self._at[Queue.COMPUTE] += 1
         self._running = instr
-        self._store.tide_bytes = op.nonmodel_bytes
+        self._store.set_tide(op.nonmodel_bytes)
         self._store.note_peak()
 
     def _end_run(self) -> None:
         instr, self._running = self._running, None
         if instr is not None:
             self._complete(instr)
-            self._store.tide_bytes = 0
+            self._store.set_tide(0)

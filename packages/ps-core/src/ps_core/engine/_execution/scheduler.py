@@ -319,7 +319,8 @@ class Pilot:
         if not self._adopt(recording, batch):
             self._found = recording, batch  # somebody holds on to memory: next time
             return
-        self._engine.counters.replans += self._recorded
+        if self._recorded:
+            self._engine.counters.replanned()
         self._estimated, self._recorded = False, True
 
     def _adopt(self, recording: Recording, batch: Batch) -> bool:

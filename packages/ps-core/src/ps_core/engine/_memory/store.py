@@ -282,6 +282,25 @@ class Store:
         """Note what fake tensors say a whole pass needs of the compute tier, where that is too much; 0: it fits."""
         self.foreseen_bytes = needed_bytes
 
+    def set_tide(self, nonmodel_bytes: int) -> None:
+        """Note how many non-model bytes are on the compute tier now."""
+        self.tide_bytes = nonmodel_bytes
+
+    def note_tide(self, peak_bytes: int, *, backward: bool) -> None:
+        """Note the most non-model bytes of a moment that is over."""
+        if backward:
+            self.highest_swell_bytes = max(self.highest_swell_bytes, peak_bytes - self.tide_bytes)
+        self.tide_bytes = peak_bytes
+        self.note_peak()
+
+    def note_risen(self, size: int) -> None:
+        """Note bytes that came up to the compute tier while there is room for them, or went down (below 0)."""
+        self.risen_bytes += size
+
+    def note_besides(self, used_bytes: int) -> None:
+        """Note how much of the compute tier all but what has risen is known to need."""
+        self.peak_besides_bytes = max(self.peak_besides_bytes, used_bytes)
+
     def note_peak(self) -> None:
         """Remember the most that was ever used, non-model bytes included."""
         self.highest_tide_bytes = max(self.highest_tide_bytes, self.tide_bytes)

@@ -89,7 +89,7 @@ class Risers:
                 self._residency.give_back(target)
             return False
         for home, target in zip(unit, targets, strict=True):
-            self._store.risen_bytes += home.bytes
+            self._store.note_risen(home.bytes)
             self._residency.copy_to(home, target)
             home.copies[home.slot.tier], home.slot = home.slot, target
         self._risen.append(unit)
@@ -111,8 +111,7 @@ class Risers:
         """The same amid a pass, which shows that all else needs more than was known."""
         done = self.sink(size, in_use)
         if done:
-            needed = self._store.tiers[0].capacity_bytes - self._store.risen_bytes
-            self._store.peak_besides_bytes = max(self._store.peak_besides_bytes, needed)
+            self._store.note_besides(self._store.tiers[0].capacity_bytes - self._store.risen_bytes)
         return done
 
     def sink_all(self, missing_bytes: int) -> None:
@@ -128,7 +127,7 @@ class Risers:
             self._residency.check_disk()
         home.slot = below
         del home.copies[below.tier]
-        self._store.risen_bytes -= risen.bytes
+        self._store.note_risen(-risen.bytes)
         self._residency.give_back(risen)
         return risen.bytes
 

@@ -41,6 +41,21 @@ class Counters:
         self.fetches += 1
         self.prefetch_hits += early
 
+    def passed(self, *, replayed: bool) -> None:
+        """A pass ended; ``replayed``: it ran by the plan to its end."""
+        self.passes += 1
+        self.replayed += replayed
+
+    def replanned(self) -> None:
+        """Another plan took the place of one that was made from a pass that ran."""
+        self.replans += 1
+
+    def stepped(self, *, skipped: bool) -> None:
+        """A step was made, or left out because a gradient was not finite."""
+        self.clock.stepped()
+        self.steps += 1
+        self.skipped += skipped
+
     def waited(self, seconds: float) -> None:
         """The host thread waited for moves."""
         self.clock.waited(seconds)

@@ -30,13 +30,13 @@ class _Place:
 class Places:
     """The storages that were seen: their names, what is touched of them, and which were given back."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[int, int], None]) -> None:
+        """``forget`` is called with each range that was given back."""
         self._starts: list[int] = []
         self._known: dict[int, _Place] = {}  # by first address
         self._gone: deque[int] = deque()
         self._count = 0
-        self.forget: Callable[[int, int], None] = lambda start, end: None
-        """Hears of ranges that were given back."""
+        self._forget = forget
 
     def add(self, tensor: torch.Tensor, kind: str, memory: Callable[[], torch.Tensor | None] = lambda: None) -> None:
         """Name a tensor's storage, and hear of its end."""
@@ -57,7 +57,7 @@ class Places:
         while self._gone:
             start = self._gone.popleft()
             self._starts.remove(start)
-            self.forget(start, self._known.pop(start).end)
+            self._forget(start, self._known.pop(start).end)
 
     def ranges(self, tensors: Sequence[torch.Tensor]) -> list[Range]:
         """What tensors touch; for strided ones, from their first byte to their last."""

@@ -22,7 +22,7 @@ from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cpu.addresses import Places
 from ps_core.engine._devices.cpu.faults import Fault
-from ps_core.engine._devices.cpu.race_check import START, Clock, Ordering, Range
+from ps_core.engine._devices.cpu.race_check import START, Clock, History, Ordering, Range
 from ps_core.engine._devices.cpu.slow_links import Links
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.file import DiskFile, Place
@@ -69,10 +69,9 @@ class StandIn:
         self.torch_device = torch.device("cpu")
         self.lazy, self.beside = True, False
         self.machine = None
-        self._places = Places()
-        self._ordering = Ordering(self._places.name) if check else None
-        if self._ordering is not None:
-            self._places.forget = self._ordering.history.forget
+        history = History()
+        self._places = Places(history.forget)
+        self._ordering = Ordering(self._places.name, history) if check else None
         self._delays = None if seed is None else _Delays(seed)
         self._links = None if link_bytes_per_s is None else Links(link_bytes_per_s)
         self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)

@@ -140,10 +140,9 @@ def _joined(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
 class Ordering:
     """The clocks of all queues, and the history of all bytes. See [Note: clocks]."""
 
-    def __init__(self, place: Callable[[int, int], str]) -> None:
-        self._place = place
+    def __init__(self, place: Callable[[int, int], str], history: History) -> None:
+        self._place, self.history = place, history
         self._clocks = [list(START) for _ in Queue]
-        self.history = History()
 
     def launch(self, queue: Queue, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
         """An operation on a queue; raises `PlanMismatch` if it may meet an earlier one."""
