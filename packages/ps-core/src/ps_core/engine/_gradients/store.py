@@ -193,7 +193,7 @@ class GradientKeeper:
             self._residency.replace(record, Kind.ACC, total)
         else:
             home.changed(home.slot)
-        record.gradient, record.part = Gradient.SUMMED, _measured(total) if on_disk else None
+        record.gradient, record.part = Gradient.SUMMED, measured(total) if on_disk else None
 
     def _add_home(self, record: TensorRecord, flat: torch.Tensor, home: Home) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
@@ -204,7 +204,7 @@ class GradientKeeper:
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
-        record.gradient, record.part = Gradient.SUMMED, _measured(total)
+        record.gradient, record.part = Gradient.SUMMED, measured(total)
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: TensorRecord, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
@@ -361,7 +361,7 @@ class GradientKeeper:
     def measure(self, record: TensorRecord) -> torch.Tensor:
         """Sum of squares and non-finite flag of the gradient, taken once."""
         if record.part is None:
-            record.part = _measured(self.located(record))
+            record.part = measured(self.located(record))
         return record.part
 
     def measure_all(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
@@ -370,9 +370,7 @@ class GradientKeeper:
             self._measure_spans(records, flat, [(record.offset, record.offset + record.numel) for record in records])
 
     def _measure_spans(self, records: list[TensorRecord], flat: torch.Tensor, spans: list[tuple[int, int]]) -> None:
-        parts = torch.zeros(len(records), 2, device=flat.device)
-        ps_kernels.sumsq_finite(flat, parts, spans=spans)
-        for record, part in zip(records, parts.unbind(), strict=True):
+        for record, part in zip(records, measured_spans(flat, spans), strict=True):
             record.part = part
 
 
@@ -389,7 +387,16 @@ def _pieces(records: list[TensorRecord]) -> Iterator[list[TensorRecord]]:
     yield piece
 
 
-def _measured(flat: torch.Tensor) -> torch.Tensor:
+def measured(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares and the non-finite flag of a vector, on its device."""
     part = torch.zeros(2, device=flat.device)
-    ps_kernels.sumsq_finite(flat, part)
+    if flat.numel():
+        ps_kernels.sumsq_finite(flat, part)
     return part
+
+
+def measured_spans(flat: torch.Tensor, spans: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+    """Return the same of each span of a vector, measured in one call."""
+    parts = torch.zeros(len(spans), 2, device=flat.device)
+    ps_kernels.sumsq_finite(flat, parts, spans=spans)
+    return parts.unbind()

@@ -17,7 +17,7 @@ import torch
 import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._gradients.store import GradientKeeper, measured, measured_spans
 from ps_core.engine._memory.slot import Home, Slot
 from ps_core.engine._optim.group_step import SettingsOf, numbers
 from ps_core.engine._optim.on_demand_step import Updater
@@ -209,7 +209,7 @@ class ShardGradients(GradientKeeper):
             if home.slot.place is None:
                 self._measure_pieces(found, self._shards.load(home, slice(0, found[0].group.shard_numel)))
             else:
-                self._measured.update({each: _measured(self._shards.load(home, each.piece)) for each in found})
+                self._measured.update({each: measured(self._shards.load(home, each.piece)) for each in found})
 
     def _measure_all(self, records: list[TensorRecord], slot: Slot) -> None:
         """While it is on the compute tier."""
@@ -218,16 +218,8 @@ class ShardGradients(GradientKeeper):
         self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
 
     def _measure_pieces(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
-        parts = torch.zeros(len(records), 2, device=flat.device)
-        ps_kernels.sumsq_finite(flat, parts, spans=[(each.piece.start, each.piece.stop) for each in records])
-        self._measured.update(zip(records, parts.unbind(), strict=True))
-
-
-def _measured(flat: torch.Tensor) -> torch.Tensor:
-    part = torch.zeros(2, device=flat.device)
-    if flat.numel():
-        ps_kernels.sumsq_finite(flat, part)
-    return part
+        spans = [(each.piece.start, each.piece.stop) for each in records]
+        self._measured.update(zip(records, measured_spans(flat, spans), strict=True))
 
 
 def _lose(group: GroupRecord) -> None:
