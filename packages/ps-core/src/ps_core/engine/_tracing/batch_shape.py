@@ -22,14 +22,28 @@ class Batch:
     shapes: tuple[tuple[int, ...], ...] = ()
     tokens: int = 0
 
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """How many dimensions each tensor has; only batches that are alike in this can be compared."""
+        return tuple(map(len, self.shapes))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(map(math.prod, self.shapes))
+
     def covers(self, other: Batch | None) -> bool:
-        """Whether a plan for this batch is good for another: no dimension is larger."""
-        if other is None or len(self.shapes) != len(other.shapes):
+        """Return whether no size of another batch is larger, so that a plan for this one is good for it."""
+        if other is None or self.dimensions != other.dimensions:
             return False
-        return all(
-            len(mine) == len(yours) and all(b <= a for a, b in zip(mine, yours, strict=True))
-            for mine, yours in zip(self.shapes, other.shapes, strict=True)
-        )
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return all(b <= a for mine, yours in pairs for a, b in zip(mine, yours, strict=True))
+
+    def joined(self, other: Batch) -> Batch:
+        """Return the smallest batch that covers both, which have the same dimensions."""
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        shapes = tuple(tuple(map(max, mine, yours)) for mine, yours in pairs)
+        return Batch(shapes, max(self.tokens, other.tokens))
 
 
 class Largest:
@@ -37,18 +51,16 @@ class Largest:
 
     def __init__(self) -> None:
         self._numel = 0
-        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Of each dimension, by how many of them the tensors of a batch have."""
+        self._batches: dict[tuple[int, ...], Batch] = {}
+        """The smallest batch that covers all of the same dimensions so far."""
 
     def grows(self, batch: Batch) -> bool:
-        """Note a batch; whether anything of it is larger than in any before."""
-        kind = tuple(len(shape) for shape in batch.shapes)
-        sizes = tuple(size for shape in batch.shapes for size in shape)
-        known = self._sizes.get(kind)
-        self._sizes[kind] = sizes if known is None else tuple(map(max, known, sizes))
-        numel, before = sum(map(math.prod, batch.shapes)), self._numel
-        self._numel = max(before, numel)
-        return self._sizes[kind] != known or numel > before
+        """Note a batch; return whether any size of it, or their product, is larger than in all before."""
+        known, numel = self._batches.get(batch.dimensions), batch.numel
+        grows = known is None or not known.covers(batch) or numel > self._numel
+        self._batches[batch.dimensions] = batch if known is None else known.joined(batch)
+        self._numel = max(self._numel, numel)
+        return grows
 
 
 def batch_of(args: Any, kwargs: Any) -> Batch:
