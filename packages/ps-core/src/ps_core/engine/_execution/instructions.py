@@ -256,12 +256,6 @@ class Carrier:
             if slot.stamp != home.stamp and not (kind is group.weight and not self._plan.program.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
-        for kind, slot in slots.items():
-            if kind is not Kind.ACC:
-                home = group.homes[kind]
-                home.changed(slot)
-                if slot is not home.slot:
-                    home.copies[slot.tier] = slot
 
     def _cast(self, instr: Instr, op: Cast) -> None:
         # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it

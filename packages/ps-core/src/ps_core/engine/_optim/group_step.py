@@ -110,7 +110,7 @@ def step_group(
 ) -> None:
     """Step every tensor of a group that has a gradient; the others' payloads are made their parameters again.
 
-    ``slots`` are all on one tier and hold the newest of their kind; what changes is noted by the caller.
+    ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and their homes know it.
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
@@ -138,6 +138,19 @@ def step_group(
         if (record.payload is not Payload.VALID or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
             record.payload = Payload.VALID
+    _note_changed(group, slots)
+
+
+def _note_changed(group: GroupRecord, slots: Mapping[Kind, Slot]) -> None:
+    """Mark what a step wrote as the newest of its kind; sums are used up."""
+    for kind, slot in slots.items():
+        if kind is not Kind.ACC:
+            home = group.homes[kind]
+            home.changed(slot)
+            if slot is not home.slot:
+                home.copies[slot.tier] = slot
+    if group.gathered:
+        group.home.stamp += 1  # no copy that was put together from all shards is the newest now
 
 
 def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:

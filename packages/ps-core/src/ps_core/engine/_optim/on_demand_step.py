@@ -53,9 +53,6 @@ class Updater:
         self._residency.await_all(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
         for kind, slot in slots.items():
-            if kind is not Kind.ACC:
-                group.homes[kind].changed(slot)
-        for kind, slot in slots.items():
             self._put_back(group.homes[kind], slot)
 
     def _all_on(self, group: GroupRecord, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:

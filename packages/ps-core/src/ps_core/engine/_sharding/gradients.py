@@ -262,13 +262,12 @@ class ShardUpdater(Updater):
         super().write(record, kind, value)
 
     def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
-        """Step one group's shard; what was gathered is old now."""
+        """Step one group's shard, once there is room for it where its master is."""
         while not self._store.work_tier(group.homes[Kind.P32].slot.tier):
             missing = [home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier]
             if self._store.has_holes(missing) or not self._shards.risers.sink(1):
                 break
         super().step_one(group, settings_of, factor)
-        group.home.stamp += 1
 
     def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
         home = group.homes[kind]
