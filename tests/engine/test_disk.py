@@ -60,6 +60,36 @@ ROOM = {"cpu": (None, {"fp32": 200_000, "bf16": 100_000, "fp16": 100_000})}
 ROOM["emulated"] = (130_000, {"fp32": 60_000, "bf16": 40_000, "fp16": 40_000})
 
 
+@pytest.mark.parametrize("aliases", [1, 3])
+def test_a_step_while_a_weight_is_aliased_in_memory(aliases: int, tmp_path: Path) -> None:
+    """Weights and states lie on the disk, so a step needs slots beside the copies that something holds on to."""
+
+    def run(*, hold: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        options = Options(group_bytes=2048, poison=True)
+        model, optimizer = chunked(models.stack(), SPEC, budget=below(2**16, tmp_path), options=options)
+        engine, losses, held, values = management_of(model).engine, [], [], []
+        for _ in range(4):
+            held = [parameter.detach() for parameter in model.parameters() if parameter.dim() == 2][: aliases * hold]
+            values = [each.clone() for each in held]
+            loss = model(torch.ones(4, 32)).float().square().mean()
+            loss.backward()
+            finish(optimizer)
+            losses.append(loss.detach())
+            assert all(torch.equal(one, other) for one, other in zip(held, values, strict=True))
+        held.clear()
+        engine.finish_pass()
+        weights = [value.clone() for value in model.state_dict().values()]
+        release(model)
+        return losses, weights, engine.store.used_bytes
+
+    losses, weights, _ = run(hold=False)
+    same_losses, same_weights, left = run(hold=True)
+    assert all(torch.equal(one, other) for one, other in zip(losses, same_losses, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(weights, same_weights, strict=True))
+    assert left == [0, 0]
+
+
 @pytest.mark.parametrize("where", ROOM)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 def test_as_the_resident_reference(row: tuple[str, int, str], where: str, tmp_path: Path) -> None:

@@ -49,11 +49,15 @@ class Updater:
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.homes[Kind.P32].slot.tier)
         slots = self._all_on(group, kinds, tier)
+        copies = {kind: group.homes[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
         self._residency.await_all(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
         for kind, slot in slots.items():
             self._put_back(group.homes[kind], slot)
+        for kind, copy in copies.items():
+            if copy is not None and copy is not slots[kind]:
+                group.homes[kind].copies[tier] = copy  # something aliases this memory, and keeps the old values
 
     def _all_on(self, group: GroupRecord, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """The newest bytes of these on a tier; where there is no room for all of them, all is as it was."""
