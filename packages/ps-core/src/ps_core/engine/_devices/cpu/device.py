@@ -27,7 +27,7 @@ from ps_core.engine._devices.cpu.slow_links import Links
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.file import DiskFile, Place
 from ps_core.engine._devices.disk.pages import give_back_pages
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskStreams
+from ps_core.engine._devices.disk.streams import DiskEvent, DiskQueues
 from ps_core.engine._devices.tensor_bytes import Tide
 from ps_kernels import PinnedArena
 
@@ -78,7 +78,8 @@ class StandIn:
         self._plain = not check and seed is None and link_bytes_per_s is None
         self._done = [_Mark(queue) for queue in Queue]
         self._file: DiskFile | None = None
-        self._streams: DiskStreams | None = None
+        self._disk = DiskQueues()
+        """Without a file where order is checked or copies are delayed: the host thread reads and writes then."""
 
     def tide(self) -> Tide:
         """A count of the tensors on the CPU."""
@@ -137,13 +138,13 @@ class StandIn:
         """Have a disk tier."""
         self._file = file
         if self._ordering is None and self._delays is None:
-            self._streams = DiskStreams(file)
+            self._disk.attach(file)
 
     def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
         """Launch a read from the disk tier."""
         assert self._file is not None, "a disk tier is attached before it is used"
-        if self._streams is not None:
-            self._streams.read(target, place, start, lost)
+        if self._disk.serve(Queue.DISK_R):
+            self._disk.streams.read(target, place, start, lost)
             return
         from_disk = self._places.on_disk(place, start, target.numel())
         self._launch(Queue.DISK_R, "disk read", (), (target,), (from_disk, ()))
@@ -152,8 +153,8 @@ class StandIn:
     def write(self, place: Place, start: int, source: torch.Tensor) -> None:
         """Launch a write to the disk tier."""
         assert self._file is not None, "a disk tier is attached before it is used"
-        if self._streams is not None:
-            self._streams.write(place, start, source)
+        if self._disk.serve(Queue.DISK_W):
+            self._disk.streams.write(place, start, source)
             return
         to_disk = self._places.on_disk(place, start, source.numel())
         self._launch(Queue.DISK_W, "disk write", (source,), (), ((), to_disk))
@@ -172,8 +173,7 @@ class StandIn:
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Declare what the work launched from here on touches."""
-        if self._streams is not None and queue in DISK_QUEUES:
-            self._streams.record(queue).block()  # for the host thread does the work now
+        self._disk.await_host_work(queue)
         if self._plain:
             return
         self._launch(queue, what, reads, writes)
@@ -204,8 +204,8 @@ class StandIn:
 
     def record(self, queue: Queue) -> _Mark | DiskEvent:
         """An event behind everything launched on a queue so far."""
-        if self._streams is not None and queue in DISK_QUEUES:
-            return self._streams.record(queue)
+        if self._disk.serve(queue):
+            return self._disk.streams.record(queue)
         if self._plain:
             return self._done[queue]
         mark = _Mark(
@@ -220,11 +220,8 @@ class StandIn:
 
     def wait(self, queue: Queue, event: Event) -> None:
         """What is launched on a queue from here on comes after the event."""
-        if self._streams is not None and isinstance(event, DiskEvent):
-            if queue in DISK_QUEUES:
-                self._streams.wait(queue, event)
-            else:
-                event.block()  # the host thread does the work of all other queues
+        if isinstance(event, DiskEvent):
+            self._disk.wait(queue, event)  # which blocks for all other queues: the host thread does their work
             return
         if self._plain:
             return
@@ -249,14 +246,12 @@ class StandIn:
                 self._delays.perform(queue)
         if self._links is not None:
             self._links.synchronize()
-        if self._streams is not None:
-            self._streams.synchronize()
+        self._disk.synchronize()
 
     def close(self) -> None:
         """Finish what was launched; memory goes back with the tensors, and the disk's at once."""
         self.synchronize()
-        if self._streams is not None:
-            self._streams.close()
+        self._disk.close()
         if self._file is not None:
             self._file.close()
 

@@ -34,7 +34,7 @@ from ps_core.engine._devices.cuda.out_of_memory import Observer
 from ps_core.engine._devices.cuda.runtime import RawEvent, Runtime, Stream, TorchRuntime
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.file import DiskFile, Place
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskStreams
+from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
 
 
 class CudaEvent:
@@ -78,7 +78,7 @@ class CudaDevice:
         self._pool: list[RawEvent] = []
         self._owned = Owned()
         self._host = HostMemory(runtime, self._after_copies, pin=pin)
-        self._disk: tuple[DiskFile, DiskStreams] | None = None
+        self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
         runtime.watch_failures(Observer(self, self._owned, self._missing_bytes))
@@ -128,20 +128,15 @@ class CudaDevice:
 
     def attach(self, file: DiskFile) -> None:
         """Have a disk tier; its threads read into pinned memory and write from it."""
-        self._disk = file, DiskStreams(file)
-
-    @property
-    def _disk_streams(self) -> DiskStreams:
-        assert self._disk is not None, "a disk tier is attached before it is used"
-        return self._disk[1]
+        self._disk.attach(file)
 
     def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
         """Launch a read."""
-        self._disk_streams.read(target, place, start, lost)
+        self._disk.streams.read(target, place, start, lost)
 
     def write(self, place: Place, start: int, source: torch.Tensor) -> None:
         """Launch a write."""
-        self._disk_streams.write(place, start, source)
+        self._disk.streams.write(place, start, source)
 
     def trim(self, memory: torch.Tensor) -> None:
         """The arena is not the system's to have pages of."""
@@ -163,8 +158,8 @@ class CudaDevice:
         """Nothing is checked; but if PyTorch's stream changed, this is where it is noticed."""
         if queue is Queue.COMPUTE:
             self._stream(queue)
-        elif queue in DISK_QUEUES and self._disk is not None:
-            self._disk_streams.record(queue).block()  # for the host thread does the work now
+        else:
+            self._disk.await_host_work(queue)
 
     def adopt(self) -> None:
         """A thread that knows of no device would begin to use the first one."""
@@ -198,8 +193,8 @@ class CudaDevice:
 
     def record(self, queue: Queue) -> CudaEvent | DiskEvent:
         """An event behind everything launched on a queue so far."""
-        if queue in DISK_QUEUES and self._disk is not None:
-            return self._disk_streams.record(queue)
+        if self._disk.serve(queue):
+            return self._disk.streams.record(queue)
         return self._recorded(queue)
 
     def _recorded(self, queue: Queue) -> CudaEvent:
@@ -224,17 +219,14 @@ class CudaDevice:
     def wait(self, queue: Queue, event: Event) -> None:
         """What is launched on a queue from here on runs after the event."""
         if isinstance(event, DiskEvent):
-            if queue in DISK_QUEUES:
-                self._disk_streams.wait(queue, event)
-            else:
-                event.block()  # a stream cannot be told to; the engine comes with events that are over, or in need
+            self._disk.wait(queue, event)  # which blocks for a stream; the engine comes once it is over, or in need
             return
         if not isinstance(event, CudaEvent):
             raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
         if event.raw is None:
             return
         if queue in DISK_QUEUES:
-            self._disk_streams.wait_for(queue, event.block)  # which its own thread does
+            self._disk.streams.wait_for(queue, event.block)  # which its own thread does
             return
         if queue is Queue.CPU:
             event.block()
@@ -262,17 +254,13 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Block until everything launched is done."""
         self._runtime.synchronize()
-        if self._disk is not None:
-            self._disk_streams.synchronize()
+        self._disk.synchronize()
 
     def close(self) -> None:
         """Finish what was launched, and let go of memory kept in reserve, and of the disk."""
         self.synchronize()
         self._host.close()
-        disk, self._disk = self._disk, None
-        if disk is not None:
-            disk[1].close()
-            disk[0].close()
+        self._disk.close()
 
 
 def cuda_device(name: str, *, pin: bool) -> CudaDevice:

@@ -174,6 +174,52 @@ class DiskStreams:
                 self._file.rescue(job.place, job.start, job.memory)
 
 
+class DiskQueues:
+    """A device's two queues of the disk tier, once it has one; its other queues are the device's own business."""
+
+    def __init__(self) -> None:
+        self._attached: tuple[DiskFile, DiskStreams] | None = None
+
+    def attach(self, file: DiskFile) -> None:
+        """Read and write this file from now on."""
+        self._attached = file, DiskStreams(file)
+
+    @property
+    def streams(self) -> DiskStreams:
+        """The threads that read and write."""
+        assert self._attached is not None, "a disk tier is attached before it is used"
+        return self._attached[1]
+
+    def serve(self, queue: Queue) -> bool:
+        """Return whether a queue is one of these two, and there is a disk tier."""
+        return self._attached is not None and queue in DISK_QUEUES
+
+    def await_host_work(self, queue: Queue) -> None:
+        """Block until a queue of these two is idle: the host thread does the work that comes next on it."""
+        if self.serve(queue):
+            self.streams.record(queue).block()
+
+    def wait(self, queue: Queue, event: DiskEvent) -> None:
+        """Launch what comes next on any queue after the event; where no thread can wait for it, block."""
+        if queue in DISK_QUEUES:
+            self.streams.wait(queue, event)
+        else:
+            event.block()
+
+    def synchronize(self) -> None:
+        """Block until everything launched is done."""
+        if self._attached is not None:
+            self.streams.synchronize()
+
+    def close(self) -> None:
+        """End the threads and let go of the file; twice does nothing."""
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            file, streams = attached
+            streams.close()
+            file.close()
+
+
 def _serve(jobs: SimpleQueue[_Job | None], file: DiskFile, tasks: SimpleQueue[_Task | None]) -> None:
     """One stream: its jobs in order, each cut into pieces for the workers."""
     while (job := jobs.get()) is not None:
