@@ -6,7 +6,7 @@ made to wait for the old one. Copies up and down have a stream each, made once. 
 after it has waited for an event. Events are used again when nobody holds them any more: a stream that was told to wait
 for one remembers the recording that it was told of.
 
-The stream of collectives belongs to another thread than all else (see [Note: two threads] in `_processes.beside`). So
+The stream of collectives belongs to another thread than all else (see [Note: two threads] in `_sharding.streams`). So
 nothing is remembered of it here between two calls; what both threads use (events that wait to be used again, what is
 known of memory) changes in steps that no other thread can come between.
 
