@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from socket import create_connection
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -161,16 +161,14 @@ def _found_in_time(
         found.append(_Found(store, PrefixStore(f"ps_dist/joined/{met.call}", own), rank, ranks, met))
 
     attempt = Attempt(find)
-    words = attempt.within(timeout_s + _GRACE_S) and f"has not answered for {timeout_s:g} s"
-    error = attempt.error
-    if isinstance(error, OSError | RuntimeError | ValueError) and not isinstance(error, PatrickStarError):
-        words = f"ended or cannot be reached ({str(error).splitlines()[0]})"
-    elif error is not None:
-        raise error
-    if not found:
+    late = attempt.within(timeout_s + _GRACE_S)
+    if attempt.error is not None:
+        _raise_named(attempt.error, environment)
+    if late:
         raise RanksDiverged(
-            f"{_who(environment)} could not join the others: {_store_name(environment)} {words}"
-        ) from error
+            f"{_who(environment)} could not join the others: {_store_name(environment)} has not answered for "
+            f"{timeout_s:g} s"
+        )
     Mesh(found[0].rank, found[0].ranks, replicate)
     if lacks is not None:  # told to all before: nobody may wait for one that is gone
         raise InvalidInput(
@@ -222,6 +220,16 @@ def _store_name(environment: Mapping[str, str]) -> str:
     return (
         f"the store of torchrun {where}" if _keeper(environment) is None else f"rank 0, which keeps the store {where},"
     )
+
+
+def _raise_named(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
+    """Raise the error, which says whom this rank could not reach."""
+    if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
+        raise error
+    reason = str(error).splitlines()[0]
+    if environment.get("RANK") != str(_keeper(environment)):
+        reason = f"{_store_name(environment)} ended or cannot be reached ({reason})"
+    raise RanksDiverged(f"{_who(environment)} could not join the others: {reason}") from error
 
 
 def _connected(found: _Found, lane: Lane, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool) -> Groups:
