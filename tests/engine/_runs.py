@@ -70,6 +70,9 @@ def kept_by(names: dict[int, str], optimizer: Any) -> dict[str, Tensor]:
     kinds = {"step": "steps", "exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
     found = {}
     for index, entry in state["state"].items():
+        if entry.get("step") == 0:  # filled up beside the master, for torch's optimizers; as if it were not there
+            assert not any(bool(value.any()) for key, value in entry.items() if key != "master")
+            entry = {"master": entry["master"]}
         found |= {f"{every[index]}/{kinds.get(key, key)}": value for key, value in entry.items()}
     return found
 
