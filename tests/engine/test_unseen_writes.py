@@ -27,8 +27,10 @@ PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"host": "64MiB"},
     "roomy": {"device": "1MiB", "host": "64MiB"},
     "tight": {"device": "28KiB", "host": "64MiB"},
+    "snug": {"device": "32KiB", "host": "64MiB"},
     "disk": {"device": "28KiB", "host": "64KiB", "disk": "1MiB"},
 }
+EVERYWHERE = ("cpu", "roomy", "tight", "disk")
 
 
 def linears() -> nn.Sequential:
@@ -132,7 +134,7 @@ def at(step: int, write: Callable[[Tensor], None]) -> Act:
 
 
 ROWS = [(write, "tight", "before") for write in WRITES if write is not by_numpy]
-ROWS += [(by_numpy, place, where) for place in PLACES for where in ("before", "between")]
+ROWS += [(by_numpy, place, where) for place in EVERYWHERE for where in ("before", "between")]
 
 
 @pytest.mark.parametrize(("write", "place", "where"), ROWS)
@@ -153,7 +155,7 @@ def to_bits(weight: Tensor) -> None:
     weight.detach().view(torch.int16).numpy()[0] = 0
 
 
-ROWS_16 = [(to_bits, place, "bf16") for place in PLACES]
+ROWS_16 = [(to_bits, place, "bf16") for place in EVERYWHERE]
 ROWS_16 += [(by_storage, "tight", "bf16"), (by_address, "tight", "bf16"), (to_bits, "tight", "fp16")]
 
 
@@ -289,7 +291,7 @@ def test_a_write_inside_forward_is_kept(tmp_path: Path) -> None:
     release(model)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_what_is_written_to_one_of_a_tie_is_written_to_both(place: str, tmp_path: Path) -> None:
     runs = []
     for managed in (False, True):
@@ -318,7 +320,7 @@ def test_a_frozen_weight_is_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", EVERYWHERE)
 def test_who_only_reads_changes_nothing(place: str, precision: str, tmp_path: Path) -> None:
     """As moving averages and statistics do, at every step."""
 
@@ -409,3 +411,33 @@ def test_a_state_dict_that_is_changed_and_loaded_is_fine(tmp_path: Path) -> None
     optimizer.step()
     assert bool((other["2.weight"] == 2).all())
     release(model)
+
+
+class Cached(nn.Linear):
+    """Keeps a view of its weight from its first forward on, of which plain PyTorch's steps change the elements."""
+
+    view: Tensor | None = None
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.view is None:
+            self.view = self.make(self.weight)
+        return super().forward(x) + x @ self.view
+
+
+@pytest.mark.parametrize("make", [lambda w: w.t(), lambda w: w.data, lambda w: w.detach().t()], ids=["t", "data", "d"])
+@pytest.mark.parametrize("place", ["cpu", "snug"])
+def test_a_view_that_a_module_caches_shows_what_steps_do(make: Any, place: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = linears()
+        model[2] = Cached(make)
+        return model
+
+    plain = build()
+    expected = train(plain, twin(ADAMW, plain))
+    model, optimizer = manage(place, tmp_path, model=build())
+    assert train(model, optimizer) == pytest.approx(expected, rel=1e-6)
+    let_go(model)
