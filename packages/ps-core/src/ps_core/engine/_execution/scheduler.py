@@ -32,10 +32,10 @@ from ps_core.engine._memory.reserve import spare_bytes
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.state import Gradient, Payload
 from ps_core.engine._support.interrupts import alone
-from ps_core.engine._support.log import say
+from ps_core.engine._support.log import say, say_if_debugging
 from ps_core.engine._tracing.batch_shape import Batch, batch_of, within_a_module
 from ps_core.engine._tracing.estimates import as_foreseen, begins_as_foreseen
-from ps_core.engine._tracing.first_pass import foresee
+from ps_core.engine._tracing.first_pass import NotForeseen, ReturnsNoLoss, foresee
 from ps_core.engine._tracing.moments import Recording
 
 _WATCHED_EVERY = 32
@@ -145,13 +145,14 @@ class Pilot:
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
         engine = self._engine
-        say(f"{self._model_name}: first pass; tracing it with fake tensors")
-        recording = foresee(
-            module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
-        )
-        if recording is None or not recording.complete:
-            why = "it returns no loss, or fake tensors cannot follow it"
-            say(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
+        say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
+        try:
+            recording = foresee(
+                module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
+            )
+        except NotForeseen as why:
+            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else say
+            tell(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
             return
         try:
             assert self._batch is not None, "the pass is the root module's"

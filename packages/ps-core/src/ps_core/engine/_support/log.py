@@ -26,3 +26,8 @@ def _tell(level: int, text: str) -> None:
         tell(f"ps_core: {text}", sys.stderr)
     else:
         LOGGER.log(level, text)
+
+
+def say_if_debugging(text: str) -> None:
+    """Log one line at level DEBUG, which nobody sees who has not asked for that level."""
+    LOGGER.debug(text)

@@ -33,6 +33,10 @@ class ChildFailed(PatrickStarError):
     """The work did not finish in a copy of this process; the message says why."""
 
 
+class WorkRaised(ChildFailed):
+    """The work raised an exception in the copy of this process; the message has its type and first line."""
+
+
 def in_child(work: Callable[[], str], timeout_s: float) -> str:
     """What ``work`` returns, done in a forked copy of this process.
 
@@ -151,7 +155,7 @@ def _judge(text: bytes, status: int, said: IO[bytes]) -> str:
             return outcome["result"]
         if "invalid" in outcome:
             raise InvalidInput(outcome["invalid"])
-        raise ChildFailed(outcome["failed"])
+        raise WorkRaised(outcome["failed"])
     said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
     last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-1:]
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

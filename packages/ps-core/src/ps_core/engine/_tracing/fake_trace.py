@@ -32,6 +32,10 @@ class CannotTrace(InvalidInput):
     """The model does something that fake tensors cannot follow."""
 
 
+class NoLoss(InvalidInput):
+    """The model returns no scalar loss with a gradient."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What a fake pass is to do."""
@@ -195,7 +199,7 @@ def _loss(result: Any, make: Callable[[Any], torch.Tensor] | None) -> torch.Tens
         found = getattr(result, "loss", result)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        raise InvalidInput(
+        raise NoLoss(
             f"trace: expected a scalar loss with a gradient, found {what}; pass loss=..., a function that makes the "
             f"loss from what the model returns, or training=False for a forward pass alone"
         )

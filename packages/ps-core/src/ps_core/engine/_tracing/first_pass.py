@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,23 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._trace import Amounts, Phase, Trace
 from ps_core.engine._parameters.state import TensorRecord
-from ps_core.engine._tracing.child import ChildFailed, in_child
-from ps_core.engine._tracing.fake_trace import Wanted, fake_pass
+from ps_core.engine._tracing.child import ChildFailed, WorkRaised, in_child
+from ps_core.engine._tracing.fake_trace import NoLoss, Wanted, fake_pass
 from ps_core.engine._tracing.moments import Beat, Recording
 
 _TIMEOUT_S = 120.0
+_MOST_CHARACTERS = 240
+
+
+class NotForeseen(Exception):
+    """Nothing is known of the first pass before it runs; the message says why."""
+
+
+class ReturnsNoLoss(NotForeseen):
+    """The model returns no loss, as many do: what its caller computes from the outputs is part of the pass."""
+
+    def __init__(self) -> None:
+        super().__init__("the model returns no loss")
 
 
 def foresee(
@@ -26,15 +39,14 @@ def foresee(
     records: list[TensorRecord],
     plain: Callable[[], None],
     cast: torch.dtype | None,
-) -> Recording | None:
-    """The moments of a training pass, from a fake-tensor pass; None where the model does not allow one.
+) -> Recording:
+    """Return the moments of a training pass, from a pass on fake tensors in a copy of this process.
 
-    ``plain`` takes the engine's hooks off; it is called in a copy of the process only. A model that does not return its
-    loss cannot be foreseen: what its caller computes from the outputs is part of the pass. Nor can any once CUDA has
-    begun: in a copy of such a process whatever comes to CUDA fails, or ends it, and PyTorch's backward pass may.
+    `NotForeseen` where there can be none. ``plain`` takes the engine's hooks off; it is called in the copy only. Once
+    CUDA has begun no copy will do: whatever comes to CUDA fails there, or ends it, and PyTorch's backward pass may.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
+        raise NotForeseen("CUDA has begun in this process, so no copy of it can trace the model")
     record_of = {record.name: record for record in records}
     wanted = Wanted(
         unit_of=lambda name: record_of[name].group.index if name in record_of else -1,
@@ -45,13 +57,27 @@ def foresee(
 
     def work() -> str:
         plain()
-        return fake_pass(model, args, kwargs, wanted).to_json()
+        try:
+            return fake_pass(model, args, kwargs, wanted).to_json()
+        except NoLoss:
+            return ""
 
     try:
-        trace = Trace.from_json(in_child(work, _TIMEOUT_S))
-    except (ChildFailed, InvalidInput):
-        return None
-    return _as_recording(trace, record_of)
+        found = in_child(work, _TIMEOUT_S)
+        if not found:
+            raise ReturnsNoLoss
+        recording = _as_recording(Trace.from_json(found), record_of)
+    except (WorkRaised, InvalidInput) as error:
+        raise NotForeseen(f"fake tensors cannot follow the model: {_shortened(error)}") from None
+    except ChildFailed as error:
+        raise NotForeseen(f"a copy of this process could not trace the model: {_shortened(error)}") from None
+    if not recording.complete:
+        raise NotForeseen("its backward pass reaches no parameter that is moved")
+    return recording
+
+
+def _shortened(error: Exception) -> str:
+    return textwrap.shorten(str(error), _MOST_CHARACTERS, placeholder=" ...")
 
 
 def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording:
