@@ -14,11 +14,11 @@ import torch
 
 from ps_core import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
+from ps_core.engine._devices.cpu import device as cpu_device
 from ps_core.engine._devices.cpu.device import StandIn
 from ps_core.engine._devices.cpu.faults import Fault
 from ps_core.engine._devices.cpu.slow_links import Links
 from ps_core.engine._devices.device import Device, Event
-from ps_core.engine._emulated import standin
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "ordering.md"
 SLOT = 256
@@ -449,7 +449,7 @@ def test_links_have_a_rate_each_way_and_waits_sleep() -> None:
 
 def test_a_stand_in_held_to_a_rate_takes_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(standin, "Links", lambda rate: Links(rate, clock, clock.sleep))
+    monkeypatch.setattr(cpu_device, "Links", lambda rate: Links(rate, clock, clock.sleep))
     device = StandIn(link_bytes_per_s=2**19)
     arena, host = device.arena(1 << 20), device.host(1 << 20)
     host.fill_(3)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from _states import ADAMW, MOMENTUM, assert_same_states, loss_of, ours, stack, state_of, train
 from _twins import twin
-from ps_core import SGD, Adam, AdamW, Options
+from ps_core import SGD, Adam, AdamW
 from ps_core.engine import release, statistics
 
 ADAM, PLAIN_SGD = Adam(lr=0.01, weight_decay=0.1), SGD(lr=0.1, weight_decay=0.1)
@@ -104,17 +104,6 @@ def test_before_any_step_parameters_stay(precision: str) -> None:
     get_state_dict(*run)
     assert all(torch.equal(state_of(run[1])[index]["master"], value) for index, value in before.items())
     assert scale == (run[1].loss_scale, (run[1].state_dict().get("loss_scale") or {}).get("_growth_tracker"))
-    release(run[0])
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_before_any_step_nothing_is_stepped_in_backwards_way(precision: str) -> None:
-    """With ``eager_step`` a gradient that is assigned outside of backward waits for ``step()``, and its numbers."""
-    run = ours(AdamW(lr=0.1, weight_decay=0.5), precision, options=Options(group_bytes=2048, eager_step=True))
-    before = {index: entry["master"] for index, entry in state_of(run[1]).items()}
-    get_state_dict(*run)
-    assert all(torch.equal(state_of(run[1])[index]["master"], value) for index, value in before.items())
-    train(*run, 0, 2)
     release(run[0])
 
 

@@ -16,27 +16,48 @@ What was gathered from several processes is compared with a copy, so that all of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.slot import Bound, Slot
+from ps_core.engine._memory.slot import Bound, Home, Slot
+from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
-
-if TYPE_CHECKING:
-    from ps_core.engine._parameters.residency import Residency
 
 _PIECE_NUMEL = 2**18
 """So many elements are compared at a time: where one side has to be rounded or fetched, the copy stays small."""
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
+class SlotMoves(Protocol):
+    """What is asked of the residency that has the parameters' slots."""
+
+    tampered: list[TensorRecord]
+    """Parameters whose changes in place are lost, and not yet told of."""
+
+    @property
+    def store(self) -> Store:
+        """The tiers."""
+
+    def copy_to(self, home: Home, slot: Slot) -> Slot:
+        """Fill a slot with a chunk's newest bytes."""
+
+    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+        """Do without what was written to a slot."""
+
+    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a parameter's elements in a slot, and in what these were made from."""
+
+    def await_all(self, queue: Queue) -> None:
+        """Let the queue's next work wait for all other queues."""
+
+
 class Exposed:
     """The exposed memory of one engine; in ordinary training there is none."""
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(self, residency: SlotMoves) -> None:
         self._residency = residency
         self.bounds: dict[int, tuple[TensorRecord, Bound, torch.Tensor | None]] = {}
         """By the address of the storage; empty in ordinary training, which has to ask nothing else."""
