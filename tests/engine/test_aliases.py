@@ -15,6 +15,7 @@ from torch.nn.utils import spectral_norm
 import _models as models
 from _cases import rows, square
 from _runs import chunked_model, let_go
+from _states import masters_of
 from _twins import twin
 from ps_core import SGD, AdamW, Budget, Options, UnsupportedParameter
 from ps_core.engine import (
@@ -131,7 +132,7 @@ def test_tied_parameters_stay_equal_in_16_bits(more: dict[str, Any], device: str
     for _ in range(3):
         train(model, optimizer, steps=1)
         assert equal(model)
-        masters = optimizer.state_dict(masters=True)["masters"]
+        masters = masters_of(optimizer.state_dict(masters=True))
         assert torch.equal(masters[0], masters[4])
     assert not torch.equal(masters[0], before)
     moments = [optimizer.state_dict()["state"][index]["exp_avg"] for index in (0, 4)]
@@ -179,7 +180,7 @@ def load_state_dict(model: nn.Module, optimizer: Any, name: str, value: Tensor, 
 
 
 def load_masters(model: nn.Module, optimizer: Any, name: str, value: Tensor, path: Path) -> None:
-    state = optimizer.state_dict(masters=True)
+    state = optimizer.state_dict(masters=False)
     index = [each for each, _ in model.named_parameters()].index(name)
     state["masters"] = {index: value}
     optimizer.load_state_dict(state)
@@ -229,7 +230,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
             save_checkpoint(tmp_path / "saved", model, optimizer)
         else:
             load_checkpoint(tmp_path / "saved", model, optimizer)
-        runs.append((train(model, optimizer), optimizer.state_dict(masters=True)["masters"]))
+        runs.append((train(model, optimizer), masters_of(optimizer.state_dict(masters=True))))
         assert equal(model)
         release(model)
     (losses, masters), (others, same) = runs

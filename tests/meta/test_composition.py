@@ -11,7 +11,7 @@ import pytest
 
 ALLOWED = {
     "states of parameters, groups, homes and slots: a table of their transitions is to come, with a method for each": (
-        r"_?record|group|home|slot|target|copies\[0\]",
+        r"_?record|other|group|home|slot|target|copies\[0\]",
         r"\w+",
     ),
     "what a pass did, or would do, is written down moment by moment": (r"beat|recording", r"\w+"),
@@ -24,8 +24,9 @@ ALLOWED = {
         r"__class__|_record|_keeper|_recorder|_away",
     ),
     "PyTorch gives no other way to change its own objects": (
-        r"parameter|ctx|made|module|real|held",
-        r"data|grad|PLACE|table|weight|padding|_flat_weight_refs|_backward_hooks|_post_accumulate_grad_hooks",
+        r"parameter|ctx|made|module|real|held|counter|result\.flags",
+        r"data|grad|PLACE|table|weight|padding|_flat_weight_refs|_backward_hooks|_post_accumulate_grad_hooks"
+        r"|_whole|_write|writeable",
     ),
     "the way a weak reference is told not to run when Python ends": (r"weakref\.finalize\(.*\)", r"atexit"),
     "of this thread alone (threading.local)": (r"_buffers", r"memory"),

@@ -238,7 +238,7 @@ class Engine:
     @undisturbed
     def abort(self) -> None:
         """The root module's forward failed: end the pass, and let go of everything."""
-        self.passes.outside = True
+        self.passes.abort_forward()
         self.finish_pass()
         self.passes.tide.stop()
 

@@ -102,6 +102,10 @@ class Passes:
         self.outside = False
         self._clock.turn("forward")
 
+    def abort_forward(self) -> None:
+        """Note that an exception ended the root module's forward."""
+        self.outside = True
+
     def leave_forward(self) -> None:
         """It is over."""
         self.outside = True
@@ -228,10 +232,10 @@ class Passes:
         for record in self._residency.take_tampered():
             raise changed_in_place(record.name)
         put_in()
-        self._store.left_over_bytes = 0
+        self._store.note_left_over(0)
         if self.broke_off and self.tide.current_bytes:
             _free_broken_pass()
-            self._store.left_over_bytes = self.tide.current_bytes
+            self._store.note_left_over(self.tide.current_bytes)
         training = backward or torch.is_grad_enabled()
         self.recording = Recording(regular=not backward, training=training)
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)

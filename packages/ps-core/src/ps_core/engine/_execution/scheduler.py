@@ -240,7 +240,8 @@ class Pilot:
         """Remember what to plan from."""
         batch, self._served = self._served, None
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
-            self._tried, self._engine.store.foreseen_bytes = False, 0  # the next pass is a first one again
+            self._tried = False  # the next pass is a first one again
+            self._engine.store.foresee(0)
         if recording.training and any(beat.grads for beat in recording.beats):
             self._micro += 1
         if batch is None:

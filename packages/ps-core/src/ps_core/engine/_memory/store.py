@@ -278,6 +278,10 @@ class Store:
         self._arena = None
         self.device.close()
 
+    def note_left_over(self, size: int) -> None:
+        """Note how many non-model bytes an exception left alive."""
+        self.left_over_bytes = size
+
     def foresee(self, needed_bytes: int) -> None:
         """Note what fake tensors say a whole pass needs of the compute tier, where that is too much; 0: it fits."""
         self.foreseen_bytes = needed_bytes
