@@ -28,7 +28,7 @@ def free_port() -> int:
     return port
 
 
-def torchrun(program: Path, *, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def torchrun(program: Path, *, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """Two processes with a thread each; what they printed."""
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program],

@@ -78,7 +78,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[End]]:
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

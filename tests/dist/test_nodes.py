@@ -85,7 +85,7 @@ class Node:
 
     def until(self, pattern: str) -> re.Match[str]:
         """Read up to the line that has it."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while True:
             try:
                 self.said.append(self._lines.get(timeout=max(0.0, deadline - time.monotonic())))
@@ -106,7 +106,7 @@ class Node:
 
 def has_ended(process: int) -> bool:
     """Whether it is gone, or waits for torchrun to take note of it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()[0]

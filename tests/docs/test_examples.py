@@ -46,7 +46,7 @@ def test_console(page: Path, block: str, tmp_path: Path) -> None:
     for command in commands(block):
         program = Path(sys.executable).with_name(command[0])
         done = subprocess.run(
-            [program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+            [program, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0, f"{page.name}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
         assert done.stdout or list(tmp_path.iterdir())
@@ -63,7 +63,7 @@ def test_python(page: Path, block: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, f"{page.name}: {done.stderr}"
 

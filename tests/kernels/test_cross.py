@@ -30,7 +30,7 @@ def build(compiler: list[str], level: str, flags: tuple[str, ...], folder: Path)
 
 
 def printed(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert len(done.stdout.splitlines()) == 12 + 3 * 6
     return done.stdout
 

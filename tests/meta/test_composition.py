@@ -24,7 +24,7 @@ ALLOWED = {
         r"__class__|_record|_keeper|_recorder|_away",
     ),
     "PyTorch gives no other way to change its own objects": (
-        r"parameter|ctx|made|module|real|held|counter|result\.flags",
+        r"parameter|ctx|made|module|real|held|counter|flags",
         r"data|grad|PLACE|table|weight|padding|_flat_weight_refs|_backward_hooks|_post_accumulate_grad_hooks"
         r"|_whole|_write|writeable",
     ),
