@@ -217,7 +217,7 @@ def parts(each: ps_dist.TorchCollectives, at_rank: int) -> str:
 def lags(each: ps_dist.TorchCollectives) -> str:
     """Rank 1 does not come; the others are told who is missed, it is told that they gave up."""
     if each.mesh.rank == 1:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
                 pending = (
