@@ -147,8 +147,8 @@ class Chunks(AbstractContextManager["Chunks"]):
     def _close(self, key: tuple[GroupRecord, Kind]) -> None:
         (group, kind), (stack, flat, records) = key, self._open.pop(key)
         changed = self._write and kind in (Kind.P32, group.weight)
-        for record in reversed(records if changed else []):
-            for other in record.others:
+        for record in records[::-1] if changed else []:
+            for other in record.others:  # what was read last decides, as where both are one memory
                 flat[other.piece].copy_(flat[record.piece])
                 records.append(other)
         stack.close()

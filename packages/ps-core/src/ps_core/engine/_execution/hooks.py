@@ -241,7 +241,7 @@ class Management:
         engine.finish_pass()
         engine.discard_gradients()
         engine.residency.exposed.check()
-        for record in engine.residency.take_tampered():
+        for record in dict.fromkeys(engine.residency.take_tampered()):
             lost = changed_in_place(record.name)
             warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
         engine.mark_released()

@@ -61,7 +61,7 @@ class Bound:
 
     @property
     def outlived(self) -> bool:
-        """Whether something holds on to the memory although the parameter does not any more."""
+        """True if something holds on to the memory although the parameter does not any more: keep the slot."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
 
 

@@ -145,6 +145,7 @@ class Updater:
         group = record.group
         kinds = [kind]
         if kind is Kind.P32:
+            value = value.to(torch.float32)  # from which 16 bits are rounded, as every step does
             kinds = [each for each in (group.weight, Kind.P32) if each in group.homes]
             if record.gradient is Gradient.OVER:
                 self._gradients.reclaim(group)

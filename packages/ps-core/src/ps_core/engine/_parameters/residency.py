@@ -17,7 +17,7 @@ from ps_core.engine._memory.observer import TransferObserver
 from ps_core.engine._memory.slot import Bound, Home, Slot
 from ps_core.engine._memory.store import Store
 from ps_core.engine._parameters.managed_parameter import changes, point_at
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
 from ps_core.engine._parameters.uncounted_writes import Exposed
 from ps_core.engine._support.interrupts import alone
 
@@ -91,7 +91,7 @@ class Residency:
         record.version, home = changes(record.parameter), record.group.home
         if self._copies_besides(home, slot):
             slot.stamp = -1
-        elif record.group.weight is Kind.P16 and record.group.trainable:
+        elif record.group.weight is Kind.P16 and record.group.trainable and record.payload is Payload.VALID:
             self.rebuild(record.group, [record])
 
     def _copies_besides(self, home: Home, slot: Slot) -> list[Slot]:
@@ -99,7 +99,7 @@ class Residency:
         return [each for each in (home.slot, *home.copies.values()) if each is not slot and each.stamp == home.stamp]
 
     def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A parameter's elements in a slot, and in what these were made from; None: there is no other copy."""
+        """Return a parameter's elements in a slot, and those they were made from; None: there is no other copy."""
         group, own = record.group, self.part_of(slot, record, record.dtype)
         if copies := self._copies_besides(group.home, slot):
             return own, self.part_of(max(copies, key=lambda each: each.tier), record, record.dtype)

@@ -109,7 +109,7 @@ class _Index:
 
 
 def _meet(one: _Named, other: _Named) -> bool:
-    """Whether two tensors whose ranges overlap have a byte in common; columns of one matrix may have none."""
+    """Return True if two tensors whose ranges overlap have a byte in common; columns of one matrix may have none."""
     if one.tensor is other.tensor or (one.range == other.range and _layout(one.tensor) == _layout(other.tensor)):
         return True
     start, stop = min(one.range.start, other.range.start), max(one.range.stop, other.range.stop)
@@ -119,7 +119,7 @@ def _meet(one: _Named, other: _Named) -> bool:
 
 
 def _bytes(memory: torch.Tensor, found: _Named, start: int) -> torch.Tensor:
-    """The part of ``memory``, one element for each byte from ``start`` on, where the tensor's elements are."""
+    """Return a tensor's part of ``memory``, which has an element for each byte from address ``start`` on."""
     size = found.tensor.itemsize
     strides = [step * size for step in found.tensor.stride()]
     return memory.as_strided((*found.tensor.shape, size), (*strides, 1), found.range.start - start)
@@ -131,7 +131,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _range(tensor: torch.Tensor) -> _Range | None:
-    """Where a tensor's elements are; None: it has none, or no memory that can be told."""
+    """Return the addresses of a tensor's elements; None: it has none, or its class does not tell them."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.layout is not torch.strided or not tensor.numel():

@@ -16,7 +16,7 @@ from ps_core.engine._parameters.state import TensorRecord
 
 
 class StateCopies:
-    """Those of one model."""
+    """Track the copies that one model's state dicts hold."""
 
     def __init__(self) -> None:
         self._made: dict[TensorRecord, torch.Tensor] = {}

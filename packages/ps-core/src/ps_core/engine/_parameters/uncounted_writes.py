@@ -76,7 +76,7 @@ class Exposed:
             self.bounds = {key: row for key, row in self.bounds.items() if row[0].group is not group}
 
     def clear(self) -> None:
-        """Forget all of it: its contents do not matter any more."""
+        """Forget all exposed memory: its contents do not matter any more."""
         self.bounds.clear()
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class Exposed:
             if record not in (None, owner) or (ended and alive):
                 continue
             if not alive or not bound.slot.memory.numel():
-                del self.bounds[key]
+                self.bounds.pop(key, None)
             if bound.slot.memory.numel():
                 self._check(owner, bound, before, alive=alive)
 
@@ -110,7 +110,7 @@ class Exposed:
                 home.changed(slot)
 
     def _differs(self, record: TensorRecord, slot: Slot) -> bool:
-        """Whether a parameter's elements in a slot are others than in what they were copied from."""
+        """Return True if a parameter's elements in a slot differ from those that they were copied from."""
         mine, source = self._residency.sides(record, slot)
         if source is None:
             return False
@@ -120,7 +120,15 @@ class Exposed:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether these have the same bits, once both are of the first one's type."""
-    bits = _BITS[one.dtype.itemsize]
+    """Return True if two tensors have the same bits, once both are of the first one's type."""
     pieces = zip(*(torch.split(each.reshape(-1), _PIECE_NUMEL) for each in (one, other)), strict=True)
-    return all(torch.equal(left.cpu().view(bits), right.cpu().to(left.dtype).view(bits)) for left, right in pieces)
+    return all(_same_bits(left.cpu(), right.cpu().to(left.dtype)) for left, right in pieces)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = _BITS[one.dtype.itemsize]
+    if torch.equal(one.view(bits), other.view(bits)):
+        return True
+    lost = one.isnan()  # of not-a-number there are many, and kernels round to others than PyTorch does
+    rest = (each.masked_fill(lost, 0).view(bits) for each in (one, other))
+    return torch.equal(lost, other.isnan()) and torch.equal(*rest)
