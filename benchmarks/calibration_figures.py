@@ -27,10 +27,10 @@ from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import Machine, machine
 from ps_core.engine import chunked
 from ps_core.engine._calibrate import calibrate
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._devices.cpu.slow_links import Links
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._devices.cpu.slow_links import ThrottledLinks
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.scheduler import PlanScheduler
 from ps_models import build
 from regime import check_regime
 
@@ -93,10 +93,10 @@ class Training:
     def __init__(self, case: Case, budget: str, clock: OneThread | None) -> None:
         torch.manual_seed(0)
         model = made(case, "meta")
-        device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
+        device = CpuDevice(link_bytes_per_s=LINK_BYTES_PER_S)
         self._now: Callable[[], float] = time.perf_counter
         if clock is not None:
-            device._links, self._now = Links(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
+            device._links, self._now = ThrottledLinks(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
         self._model, optimizer = chunked(
             model, AdamW(lr=1e-4), device=device, budget=Budget(device=budget), precision=case.precision
         )
@@ -115,8 +115,8 @@ class Training:
 
     def compared(self, rates: Machine) -> str:
         """A step's median seconds and quartiles, what the plan in force takes by simulation, and what it moves."""
-        pilot = management_of(self._model).pilot
-        assert isinstance(pilot, Pilot)
+        pilot = hooks_of(self._model).pilot
+        assert isinstance(pilot, PlanScheduler)
         planned = pilot.planned
         assert planned is not None
         told = simulate(planned.program, planned.plan, rates)

@@ -34,7 +34,7 @@ from ps_core._program import SegmentName
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._devices.disk.streams import DiskStreams
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from turns import ratios, spread
 
 BYTES_PER_PARAMETER = 14
@@ -85,7 +85,7 @@ def train(shape: Shape, budget: Budget, steps: int) -> dict[str, Any]:
 
 def sizes_of(model: Any) -> list[int]:
     """Bytes of every read and write of a planned step: positive for reads, negative for writes."""
-    plan = management_of(model).pilot._plan
+    plan = hooks_of(model).pilot._plan
     if plan is None:
         return []
     copies = [

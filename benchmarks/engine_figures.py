@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from regime import check_regime
 from turns import ratios, spread, take_turns
 
@@ -161,7 +161,7 @@ def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
 
 def peak_of_activations(shape: Shape, precision: str) -> int:
     """Most bytes beside the parameters in a pass: gradients are let go as they come."""
-    model, tide = make(shape).to(DTYPES[precision]), Tide()
+    model, tide = make(shape).to(DTYPES[precision]), TensorBytesTracker()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     tide.start()
@@ -219,7 +219,7 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     print(f"tight, {precision}")
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
     size = peak + int(0.3 * data)
-    device = StandIn(link_bytes_per_s=LINK_BYTES_PER_S)
+    device = CpuDevice(link_bytes_per_s=LINK_BYTES_PER_S)
     with under(shape, precision, device=device, budget=Budget(device=size, host=HOST)) as (model, step):
         warm_up = 3
         ways = plain_ways(shape, precision)

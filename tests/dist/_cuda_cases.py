@@ -21,7 +21,7 @@ from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding import streams as beside
 
 STEPS = 2
@@ -67,7 +67,7 @@ def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
         optimizer.zero_grad()
         norms.append(optimizer.last_norm)
     check_memory(model, each, accumulates=way.accumulate > 1)
-    assert bool(way.room) == bool(management_of(model).engine.store.risen_bytes)
+    assert bool(way.room) == bool(hooks_of(model).engine.store.risen_bytes)
     rows = states(optimizer) | {name: value.clone() for name, value in model.state_dict().items()}
     release(model)
     after = each.statistics().wire_bytes
@@ -76,7 +76,7 @@ def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
 
 def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: bool) -> None:
     """Within the budget; between steps there are shards, and memory for what is on its way."""
-    found, engine = statistics(model), management_of(model).engine
+    found, engine = statistics(model), hooks_of(model).engine
     for name, tier in found.tiers.items():
         assert tier.peak_bytes <= tier.budget_bytes, name
     check_homes(model, each.ranks, accumulates=accumulates)

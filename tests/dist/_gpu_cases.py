@@ -16,7 +16,7 @@ from _states import masters_of
 from ps_core import Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._sharding.streams import OnStream
+from ps_core.engine._sharding.streams import StreamCollectives
 
 
 def card(rank: int) -> int:
@@ -60,7 +60,7 @@ def as_a_plain_loop(each: ps_dist.TorchCollectives, precision: str, size: str, l
             collectives=each, options=Options(group_bytes=32 * 1024, poison=True),
         )  # fmt: skip
         assert optimizer is not None
-        assert isinstance(made.table.weight._keeper.residency.beside, OnStream)
+        assert isinstance(made.table.weight._keeper.residency.beside, StreamCollectives)
         losses, norms = [], []
         for step in range(on.STEPS):
             loss = made(on.batch(10 * step + rank).to(device.torch_device))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import ps_dist
 from ps_core._program import Kind
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._parameters.state import Gradient, TensorRecord
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.state import GradientPlace, ParamState
 
-Sums: TypeAlias = dict[TensorRecord, Tensor]
+Sums: TypeAlias = dict[ParamState, Tensor]
 Run: TypeAlias = Callable[[int], Any]
 """Forward and backward of one part."""
 
@@ -42,13 +42,13 @@ def adds_like(mesh: ps_dist.Mesh, model: nn.Module, optimizer: Any, run: Run, co
 
 def gradients(model: nn.Module) -> Sums:
     """In fp32, in memory order."""
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     engine.finish_pass()
-    assert all(record.gradient is not Gradient.OVER for record in engine.records), "the reference adds in fp32"
+    assert all(record.gradient is not GradientPlace.OVER for record in engine.records), "the reference adds in fp32"
     return {
         record: engine.gradients.located(record).float().clone()
         for record in engine.records
-        if record.gradient is not Gradient.NONE
+        if record.gradient is not GradientPlace.NONE
     }
 
 
@@ -71,7 +71,7 @@ def give(totals: Sums) -> None:
 
 def check_weights(model: nn.Module) -> None:
     """What is computed with is the master, rounded, wherever gradients lay."""
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     for record in engine.records:
         if record.trainable:
             assert torch.equal(engine.read(record), engine.read_state(record, Kind.P32).to(record.dtype)), record.name
@@ -79,7 +79,7 @@ def check_weights(model: nn.Module) -> None:
 
 def check_homes(model: nn.Module, ranks: int, *, accumulates: bool) -> None:
     """Over the ranks, 14 bytes a parameter in 16 bits (18 with accumulation) and 16 in fp32, with little padding."""
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     for group in engine.groups:
         assert group.chunk_numel == group.shard_numel * ranks
         assert group.shard_numel % 64 == 0

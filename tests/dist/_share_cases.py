@@ -15,8 +15,8 @@ from _one_process import added, adds_like, check_homes, check_weights, give, gra
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._parameters.state import Gradient
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.state import GradientPlace
 
 
 class Both:
@@ -54,7 +54,7 @@ class Both:
 
     def over(self) -> int:
         """How many gradients lie over their parameters."""
-        return sum(record.gradient is Gradient.OVER for record in management_of(self.model).engine.records)
+        return sum(record.gradient is GradientPlace.OVER for record in hooks_of(self.model).engine.records)
 
     def seen(self) -> Tensor:
         """What an evaluation gives."""
@@ -85,7 +85,7 @@ def goes_back_twice(both: Both) -> None:
     first = gradients(both.single)
     factors = {record: record.factor for record in first}
     nn.utils.clip_grad_norm_(both.model.parameters(), 0.05)
-    for record in management_of(both.model).engine.records:
+    for record in hooks_of(both.model).engine.records:
         factors |= {each: record.factor for each in first if each.index == record.index}
     assert max(factors.values()) < 1
     seen = both.seen()
@@ -190,7 +190,7 @@ def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[
         collectives=each,
         options=Options(group_bytes=40 * 41 * size),
     )
-    groups = management_of(model).engine.groups
+    groups = hooks_of(model).engine.groups
     for _ in range(2):  # the first agrees on what is kept
         before = each.statistics().wire_bytes
         model(torch.randn(3, 40, requires_grad=True)).float().square().sum().backward()
@@ -229,7 +229,7 @@ def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:
             assert front is not None
             front.step()
             front.zero_grad()
-        homes = [home for group in management_of(model).engine.groups for home in group.homes.values() if home.planned]
+        homes = [home for group in hooks_of(model).engine.groups for home in group.homes.values() if home.planned]
         up = sum(home.slot.place is None for home in homes)
         found.append((up, statistics(model).moved_bytes["disk->host"] - before))
     wanted = states(reference)

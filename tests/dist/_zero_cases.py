@@ -20,8 +20,8 @@ from _one_process import adds_like, check_homes, check_weights
 from _states import masters_of
 from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._execution.hooks import hooks_of
 
 WIDTH, ROWS = 24, 8
 
@@ -88,7 +88,7 @@ class Way:
         """With ``together`` on this rank; else in one process, which adds up so many parts."""
         device: Any = self.device
         if self.device == "checked":
-            device = StandIn(name="emulated", check=True, seed=3)
+            device = CpuDevice(name="emulated", check=True, seed=3)
         size = parts if together is None else together.mesh.size
         groups = (Group(match=lambda name, parameter: parameter.dim() < 2, weight_decay=0.0),)
         rules = {
@@ -193,7 +193,7 @@ def check_budget(model: nn.Module, each: ps_dist.TorchCollectives, *, accumulate
     for name, tier in found.tiers.items():
         assert tier.peak_bytes <= tier.budget_bytes, name
     check_homes(model, each.ranks, accumulates=accumulates)
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     used = sum(tier.current_bytes for tier in found.tiers.values())
     homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
     spare = engine.store.spare.bytes
@@ -215,7 +215,7 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
         collectives=each,
         options=Options(group_bytes=40 * 41 * size),
     )
-    groups = management_of(model).engine.groups
+    groups = hooks_of(model).engine.groups
     assert len(groups) == 5
     for step in range(3):
         before = each.statistics().wire_bytes

@@ -202,10 +202,10 @@ def test_it_is_decided_for_cuda_alone_and_before_memory_is_counted(
         raise Asked
 
     caplog.set_level("INFO", "ps_core")
-    monkeypatch.setattr(_chunked, "tiers_of", free)
+    monkeypatch.setattr(_chunked, "tier_budgets", free)
     if kind == "cuda":
         device = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 3), beside=True)
-        monkeypatch.setattr(_chunked, "device_of", lambda *given, **how: device)
+        monkeypatch.setattr(_chunked, "resolve_device", lambda *given, **how: device)
         monkeypatch.setattr(joining.torch.cuda, "device_count", lambda: 8)
     together: Any = Decides(process)
     budget = Budget(device="1MiB", host="1MiB") if kind == "emulated" else Budget()

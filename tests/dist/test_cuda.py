@@ -11,7 +11,7 @@ import _cuda_cases as cases
 from _crew import Crew, crew
 from _zero_cases import Way
 from ps_core.engine._sharding import join as joining
-from ps_core.engine._sharding.join import crowded
+from ps_core.engine._sharding.join import shared_card_error
 from ps_dist._connect import _take_card
 
 
@@ -71,10 +71,10 @@ def test_computers_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_cards_that_stay_idle_are_named() -> None:
-    assert crowded([[7, 0, 2], [7, 1, 2], [8, 0, 1]]) is None
-    assert crowded([[7, 0, 1], [7, 0, 1]]) is None, "one card for both: they share it"
-    assert crowded([[7, 0, 2], [7, 0, 2], [7, 1, 2]]) is None, "fewer cards than processes"
-    found = crowded([[8, 0, 2], [7, 1, 2], [7, 1, 2]])
+    assert shared_card_error([[7, 0, 2], [7, 1, 2], [8, 0, 1]]) is None
+    assert shared_card_error([[7, 0, 1], [7, 0, 1]]) is None, "one card for both: they share it"
+    assert shared_card_error([[7, 0, 2], [7, 0, 2], [7, 1, 2]]) is None, "fewer cards than processes"
+    found = shared_card_error([[8, 0, 2], [7, 1, 2], [7, 1, 2]])
     assert found == "ranks 1, 2 share cuda:1, while their computer has 2 for 2 processes"
 
 

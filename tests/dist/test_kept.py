@@ -12,7 +12,7 @@ from torch import nn
 from _threads import Together, run
 from ps_core import SGD, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 
 LAYERS, WIDTH = 3, 32
 
@@ -47,7 +47,7 @@ def counts_memory(each: Together) -> tuple[int, int, int]:
     model, optimizer = made(each)
     for _ in range(2):
         step(model, optimizer, each)
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     asked: list[int] = []
     given = engine.store.device.host
     engine.store.device.host = lambda size: asked.append(size) or given(size)  # type: ignore[method-assign]
@@ -72,7 +72,7 @@ def binds_again(each: Together) -> None:
     model, optimizer = made(each)
     step(model, optimizer, each)
     step(model, optimizer, each)
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     passes = []
     for _ in range(2):
         out = model(torch.ones(2, WIDTH))
@@ -99,7 +99,7 @@ def wants_room(each: Together) -> None:
     model, optimizer = made(each)
     for _ in range(2):
         step(model, optimizer, each)
-    store = management_of(model).engine.store
+    store = hooks_of(model).engine.store
     kept, free = store.spare.bytes, store.free_bytes(0)
     with pytest.raises(DoesNotFit):
         store.reserve(0, free + kept + 128)
@@ -121,14 +121,14 @@ def test_what_is_kept_gives_way() -> None:
 def looks(each: Together) -> list[Any]:
     model, optimizer = made(each)
     step(model, optimizer, each)
-    management_of(model).engine.store.free_spare()
+    hooks_of(model).engine.store.free_spare()
     with torch.inference_mode():
         model(torch.ones(2, WIDTH))
-    kept = management_of(model).engine.store.spare.take_all()
+    kept = hooks_of(model).engine.store.spare.take_all()
     assert kept
     for slot in kept:
         assert not slot.memory.is_inference()
-        management_of(model).engine.store.spare.put(slot)
+        hooks_of(model).engine.store.spare.put(slot)
     step(model, optimizer, each)
     state = [value.clone() for value in model.state_dict().values()]
     release(model)

@@ -6,16 +6,16 @@ import torch
 
 from _threads import Together, run
 from ps_core.engine import release
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._sharding.residency import ShardedResidency
 from test_rising import WIDTH, front
 
 
 def left_open(each: Together) -> None:
     one = front(each, "bf16", 4)
     one.settle()
-    residency = management_of(one.model).engine.residency
-    assert isinstance(residency, ShardResidency)
+    residency = hooks_of(one.model).engine.residency
+    assert isinstance(residency, ShardedResidency)
     seen: list[tuple[bool, int]] = []
     one.model[0].register_forward_hook(lambda *_: seen.append((residency.unknown, residency.forwards)))
     one.model(torch.ones(4, WIDTH))  # whose graph nobody keeps

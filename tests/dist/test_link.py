@@ -15,7 +15,7 @@ from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 
 LAYERS, WIDTH = 5, 32
 SHARD_NUMEL = WIDTH * WIDTH // 2
@@ -48,7 +48,7 @@ def made(each: Together, precision: str, said: list[str]) -> tuple[Any, Any]:
     made = chunked(
         model, rule, device="emulated", precision=precision, budget=budget, collectives=each, options=options
     )
-    residency: Any = management_of(model).engine.residency
+    residency: Any = hooks_of(model).engine.residency
     residency.risers.rise = lambda: None
     return made
 
@@ -84,7 +84,7 @@ def ahead(each: Together) -> list[str]:
     for _ in range(2):
         step(model, optimizer)
     said.clear()
-    device = management_of(model).engine.store.device
+    device = hooks_of(model).engine.store.device
     copy = device.copy
 
     def copying(queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ import ps_kernels
 from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._sharding.gradients import ShardGradients
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._sharding.gradients import ShardedGradients
 
 SIZES = (3, 700, 41, 20_000, 128)
 """Of tensors, of which some lie in one shard wholly and some in both."""
@@ -36,9 +36,9 @@ def measured(each: Together, precision: str, accumulate: int) -> None:
         budget=Budget(device="4MiB", host="4MiB"), options=Options(group_bytes=2**20, poison=True),
     )  # fmt: skip
     assert optimizer is not None
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     gradients = engine.gradients
-    assert isinstance(gradients, ShardGradients)
+    assert isinstance(gradients, ShardedGradients)
     spans, plain = list[list[tuple[int, int]]](), gradients._measure_pieces
 
     def watched(records: Any, flat: torch.Tensor) -> None:

@@ -19,11 +19,11 @@ from ps_core import AdamW, Budget, Options
 from ps_core._plan import Tier
 from ps_core._program import Kind
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.state import GroupRecord
-from ps_core.engine._tracing.batch_shape import Largest, batch_of
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._tracing.batch_shape import LargestBatch, batch_of
 
 LAYERS, WIDTH = 6, 64
 SHARD_NUMEL = WIDTH * WIDTH // 2
@@ -48,8 +48,8 @@ class Front:
     each: Together
 
     @property
-    def groups(self) -> list[GroupRecord]:
-        return management_of(self.model).engine.groups
+    def groups(self) -> list[ParamGroup]:
+        return hooks_of(self.model).engine.groups
 
     def up(self) -> dict[str, set[Kind]]:
         """Which kinds of a group are on the accelerator."""
@@ -189,7 +189,7 @@ def alike(each: Together) -> None:
     """Everything of one rank rises, nothing of the other; both read and write states together."""
     one, plain = front(each, "bf16", 12), front(each, "bf16", 0)
     if not each.rank:
-        residency: Any = management_of(one.model).engine.residency
+        residency: Any = hooks_of(one.model).engine.residency
         residency.risers.rise = lambda: None
     for leaves_out in ((), (), (), (), (2, 3), (2 + each.rank,), (), (1,)):
         assert one.step(4, 1, leaves_out) == plain.step(4, 1, leaves_out)
@@ -238,7 +238,7 @@ def test_states_are_read_and_written_wherever_they_are(room: float) -> None:
 
 
 def ran_out(each: Together) -> None:
-    device = StandIn(name="emulated")
+    device = CpuDevice(name="emulated")
     one = front(each, "bf16", 12, device=device)
     one.settle()
     assert all(Kind.P32 in high for high in one.up().values())
@@ -249,7 +249,7 @@ def ran_out(each: Together) -> None:
     assert not any(one.up().values()), "all of it made way"
     del device.short_bytes
     one.settle()
-    store = management_of(one.model).engine.store
+    store = hooks_of(one.model).engine.store
     assert most - store.risen_bytes - store.peak_besides_bytes >= most // 20, "more is left free than before"
     release(one.model)
 
@@ -269,7 +269,7 @@ def above_a_disk(each: Together, folder: str) -> None:
         assert all(len(home.copies) == (not home.slot.tier) for home in homes), "its place below, and no more"
     assert any(one.up().values())
     assert all(torch.equal(value, plain.states()[name]) for name, value in one.states().items())
-    store = management_of(one.model).engine.store
+    store = hooks_of(one.model).engine.store
     release(one.model)
     release(plain.model)
     assert store.used_bytes == [0, 0, 0]
@@ -327,7 +327,7 @@ def test_a_model_that_is_only_evaluated_rises_too() -> None:
 
 
 def test_a_batch_is_larger_if_anything_of_it_is() -> None:
-    largest = Largest()
+    largest = LargestBatch()
 
     def grows(*shapes: tuple[int, ...]) -> bool:
         return largest.grows(batch_of([torch.empty(shape, device="meta") for shape in shapes], {}))
@@ -352,7 +352,7 @@ def holes(taken: list[tuple[int, int]], size: int, capacity: int) -> Iterator[in
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 4)), max_size=6), st.integers(1, 8))
 def test_the_highest_hole(rows: list[tuple[int, int]], units: int) -> None:
-    store = Store(StandIn(name="emulated"), (Tier("device", 16 * 128), Tier("host", 2**20)), poison=False)
+    store = TierStore(CpuDevice(name="emulated"), (Tier("device", 16 * 128), Tier("host", 2**20)), poison=False)
     taken: list[tuple[int, int]] = []
     for place, count in rows:
         start, length = place * 128, count * 128

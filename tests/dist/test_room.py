@@ -7,8 +7,8 @@ import torch
 from _threads import Together, run
 from ps_core._program import Kind
 from ps_core.engine import release
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._sharding.residency import ShardedResidency
 from test_rising import SHARD_NUMEL, WIDTH, Front, front
 
 
@@ -24,7 +24,7 @@ def in_pieces(each: Together) -> None:
         backward(both)
         backward(both)
     assert all(Kind.P32 in high for high in one.up().values())
-    engine = management_of(one.model).engine
+    engine = hooks_of(one.model).engine
     store, size = engine.store, SHARD_NUMEL * 4
     held = []
     while store.fits(size, store.tiers[0].capacity_bytes):  # somebody else's: two halves are left between them
@@ -49,9 +49,9 @@ def test_a_step_finds_room_in_one_piece() -> None:
 
 def in_order(each: Together) -> None:
     one = front(each, "bf16", 4)
-    engine = management_of(one.model).engine
+    engine = hooks_of(one.model).engine
     residency, sums = engine.residency, list[int]()
-    assert isinstance(residency, ShardResidency)
+    assert isinstance(residency, ShardedResidency)
     risers = residency.risers
     rise = risers.rise
 

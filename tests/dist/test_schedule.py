@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._sharding.driver import ShardDriver
-from ps_core.engine._sharding.schedule import Turn as Act
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._sharding.driver import ShardedDriver
+from ps_core.engine._sharding.schedule import ProposalKind as Act
 
 WIDTH, EXPERTS = 8, 4
 FEW_ULPS = 16 * torch.finfo(torch.float32).eps
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ProposalKind:
     """What all ranks do: one part each, with or without gradients."""
 
     parts: tuple[Part, ...]
@@ -107,7 +107,7 @@ def made(together: Together | None, device_kib: int | None = None, **options: An
     )
 
 
-def follows(each: Together, turns: list[Turn], device_kib: int | None, options: dict[str, Any]) -> Any:
+def follows(each: Together, turns: list[ProposalKind], device_kib: int | None, options: dict[str, Any]) -> Any:
     trainer = made(each, device_kib, **options)
     for number, turn in enumerate(turns):
         trainer.do(turn.parts[each.rank], 100 * number + each.rank, training=turn.training)
@@ -121,7 +121,7 @@ def follows(each: Together, turns: list[Turn], device_kib: int | None, options: 
     return trainer.losses, state
 
 
-def alone(ranks: int, turns: list[Turn]) -> tuple[list[list[float]], dict[str, Tensor]]:
+def alone(ranks: int, turns: list[ProposalKind]) -> tuple[list[list[float]], dict[str, Tensor]]:
     """One process that adds the parts of each turn, then the turns, as several processes do."""
     trainers = made(None)
     losses: list[list[float]] = [[] for _ in range(ranks)]
@@ -158,17 +158,17 @@ parts = st.builds(Part, chosen=orders, recompute=st.booleans(), forwards=st.inte
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[int, list[Turn]]:
+def programs(draw: st.DrawFn) -> tuple[int, list[ProposalKind]]:
     ranks = draw(st.integers(1, 3))
     count = draw(st.integers(1, 5))
-    turn = st.builds(Turn, parts=st.tuples(*[parts] * ranks), training=st.sampled_from((True, True, False)))
+    turn = st.builds(ProposalKind, parts=st.tuples(*[parts] * ranks), training=st.sampled_from((True, True, False)))
     return ranks, [draw(turn) for _ in range(count)]
 
 
 @given(program=programs(), device_kib=st.sampled_from((None, 10, 14, 40)), prefetch=st.sampled_from((None, 0, 1)))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 def test_any_experts_in_any_order_train_like_one_process(
-    program: tuple[int, list[Turn]], device_kib: int | None, prefetch: int | None
+    program: tuple[int, list[ProposalKind]], device_kib: int | None, prefetch: int | None
 ) -> None:
     ranks, turns = program
     found, _ = run(ranks, follows, turns, device_kib, {"prefetch": prefetch, "poison": device_kib is not None})
@@ -181,8 +181,8 @@ def test_any_experts_in_any_order_train_like_one_process(
             assert float((ended[name] - value).abs().max()) <= most, name
 
 
-def same(count: int, part: Part) -> list[Turn]:
-    return [Turn(parts=(part, part))] * count
+def same(count: int, part: Part) -> list[ProposalKind]:
+    return [ProposalKind(parts=(part, part))] * count
 
 
 def watched(each: Together, device_kib: int | None, prefetch: int | None) -> list[str]:
@@ -249,7 +249,7 @@ def test_sums_are_begun_while_backward_goes_on() -> None:
 @pytest.fixture
 def driver_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward passes nothing is begun while the driver says what comes next: else it depends on who is faster."""
-    advance = ShardDriver._advance
+    advance = ShardedDriver._advance
 
     def ahead(driver: Any) -> None:
         gate = driver._turns._together.gate
@@ -258,7 +258,7 @@ def driver_first(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(driver)
         gate.set()
 
-    monkeypatch.setattr(ShardDriver, "_advance", ahead)
+    monkeypatch.setattr(ShardedDriver, "_advance", ahead)
 
 
 @pytest.mark.usefixtures("driver_first")
@@ -284,7 +284,7 @@ def sums_twice(each: Together, twice: bool) -> tuple[list[float], dict[str, Tens
     """With ``twice`` as after a pass in which every sum had to be taken in two goes."""
     trainer = made(each)
     for number in range(3):
-        driver: Any = management_of(trainer.model).engine.passes.demand
+        driver: Any = hooks_of(trainer.model).engine.passes.demand
         if twice:
             driver._schedules = {
                 kind: [each for each in entries for _ in range(1 + (each.act.turn is Act.SUM))]

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
-from ps_core.engine._sharding.collective_order import Step
-from ps_core.engine._sharding.schedule import Act, Turn
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._sharding.collective_order import CollectiveOp
+from ps_core.engine._sharding.schedule import Collective, ProposalKind
 
 WIDTH, STEPS = 16, 3
 PATIENCE_S = 30.0
-FIRST = Act(Turn.SUM, 0)
+FIRST = Collective(ProposalKind.SUM, 0)
 """Of the group that ``late`` and ``early`` are in."""
 
 
@@ -51,31 +51,31 @@ class Order:
 
     def impose(self, driver: Any, rank: int) -> None:
         """Rank 1 says nothing of the second sum before the first is done; rank 0 does the second at its gradient."""
-        turns, sums = driver._turns, list[Step]()
+        turns, sums = driver._turns, list[CollectiveOp]()
         make, carry_out, wait, stage = driver._make_sum, turns._carry_out, driver._talks.wait, turns.stage
 
-        def make_in_order(group: GroupRecord, position: int | None) -> Step:
+        def make_in_order(group: ParamGroup, position: int | None) -> CollectiveOp:
             if group.index == 0 and sums and rank == 1:
                 assert self.first_sum.wait(PATIENCE_S)
-            step: Step = make(group, position)
+            step: CollectiveOp = make(group, position)
             sums.extend([step] if group.index == 0 else [])
             return step
 
-        def carry_out_in_order(step: Step, number: int, bench: Any) -> None:
+        def carry_out_in_order(step: CollectiveOp, number: int, bench: Any) -> None:
             if rank == 0 and len(sums) > 1 and step is sums[1]:
                 assert self.late_gradient.wait(PATIENCE_S)
             carry_out(step, number, bench)
             if rank == 1 and step.act == FIRST and step.done:
                 self.first_sum.set()
 
-        def wait_in_order(step: Step) -> None:
+        def wait_in_order(step: CollectiveOp) -> None:
             if rank == 0 and step in sums:
                 self.waited.append(len(sums) > 1 and step is sums[1])
                 if self.waited[-1]:
                     self.late_gradient.set()
             wait(step)
 
-        def stage_in_order(record: TensorRecord) -> None:
+        def stage_in_order(record: ParamState) -> None:
             stage(record)
             if rank == 0 and record.name == "late.weight":
                 self.late_gradient.set()  # too early, if that sum was not waited for
@@ -100,9 +100,9 @@ def trained(each: Together, order: Order | None) -> tuple[list[float], dict[str,
     for index in range(STEPS):
         last = index == STEPS - 1
         if order is not None and last:
-            driver: Any = management_of(model).engine.passes.demand
+            driver: Any = hooks_of(model).engine.passes.demand
             driver._schedules = {
-                kind: [entry for entry in entries for _ in range(1 + (entry.act.turn is Turn.SUM))]
+                kind: [entry for entry in entries for _ in range(1 + (entry.act.turn is ProposalKind.SUM))]
                 for kind, entries in driver._schedules.items()
             }
             order.impose(driver, each.rank)

@@ -18,17 +18,17 @@ from torch import Tensor
 from _fake_cuda import FakeRuntime
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._devices.cpu.addresses import Places
-from ps_core.engine._devices.cpu.race_check import START, History, Ordering, Range
+from ps_core.engine._devices.cpu.addresses import AddressNames
+from ps_core.engine._devices.cpu.race_check import START, History, RaceDetector, Range
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 LANE = "ps_dist lane"
 
 
-class TwoHosts(Ordering):
+class TwoHosts(RaceDetector):
     """Each thread has a clock of its own."""
 
-    def __init__(self, places: Places, history: History) -> None:
+    def __init__(self, places: AddressNames, history: History) -> None:
         super().__init__(places.name, history)
         self._hosts = {True: list(START), False: list(START)}
 
@@ -54,7 +54,7 @@ class CheckedCuda(CudaDevice):
 
     def __init__(self, runtime: FakeRuntime) -> None:
         history = History()
-        self._places = Places(history.forget)
+        self._places = AddressNames(history.forget)
         self._ordering = TwoHosts(self._places, history)
         self._check = threading.RLock()
         self.unordered: set[str] = set()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ps_core.engine._devices.cuda.runtime import Allocated, Failure
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_kernels import PinnedArena
 
 
@@ -70,7 +70,7 @@ class FakeEvent:
             self.stream.catch_up(self.position)
 
 
-class Allocator(Tide):
+class Allocator(TensorBytesTracker):
     """Counts what operators make, and refuses to go beyond a limit."""
 
     def __init__(self, runtime: FakeRuntime) -> None:

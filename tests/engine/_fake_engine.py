@@ -14,7 +14,7 @@ from ps_core._program import Kind
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._optim.settings import Outcome, Rule, Settings, clip_factor
+from ps_core.engine._optim.settings import Outcome, Settings, StepRule, clip_factor
 
 
 class FakeParameter(nn.Parameter):
@@ -120,7 +120,7 @@ class FakeEngine:
         param, first, second = (record.states[kind].flatten() for kind in (Kind.P32, Kind.M, Kind.V))
         shared = {"lr": numbers.lr, "weight_decay": numbers.weight_decay, "grad_scale": factor}
         grad = record.gradient.flatten()
-        if numbers.kind is Rule.SGD:
+        if numbers.kind is StepRule.SGD:
             ps_kernels.sgd_step(param, first, grad, momentum_decay=numbers.momentum, **shared)
         else:
             betas = {"beta1": numbers.betas[0], "beta2": numbers.betas[1], "eps": numbers.eps}

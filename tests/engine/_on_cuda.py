@@ -25,7 +25,7 @@ from _reference import BACKOFF, CLIP_EPS, INITIAL_SCALE
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._devices.cuda.runtime import Runtime, TorchRuntime
+from ps_core.engine._devices.cuda.runtime import CudaRuntime, TorchRuntime
 
 FAKE = os.environ.get("PS_FAKE_CUDA") == "1"
 WHERE = torch.device("cpu") if FAKE else torch.device("cuda", 0)
@@ -172,7 +172,7 @@ def train_step(model: Any, optimizer: Any, index: int, micro_batches: int = 1) -
 @contextmanager
 def managed(model: nn.Module, spec: Any, size: int | str | None, **more: Any) -> Iterator[tuple[Any, Any, CudaDevice]]:
     """Under management on the device of these tests; released at the end, whatever happens."""
-    runtime: Runtime | None = more.pop("runtime", None)
+    runtime: CudaRuntime | None = more.pop("runtime", None)
     runtime = runtime or new_runtime()
     options = more.pop("options", Options(group_bytes=32 * 1024, poison=True))
     device = CudaDevice(runtime)

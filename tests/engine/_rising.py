@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 
 
 @contextmanager
-def rising(tide: Tide) -> Iterator[Tide]:
+def rising(tide: TensorBytesTracker) -> Iterator[TensorBytesTracker]:
     tide.start()
     try:
         yield tide

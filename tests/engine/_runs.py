@@ -16,7 +16,7 @@ from _reference import SEED, Loop, Result, Settings, Spec, differences, plain
 from ps_core import AdamW, Budget, DoesNotFit, PatrickStarError
 from ps_core._units import align_up
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.device import CpuDevice
 
 HOST = "256MiB"
 ATTEMPTS, ROUNDS = 20, 3
@@ -117,9 +117,9 @@ def check_same(loop: Loop, settings: Settings, got: Result) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def stand_in() -> StandIn:
+def stand_in() -> CpuDevice:
     """An emulated accelerator that checks the order of everything and delays copies."""
-    return StandIn(check=True, seed=3)
+    return CpuDevice(check=True, seed=3)
 
 
 def check_under_the_tightest_budget(loop: Loop, settings: Settings) -> Result:

@@ -168,7 +168,7 @@ def test_a_chunked_that_fails_leaves_the_tie(monkeypatch: pytest.MonkeyPatch) ->
     model = linears()
     tie(model)
     before = model[0].weight.detach().clone()
-    monkeypatch.setattr("ps_core.engine._chunked.bring_along", fail)
+    monkeypatch.setattr("ps_core.engine._chunked.move_unmanaged", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         manage(model, AdamW(), *PLACES[1])
     assert model[0].weight.data_ptr() == model[2].weight.data_ptr()

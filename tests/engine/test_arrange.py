@@ -14,15 +14,15 @@ from _runs import HOST, chunked_model, stand_in
 from ps_core import Budget, Options
 from ps_core._plan import Held, Tier
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._execution.rehome import arrange
-from ps_core.engine._memory.slot import Home
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.rehome import move_homes_to_plan
+from ps_core.engine._memory.slot import Chunk
 
 ROOM = 64 * 1024
 
 
-def places(engine: Engine, above: list[Home], below: list[Home]) -> Any:
-    """What `arrange` reads of a plan: the one list side by side from address 0 on, the other in the host's memory."""
+def places(engine: Engine, above: list[Chunk], below: list[Chunk]) -> Any:
+    """What `move_homes_to_plan` reads of a plan: one list from address 0 on, the other in the host's memory."""
     by_extent = {home.extent: home for home in (*above, *below)}
     held, offset = [], 0
     for home in above:
@@ -34,7 +34,7 @@ def places(engine: Engine, above: list[Home], below: list[Home]) -> Any:
     )
 
 
-def contents(engine: Engine, homes: list[Home]) -> list[torch.Tensor]:
+def contents(engine: Engine, homes: list[Chunk]) -> list[torch.Tensor]:
     return [engine.residency.contents(home).clone() for home in homes]
 
 
@@ -44,25 +44,25 @@ def test_any_arrangement_follows_any_other_where_all_is_full(seed: int) -> None:
     torch.manual_seed(seed)
     budget, options = Budget(device="256KiB", host=HOST), Options(group_bytes=4096, poison=True)
     with chunked_model(models.stack(), device=stand_in(), budget=budget, options=options) as (model, _):
-        engine = management_of(model).engine
+        engine = hooks_of(model).engine
         homes = [home for group in engine.groups for home in group.homes.values()]
         for home in homes:
             home.slot.memory.random_(0, 256)
         before = contents(engine, homes)
         drawn.shuffle(homes_of := list(homes))
-        above: list[Home] = []
+        above: list[Chunk] = []
         for home in homes_of:
             if sum(each.bytes for each in above) + home.bytes <= ROOM:
                 above.append(home)
         below = [home for home in homes if home not in above]
-        assert arrange(engine, places(engine, above, below))
+        assert move_homes_to_plan(engine, places(engine, above, below))
         assert engine.store.used_bytes == [sum(home.bytes for home in part) for part in (above, below)]
         engine.store.tiers = tuple(
             Tier(tier.name, used) for tier, used in zip(engine.store.tiers, engine.store.used_bytes, strict=True)
         )
         for _ in range(4):
             above, below = _exchanged(above, below, drawn)
-            assert arrange(engine, places(engine, above, below))
+            assert move_homes_to_plan(engine, places(engine, above, below))
             assert [home.slot.tier for home in (*above, *below)] == [0] * len(above) + [1] * len(below)
             starts = [home.slot.offset for home in above]
             assert starts == [sum(home.bytes for home in above[:index]) for index in range(len(above))]
@@ -70,7 +70,7 @@ def test_any_arrangement_follows_any_other_where_all_is_full(seed: int) -> None:
             assert all(torch.equal(old, new) for old, new in zip(before, found, strict=True))
 
 
-def _exchanged(above: list[Home], below: list[Home], drawn: random.Random) -> tuple[list[Home], list[Home]]:
+def _exchanged(above: list[Chunk], below: list[Chunk], drawn: random.Random) -> tuple[list[Chunk], list[Chunk]]:
     """As many bytes above as before, of others and in another order."""
     above, below = list(above), list(below)
     drawn.shuffle(above)

@@ -12,8 +12,8 @@ from _states import masters_of
 from ps_core import SGD, AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution import instructions
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._execution.instructions import Carrier
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.instructions import InstructionExecutor
 from ps_core.engine._optim import on_demand_step
 from test_does_not_fit import Words
 from test_left_plans import CASES, STEPS, batch, expected, masters, passes
@@ -131,19 +131,19 @@ def test_memory_that_runs_out_where_a_pass_ends_loses_nothing(
 ) -> None:
     """At every tenth instruction of what a plan does once backward is over."""
     once, case = Once(torch.OutOfMemoryError("told to")), CASES[name]
-    plain, ending = Carrier.carry_out, []
+    plain, ending = InstructionExecutor.carry_out, []
 
-    def beside(carrier: Carrier, instr: Any) -> None:
+    def beside(carrier: InstructionExecutor, instr: Any) -> None:
         if ending:
             once()
         plain(carrier, instr)
 
-    monkeypatch.setattr(Carrier, "carry_out", beside)
+    monkeypatch.setattr(InstructionExecutor, "carry_out", beside)
     right = list(expected(case, tmp_path))
     hit = 0
     for left in range(0, 40, 10):
         model, optimizer = case.begin(tmp_path)
-        engine = management_of(model).engine
+        engine = hooks_of(model).engine
         finish = engine.passes.finish
 
         def finished(finish: Any = finish, **how: Any) -> None:

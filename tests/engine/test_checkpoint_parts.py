@@ -15,17 +15,17 @@ from ps_core.engine._checkpoint.crc32 import joined
 from ps_core.engine._checkpoint.manifest import cut as cut_files
 from ps_core.engine._checkpoint.sections import entries, layout_of
 from ps_core.engine._checkpoint.shard_ranges import Layout, cut, plain_order, runs, same_order, spans
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 
 
-def section_of(groups: tuple[tuple[int, ...], ...], ranks: int) -> dict[str, tuple[TensorRecord, Kind]]:
+def section_of(groups: tuple[tuple[int, ...], ...], ranks: int) -> dict[str, tuple[ParamState, Kind]]:
     """Tensors of these sizes, by group, as so many processes cut them, in the engine's own records."""
     found = {}
     for number, sizes in enumerate(groups):
-        group = GroupRecord(number, Kind.P32, torch.float32, trainable=True, ranks=ranks)
+        group = ParamGroup(number, Kind.P32, torch.float32, trainable=True, ranks=ranks)
         for size in sizes:
             name, parameter = f"t{len(found)}", torch.nn.Parameter()
-            record = TensorRecord(
+            record = ParamState(
                 len(found),
                 name,
                 parameter,  # type: ignore[arg-type]  # nobody asks for it

@@ -19,10 +19,10 @@ from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
-from ps_core.engine._devices.cuda.memory import AllocatorTide
-from ps_core.engine._parameters.unmanaged import bring_along
+from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker
+from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._tracing import first_pass as foresight
 from ps_core.engine._tracing.child import ChildFailed
 
@@ -170,7 +170,7 @@ def test_an_event_covers_what_its_stream_waited_for() -> None:
     assert device.record(Queue.D2H) is device.record(Queue.D2H), "nothing was launched between"
     device.wait(Queue.H2D, device.record(Queue.CPU))
     with pytest.raises(InvalidInput, match="expected an event of this device"):
-        device.wait(Queue.CPU, StandIn().record(Queue.H2D))
+        device.wait(Queue.CPU, CpuDevice().record(Queue.H2D))
 
 
 def test_host_memory_is_not_handed_out_before_its_copies_are_done() -> None:
@@ -382,7 +382,7 @@ def test_the_tide_is_the_allocators_less_what_is_the_engines() -> None:
         before = torch.zeros(1000, dtype=torch.uint8)  # of others
         device = CudaDevice(runtime)
         tide = device.tide()
-        assert isinstance(tide, AllocatorTide)
+        assert isinstance(tide, AllocatorBytesTracker)
         arena = device.arena(5000)
         tide.start()
         assert tide.take_peak() == 0
@@ -447,11 +447,11 @@ def test_buffers_and_other_parameters_come_along(monkeypatch: pytest.MonkeyPatch
     model = Model()
     pointed: dict[int, torch.device] = {}
     monkeypatch.setattr(
-        "ps_core.engine._parameters.unmanaged.point_at",
+        "ps_core.engine._parameters.unmanaged.set_data",
         lambda parameter, data: pointed.update({id(parameter): data.device}),
     )
     where = torch.device("meta")  # a parameter cannot go there, so that is only noted
-    bring_along(model, where)
+    move_unmanaged(model, where)
     assert {each.device for each in model.buffers()} == {where}
     assert model.again is model.norm.running_mean, "one buffer of two names stays one"
     assert pointed == {id(each): where for each in model.parameters()}

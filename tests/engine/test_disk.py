@@ -24,10 +24,10 @@ from _reference import GROUP_BYTES, SEED, Settings
 from _runs import check_same, kept_by, let_go, managed, tightest
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options, TierFailure
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.disk.file import BLOCK_BYTES
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.scheduler import PlanScheduler
 from test_matrix import ADAMW, SGD_, loop
 
 DISK = "64MiB"
@@ -39,8 +39,8 @@ def below(host: int, directory: Path | str, device: int | None = None) -> Budget
     return Budget(device=device, host=host, disk=DISK, disk_dir=str(directory))
 
 
-def made(device: int | None, **checks: Any) -> Callable[[], StandIn]:
-    return lambda: StandIn(name="cpu" if device is None else "emulated", **checks)
+def made(device: int | None, **checks: Any) -> Callable[[], CpuDevice]:
+    return lambda: CpuDevice(name="cpu" if device is None else "emulated", **checks)
 
 
 def assert_within(found: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_step_while_a_weight_is_aliased_in_memory(aliases: int, tmp_path: Path
         torch.manual_seed(0)
         options = Options(group_bytes=2048, poison=True)
         model, optimizer = chunked(models.stack(), SPEC, budget=below(2**16, tmp_path), options=options)
-        engine, losses, held, values = management_of(model).engine, [], [], []
+        engine, losses, held, values = hooks_of(model).engine, [], [], []
         for _ in range(4):
             held = [parameter.detach() for parameter in model.parameters() if parameter.dim() == 2][: aliases * hold]
             values = [each.clone() for each in held]
@@ -113,7 +113,7 @@ def test_as_the_resident_reference(row: tuple[str, int, str], where: str, tmp_pa
 def test_without_any_plan(
     where: str, precision: str, micro: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pilot, "consider", lambda pilot: None)
+    monkeypatch.setattr(PlanScheduler, "consider", lambda pilot: None)
     device, host = ROOM[where]
     told = Settings(precision=precision, max_grad_norm=0.3, accumulation_steps=micro)
     run = loop("tied", ADAMW, micro_batches=micro, checkpointing=False)
@@ -215,7 +215,7 @@ def test_what_is_counted_and_given_back(tmp_path: Path) -> None:
     with language(tmp_path) as (model, optimizer):
         for index in range(3):
             step(model, optimizer, index)
-        found, file = statistics(model), management_of(model).engine.store.file
+        found, file = statistics(model), hooks_of(model).engine.store.file
         before = found.moved_bytes
         step(model, optimizer, 3)
         after = statistics(model).moved_bytes
@@ -237,9 +237,9 @@ def test_what_is_counted_and_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_norms_read_nothing_back(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are measured as they come, however small, for what leaves for the disk is read in pieces."""
-    monkeypatch.setattr(Pilot, "consider", lambda pilot: None)
+    monkeypatch.setattr(PlanScheduler, "consider", lambda pilot: None)
     with language(tmp_path, precision=precision) as (model, optimizer):
-        engine, read = management_of(model).engine, []
+        engine, read = hooks_of(model).engine, []
         for index in range(3):
             loss = next_token(model, *tokens(index))
             loss.backward()
@@ -346,7 +346,7 @@ def test_a_truncated_file_leaves_the_weights_in_memory(tmp_path: Path) -> None:
         for index in range(3):
             step(model, optimizer, index)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        file = management_of(model).engine.store.file
+        file = hooks_of(model).engine.store.file
         os.truncate(f"/proc/self/fd/{file._file}", BLOCK_BYTES)
         with pytest.raises(TierFailure, match="it was truncated"):
             optimizer.state_dict(masters=True)

@@ -15,7 +15,7 @@ from _runs import let_go
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked
-from ps_core.engine._devices.cpu.faults import Fault
+from ps_core.engine._devices.cpu.faults import InjectedFault
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from test_faults import Device, Training, sides
 
@@ -27,16 +27,20 @@ TWO = (None, 100_000, 1)
 TWO_SUMS = (None, 100_000, 3)
 
 CAUGHT = {
-    Fault.STEP_BEFORE_DISK_READ: THREE,
-    Fault.FETCH_BEFORE_DISK_READ: THREE,
-    Fault.DISK_WRITE_BEFORE_COPY_OUT: THREE,
-    Fault.DISK_READ_BEFORE_WRITE: TWO_SUMS,
-    Fault.COMPUTE_BEFORE_DISK_READ: TWO,
-    Fault.COMPUTE_OVER_DISK_WRITE: TWO_SUMS,
-    Fault.DISK_READ_OVER_COMPUTE: TWO_SUMS,
-    Fault.DISK_WRITE_BEFORE_COMPUTE: TWO,
+    InjectedFault.STEP_BEFORE_DISK_READ: THREE,
+    InjectedFault.FETCH_BEFORE_DISK_READ: THREE,
+    InjectedFault.DISK_WRITE_BEFORE_COPY_OUT: THREE,
+    InjectedFault.DISK_READ_BEFORE_WRITE: TWO_SUMS,
+    InjectedFault.COMPUTE_BEFORE_DISK_READ: TWO,
+    InjectedFault.COMPUTE_OVER_DISK_WRITE: TWO_SUMS,
+    InjectedFault.DISK_READ_OVER_COMPUTE: TWO_SUMS,
+    InjectedFault.DISK_WRITE_BEFORE_COMPUTE: TWO,
 }
-IMPLIED = (Fault.STEP_OVER_DISK_WRITE, Fault.DISK_READ_OVER_FETCH, Fault.COPY_OUT_OVER_DISK_WRITE)
+IMPLIED = (
+    InjectedFault.STEP_OVER_DISK_WRITE,
+    InjectedFault.DISK_READ_OVER_FETCH,
+    InjectedFault.COPY_OUT_OVER_DISK_WRITE,
+)
 """On the host beside an accelerator each slot is memory of its own: nobody gets another's that is still used."""
 
 
@@ -66,13 +70,13 @@ def refused(row: tuple[int | None, int, int], device: Device, directory: Path) -
 
 
 def test_every_fault_of_the_disk_has_its_place() -> None:
-    of_disk = [fault for fault in Fault if fault.waiting in DISK_QUEUES or fault.recorded in DISK_QUEUES]
+    of_disk = [fault for fault in InjectedFault if fault.waiting in DISK_QUEUES or fault.recorded in DISK_QUEUES]
     assert sorted([*CAUGHT, *IMPLIED]) == sorted(of_disk)
 
 
 @pytest.mark.parametrize("begins", [0, 1], ids=["from the start", "once a plan is replayed"])
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_the_checker_catches_a_fault_on_every_seed(fault: Fault, begins: int, tmp_path: Path) -> None:
+def test_the_checker_catches_a_fault_on_every_seed(fault: InjectedFault, begins: int, tmp_path: Path) -> None:
     found = [refused(CAUGHT[fault], Device(seed, fault, begins=begins), tmp_path) for seed in SEEDS]
     assert None not in found
     assert fault.waiting is not None
@@ -90,7 +94,7 @@ def test_no_false_alarm(row: tuple[int | None, int, int], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("fault", IMPLIED)
-def test_implied_by_other_waits(fault: Fault, tmp_path: Path) -> None:
+def test_implied_by_other_waits(fault: InjectedFault, tmp_path: Path) -> None:
     right = run((None, 10**7, 1), Device(0), tmp_path)
     for seed in SEEDS:
         logs = run(THREE, Device(seed, fault), tmp_path)

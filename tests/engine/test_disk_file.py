@@ -21,7 +21,7 @@ from torch import Tensor
 from ps_core import InvalidInput, TierFailure
 from ps_core._plan import Queue
 from ps_core.engine._devices.disk import file as _disk
-from ps_core.engine._devices.disk.file import BLOCK_BYTES, DiskFile, Place
+from ps_core.engine._devices.disk.file import BLOCK_BYTES, DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DiskStreams
 
 
@@ -94,7 +94,7 @@ def test_slots_keep_their_bytes_whatever_is_done_to_others(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int, float]], shift: int, small: bool
 ) -> None:
     """Any range of any slot, from and to any address; and room is used again, in pieces if need be."""
-    file, slots, most = DiskFile(str(tmp_path_factory.mktemp("disk"))), list[tuple[Place, Tensor]](), 0
+    file, slots, most = DiskFile(str(tmp_path_factory.mktemp("disk"))), list[tuple[FileExtent, Tensor]](), 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_disk, "_PIECE_BYTES", 2 * BLOCK_BYTES if small else 2**21)
         for seed, (action, number, part) in enumerate(actions):

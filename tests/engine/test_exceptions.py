@@ -16,8 +16,8 @@ from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._execution.hooks import hooks_of
 
 
 class Boom(Exception):
@@ -140,14 +140,14 @@ def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: st
     run = loop(place, (0, 2, 3), checkpointing)
 
     def attempt(size: int) -> Any:
-        return managed(run, settings, lambda: StandIn(check=True, seed=5), Budget(device=size, host=HOST))
+        return managed(run, settings, lambda: CpuDevice(check=True, seed=5), Budget(device=size, host=HOST))
 
     _, got = tightest(attempt, rounds=2)
     check_same(loop(place, (), checkpointing), settings, got)
     assert got.evictions > 0
 
 
-class BrokenLink(StandIn):
+class BrokenLink(CpuDevice):
     """Raises at one of its copies: the first of a queue after a number of others."""
 
     def __init__(self) -> None:
@@ -234,7 +234,9 @@ def test_statistics_are_those_of_a_run_without_the_exception() -> None:
             held.append({name: tier.current_bytes for name, tier in statistics(model).tiers.items()})
         return []
 
-    managed(watched, Settings(precision="bf16"), lambda: StandIn(check=True, seed=5), Budget(device="1MiB", host=HOST))
+    managed(
+        watched, Settings(precision="bf16"), lambda: CpuDevice(check=True, seed=5), Budget(device="1MiB", host=HOST)
+    )
     assert held[2] == held[3] == held[4]
 
 
@@ -267,14 +269,14 @@ def test_what_fake_tensors_told_still_holds_after_a_pass_that_broke_off(where: s
         with pytest.raises(Boom):
             model(batch).backward()
         optimizer.zero_grad()
-        told = management_of(model).pilot.planned
+        told = hooks_of(model).pilot.planned
         assert told is not None
         for _ in range(3):
             for _ in range(accumulate):
                 model(batch).backward()
             optimizer.step()
         found = statistics(model)
-        assert management_of(model).pilot.planned is told
+        assert hooks_of(model).pilot.planned is told
         assert (found.planned_passes, found.divergences) == (3 * accumulate, 1), found.last_divergence
 
 

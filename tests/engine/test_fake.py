@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core import InvalidInput, Moment, Phase, Setup, Tier, Trace, find_plan, machine
 from ps_core.cli import main
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._tracing.child import ChildFailed, in_child
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 
@@ -132,7 +132,7 @@ class RealRun:
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
-        tide = Tide()
+        tide = TensorBytesTracker()
         for tensor in {id(tensor): tensor for tensor in (*model.buffers(), *batch.values())}.values():
             tide.count(tensor)
         tide.start()

@@ -25,8 +25,8 @@ from _runs import HOST, let_go
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._devices.cpu.faults import Fault
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._devices.cpu.faults import InjectedFault
 from ps_core.engine._devices.device import Event
 
 STEPS = 3
@@ -68,42 +68,42 @@ SUMS = Training(device_bytes=53_248, micro_batches=2)
 TRAININGS = {"tight": TIGHT, "homely": HOMELY, "sums": SUMS}
 
 CAUGHT = {
-    Fault.COMPUTE_BEFORE_FETCH: TIGHT,
-    Fault.COMPUTE_OVER_COPY_OUT: TIGHT,
-    Fault.FETCH_OVER_COMPUTE: TIGHT,
-    Fault.FETCH_OVER_COPY_OUT: TIGHT,
-    Fault.COPY_OUT_BEFORE_COMPUTE: TIGHT,
-    Fault.HOST_BEFORE_COMPUTE: HOMELY,  # elsewhere it reads what was copied out, and copies wait for compute
-    Fault.STEP_BEFORE_GRADIENT: SUMS,  # elsewhere compute waits for copies out before the host waits for compute
-    Fault.LOST_EVENT: TIGHT,
-    Fault.STALE_EVENT: TIGHT,
+    InjectedFault.COMPUTE_BEFORE_FETCH: TIGHT,
+    InjectedFault.COMPUTE_OVER_COPY_OUT: TIGHT,
+    InjectedFault.FETCH_OVER_COMPUTE: TIGHT,
+    InjectedFault.FETCH_OVER_COPY_OUT: TIGHT,
+    InjectedFault.COPY_OUT_BEFORE_COMPUTE: TIGHT,
+    InjectedFault.HOST_BEFORE_COMPUTE: HOMELY,  # elsewhere it reads what was copied out, and copies wait for compute
+    InjectedFault.STEP_BEFORE_GRADIENT: SUMS,  # elsewhere compute waits for copies out first
+    InjectedFault.LOST_EVENT: TIGHT,
+    InjectedFault.STALE_EVENT: TIGHT,
 }
-IMPLIED = (Fault.STEP_OVER_FETCH,)
+IMPLIED = (InjectedFault.STEP_OVER_FETCH,)
 """All that is fetched is computed with, and whoever lets the host wait for a fetch lets it wait for compute too."""
 NO_SUCH_QUEUE = {
-    Fault.STEP_BEFORE_DISK_READ: Queue.DISK_R,
-    Fault.STEP_OVER_DISK_WRITE: Queue.DISK_W,
-    Fault.FETCH_BEFORE_DISK_READ: Queue.DISK_R,
-    Fault.DISK_READ_OVER_FETCH: Queue.DISK_R,
-    Fault.DISK_WRITE_BEFORE_COPY_OUT: Queue.DISK_W,
-    Fault.COPY_OUT_OVER_DISK_WRITE: Queue.DISK_W,
-    Fault.DISK_READ_BEFORE_WRITE: Queue.DISK_R,
-    Fault.COMPUTE_BEFORE_DISK_READ: Queue.DISK_R,
-    Fault.COMPUTE_OVER_DISK_WRITE: Queue.DISK_W,
-    Fault.DISK_READ_OVER_COMPUTE: Queue.DISK_R,
-    Fault.DISK_WRITE_BEFORE_COMPUTE: Queue.DISK_W,
-    Fault.COMPUTE_BEFORE_GATHER: Queue.COLL,
-    Fault.GATHER_BEFORE_FETCH: Queue.COLL,
-    Fault.GATHER_OVER_COMPUTE: Queue.COLL,
-    Fault.FETCH_OVER_GATHER: Queue.COLL,
+    InjectedFault.STEP_BEFORE_DISK_READ: Queue.DISK_R,
+    InjectedFault.STEP_OVER_DISK_WRITE: Queue.DISK_W,
+    InjectedFault.FETCH_BEFORE_DISK_READ: Queue.DISK_R,
+    InjectedFault.DISK_READ_OVER_FETCH: Queue.DISK_R,
+    InjectedFault.DISK_WRITE_BEFORE_COPY_OUT: Queue.DISK_W,
+    InjectedFault.COPY_OUT_OVER_DISK_WRITE: Queue.DISK_W,
+    InjectedFault.DISK_READ_BEFORE_WRITE: Queue.DISK_R,
+    InjectedFault.COMPUTE_BEFORE_DISK_READ: Queue.DISK_R,
+    InjectedFault.COMPUTE_OVER_DISK_WRITE: Queue.DISK_W,
+    InjectedFault.DISK_READ_OVER_COMPUTE: Queue.DISK_R,
+    InjectedFault.DISK_WRITE_BEFORE_COMPUTE: Queue.DISK_W,
+    InjectedFault.COMPUTE_BEFORE_GATHER: Queue.COLL,
+    InjectedFault.GATHER_BEFORE_FETCH: Queue.COLL,
+    InjectedFault.GATHER_OVER_COMPUTE: Queue.COLL,
+    InjectedFault.FETCH_OVER_GATHER: Queue.COLL,
 }
 """Here are two tiers and one process, so nothing is launched on these; `test_disk_faults` has a disk."""
 
 
-class Device(StandIn):
+class Device(CpuDevice):
     """A stand-in whose fault begins with some step, and which can be repaired."""
 
-    def __init__(self, seed: int, fault: Fault | None = None, *, check: bool = True, begins: int = 0) -> None:
+    def __init__(self, seed: int, fault: InjectedFault | None = None, *, check: bool = True, begins: int = 0) -> None:
         super().__init__(check=check, seed=seed, fault=fault)
         self._begins, self._to_come, self._saboteur = begins, self._saboteur, None
         self.waits: set[tuple[Queue, Queue]] = set()
@@ -199,13 +199,13 @@ def refused(training: Training, device: Device) -> tuple[str, ...] | None:
 
 def test_every_fault_has_its_place() -> None:
     places = [*CAUGHT, *IMPLIED, *NO_SUCH_QUEUE]
-    assert sorted(places) == sorted(Fault)
+    assert sorted(places) == sorted(InjectedFault)
     assert all(queue in (fault.waiting, fault.recorded) for fault, queue in NO_SUCH_QUEUE.items())
 
 
 @pytest.mark.parametrize("begins", [0, 1], ids=["from the start", "once a plan is replayed"])
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_the_checker_catches_a_fault_on_every_seed(fault: Fault, begins: int) -> None:
+def test_the_checker_catches_a_fault_on_every_seed(fault: InjectedFault, begins: int) -> None:
     found = [refused(CAUGHT[fault], Device(seed, fault, begins=begins)) for seed in FAULT_SEEDS]
     assert None not in found
     if fault.waiting is not None and fault.recorded is not None:
@@ -230,7 +230,7 @@ def test_no_false_alarm(place: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", IMPLIED)
-def test_implied_by_other_waits(fault: Fault) -> None:
+def test_implied_by_other_waits(fault: InjectedFault) -> None:
     for seed, training in zip(QUIET_SEEDS, cycle(TRAININGS.values())):
         assert same(training, logs_of(training, Device(seed, fault)))
 
@@ -238,7 +238,7 @@ def test_implied_by_other_waits(fault: Fault) -> None:
 @pytest.mark.parametrize("seed", FAULT_SEEDS)
 def test_the_hosts_waits_for_fetches_would_be_enough_and_are_needed_without_the_others(seed: int) -> None:
     """Parameters are written that were copied up for an evaluation."""
-    for fault in (None, Fault.STEP_OVER_FETCH):
+    for fault in (None, InjectedFault.STEP_OVER_FETCH):
         device = Hasty(seed, fault)
         with managed(TIGHT, device) as (model, optimizer):
             TIGHT.run(model, optimizer, device)
@@ -256,7 +256,7 @@ def test_the_hosts_waits_for_fetches_would_be_enough_and_are_needed_without_the_
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_delays_alone_show_what_a_late_copy_can_show(fault: Fault) -> None:
+def test_delays_alone_show_what_a_late_copy_can_show(fault: InjectedFault) -> None:
     training = CAUGHT[fault]
     if fault.recorded is Queue.COMPUTE:  # which the host thread has done at once: nobody can come too early
         assert same(training, logs_of(training, Device(0, fault, check=False)))

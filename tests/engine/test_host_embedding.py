@@ -33,9 +33,9 @@ from ps_core.engine import (
     statistics,
 )
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._execution.host_embedding import host_tables
-from ps_core.engine._support.log import say
+from ps_core.engine._support.log import log_line
 
 ROWS, WIDTH, BATCH, LENGTH = 512, 32, 4, 8
 TABLE = ROWS * WIDTH
@@ -194,7 +194,7 @@ def test_only_rows_go_up_and_only_their_gradients_come_down() -> None:
         for index in range(1, 4):
             step(model, optimizer, index)
         after = statistics(model)
-        planned = management_of(model).pilot.planned
+        planned = hooks_of(model).pilot.planned
         assert planned is not None
         assert [tensor.name for tensor in planned.program.trace.tensors] == ["out.weight", "out.bias"]
         assert after.planned_passes == after.passes == 4
@@ -423,7 +423,7 @@ def test_processes_that_share_a_model_cut_tables_too(caplog: pytest.LogCaptureFi
     tiers, net = (Tier("device", 2**20), Tier("host", 2**20)), Net()
     assert host_tables(net, tiers, alone=True) == {"table.weight", "other.weight"}
     assert host_tables(net, tiers[1:], alone=True) == set()
-    say("begin")
+    log_line("begin")
     with caplog.at_level("INFO", "ps_core"):
         assert host_tables(net, tiers, alone=False) == set()
     assert [row.message for row in caplog.records if "HostEmbedding with collectives" in row.message]

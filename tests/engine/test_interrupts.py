@@ -29,8 +29,8 @@ from _runs import HOST, check_same, children, chunked_model, managed
 from ps_core import Budget
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._support.interrupts import _HANDLER, _STATE, alone, put_in, take_out
-from ps_core.engine._support.module_call import PLACE
+from ps_core.engine._support.interrupts import _HANDLER, _STATE, defer_interrupts_installing, install, uninstall
+from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE
 
 ENGINE = "/ps_core/engine/"
 BOOKS = ENGINE + "_support/interrupts.py"
@@ -340,19 +340,19 @@ def test_a_pass_within_another_leaves_the_handler() -> None:
 
 def test_an_interrupt_while_the_handler_is_put_in_leaves_nobody_waiting() -> None:
     done: list[int] = []
-    work = alone(lambda: done.append(1))
+    work = defer_interrupts_installing(lambda: done.append(1))
     instants = count(work, BOOKS)
     assert instants >= 4
     for at in range(1, 1 + instants):
         interrupted(work, at, BOOKS)
         work()  # takes a handler out that an interrupt left in
         assert (_STATE.depth, _STATE.users, _STATE.put) == (0, 0, False)
-    for at in range(1, 1 + count(put_in, BOOKS)):
-        take_out()
-        interrupted(put_in, at, BOOKS)
+    for at in range(1, 1 + count(install, BOOKS)):
+        uninstall()
+        interrupted(install, at, BOOKS)
         assert _STATE.users == 0
-        put_in()
-    take_out()
+        install()
+    uninstall()
 
 
 @pytest.mark.parametrize("what", ["state_dict", "load_state_dict", "optimizer", "save", "load"])
@@ -403,7 +403,7 @@ def test_chunked_broken_off_anywhere_leaves_the_model_as_it_was(where: str, tmp_
         for module in model.modules():
             assert not module._state_dict_hooks
             assert not module._state_dict_pre_hooks
-            assert PLACE not in vars(module)
+            assert COMPILED_CALL_ATTRIBUTE not in vars(module)
         for name, parameter in model.named_parameters():
             assert type(parameter) is nn.Parameter
             assert torch.equal(parameter, before[name])

@@ -18,8 +18,8 @@ from _states import masters_of
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, statistics
 from ps_core.engine._execution import scheduler
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._execution.instructions import Carrier, Diverged
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.instructions import Diverged, InstructionExecutor
 from test_does_not_fit import Words
 
 STEPS = 4
@@ -33,7 +33,7 @@ class Fuse:
         self.lent: list[int] = []
         """Each time: how many homes were lent out just then."""
 
-    def burn(self, carrier: Carrier) -> None:
+    def burn(self, carrier: InstructionExecutor) -> None:
         """Count down, and have the plan left when that is at its end."""
         if self.left is None:
             return
@@ -49,13 +49,13 @@ def fuse(monkeypatch: pytest.MonkeyPatch) -> Fuse:
     """It is in the way of every instruction and every moment."""
     fuse = Fuse()
     for name in ("carry_out", "begin"):
-        plain = getattr(Carrier, name)
+        plain = getattr(InstructionExecutor, name)
 
-        def beside(carrier: Carrier, what: Any, plain: Any = plain) -> None:
+        def beside(carrier: InstructionExecutor, what: Any, plain: Any = plain) -> None:
             fuse.burn(carrier)
             plain(carrier, what)
 
-        monkeypatch.setattr(Carrier, name, beside)
+        monkeypatch.setattr(InstructionExecutor, name, beside)
     return fuse
 
 
@@ -153,7 +153,7 @@ def test_wherever_a_plan_is_left_nothing_is_lost(name: str, fuse: Fuse, tmp_path
                     optimizer.step()
                 optimizer.zero_grad()
                 assert all(map(torch.equal, masters(optimizer), values))
-            planned = management_of(model).pilot.planned
+            planned = hooks_of(model).pilot.planned
             assert planned is not None
             assert any("memory is so short" in note for note in planned.plan.notes)
         finally:

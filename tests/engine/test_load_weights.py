@@ -22,8 +22,8 @@ from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, Options
 from ps_core._program import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
 from ps_core.engine._checkpoint.direct_io import buffers
-from ps_core.engine._checkpoint.safetensors_format import TYPES, Entry, in_order, read_table, table_of
-from ps_core.engine._checkpoint.tensor_files import Sink, Source
+from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, in_order, read_table, table_of
+from ps_core.engine._checkpoint.tensor_files import TensorReader, TensorWriter
 
 # The format.
 
@@ -45,9 +45,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, given: dict[str, torch.Tensor]) -> None:
-    entries = in_order(Entry(name, value.dtype, tuple(value.shape)) for name, value in given.items())
+    entries = in_order(TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in given.items())
     with buffers(100_000) as pair:
-        sink = Sink(path, table_of(entries), pair)
+        sink = TensorWriter(path, table_of(entries), pair)
         for entry in entries:
             sink.put(given[entry.name])
         sink.finish()
@@ -75,7 +75,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     start, entries = read_table(tmp_path / "a.safetensors")
     assert {entry.name for entry in entries} == given.keys()
     with buffers(10**9) as pair:
-        source = Source(tmp_path / "a.safetensors", [(start, (tmp_path / "a.safetensors").stat().st_size)], pair)
+        source = TensorReader(tmp_path / "a.safetensors", [(start, (tmp_path / "a.safetensors").stat().st_size)], pair)
         for entry in entries:
             target = torch.empty(entry.shape, dtype=entry.dtype)
             source.take(entry.dtype, target)

@@ -15,7 +15,7 @@ from _models import WIDTH, stack
 from _runs import HOST, let_go
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, statistics
-from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 Log = pytest.LogCaptureFixture
@@ -42,7 +42,7 @@ def mean(x: Tensor) -> Tensor:
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """One that the CPU emulates, and the CUDA device on a played runtime."""
     if request.param == "emulated":
-        yield StandIn()
+        yield CpuDevice()
         return
     with FakeRuntime(3) as runtime:
         yield CudaDevice(runtime)
@@ -99,7 +99,7 @@ def test_nor_where_nobody_has_set_up_logging(capsys: pytest.CaptureFixture[str],
     from ps_core.engine._support.log import LOGGER
 
     monkeypatch.setattr(LOGGER, "hasHandlers", lambda: False)
-    train(Returns(lambda x: x), StandIn(), mean)
+    train(Returns(lambda x: x), CpuDevice(), mean)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ps_core: Returns: planned ")
 

@@ -18,8 +18,8 @@ from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import offloaded, statistics, trace
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._memory.activation_slots import HostRoom
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._memory.activation_slots import ActivationSlots
 
 BLOCKS, WIDTH, ROWS = 6, 32, 64
 KEPT_BYTES = ROWS * WIDTH * 4
@@ -131,7 +131,7 @@ def test_only_what_backward_wants_goes() -> None:
         with torch.no_grad():
             model(rows(1))
         assert statistics(model).moved_bytes["device->host"] == before
-        room = management_of(model).engine.activations
+        room = hooks_of(model).engine.activations
         assert room is not None
         assert room.bytes == BLOCKS * KEPT_BYTES
         for index in range(3):
@@ -176,7 +176,7 @@ def test_on_a_played_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         got = on_cuda(seed)
         assert not differences(expected, got)
         assert got.statistics[0].moved_bytes["host->device"] >= 3 * BLOCKS * KEPT_BYTES
-    monkeypatch.setattr(HostRoom, "_let_compute_wait", lambda self, queue, what: None)
+    monkeypatch.setattr(ActivationSlots, "_let_compute_wait", lambda self, queue, what: None)
     assert any(differences(expected, on_cuda(seed)) for seed in (1, 2))
 
 

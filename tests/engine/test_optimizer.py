@@ -16,7 +16,7 @@ from _fake_engine import FakeEngine, gradients, model
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, AdamW, Group, InvalidInput
 from ps_core.engine._gradients.loss_scale import LossScale
-from ps_core.engine._optim.settings import Rule, Settings, clip_factor
+from ps_core.engine._optim.settings import Settings, StepRule, clip_factor
 
 # ---- groups and settings ----
 
@@ -58,16 +58,16 @@ def test_what_a_group_says_at_the_step_governs() -> None:
     optimizer.param_groups[1]["weight_decay"] = 0.75
     steps(optimizer, managed, range(1), engine)
     settings, max_norm, loss_scale = engine.steps[0]
-    first = Settings(kind=Rule.ADAM, lr=0.5, betas=(0.5, 0.25), eps=1e-3, weight_decay=0.1, decoupled=True)
-    second = Settings(kind=Rule.ADAM, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.75, decoupled=True)
+    first = Settings(kind=StepRule.ADAM, lr=0.5, betas=(0.5, 0.25), eps=1e-3, weight_decay=0.1, decoupled=True)
+    second = Settings(kind=StepRule.ADAM, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.75, decoupled=True)
     assert settings == {"0.weight": first, "0.bias": second, "1.weight": first, "1.bias": second}
     assert (max_norm, loss_scale) == (None, 1.0)
 
 
 def test_settings_hold_only_what_their_rule_uses() -> None:
     for spec, expected in (
-        (ADAM, Settings(kind=Rule.ADAM, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)),
-        (MOMENTUM, Settings(kind=Rule.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)),
+        (ADAM, Settings(kind=StepRule.ADAM, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)),
+        (MOMENTUM, Settings(kind=StepRule.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)),
     ):
         engine = FakeEngine(managed := model())
         steps(engine.optimizer(spec), managed, range(1), engine)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ps_core import PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cpu.race_check import Access, History
 from ps_core.engine._devices.device import Event
 
@@ -117,7 +117,7 @@ class Graph:
 class Runner:
     """A program on a device, with work that is really done."""
 
-    def __init__(self, device: StandIn) -> None:
+    def __init__(self, device: CpuDevice) -> None:
         self.device = device
         self.memory = device.arena(BYTES)
         self.memory.copy_(torch.arange(1, BYTES + 1, dtype=torch.uint8))
@@ -143,7 +143,7 @@ class Runner:
             self.device.synchronize()
 
 
-def run(device: StandIn, program: list[Op]) -> tuple[int, str] | list[int]:
+def run(device: CpuDevice, program: list[Op]) -> tuple[int, str] | list[int]:
     """Which operation the device refused and why, or the bytes at the end."""
     runner = Runner(device)
     for at, op in enumerate(program):
@@ -163,9 +163,9 @@ seen = {"refused": 0, "clean": 0, "ordered": 0}
 def check_a_program(program: list[Op], seed: int) -> None:
     graph = Graph(program)
     expected = graph.first()
-    result = run(StandIn(check=True, seed=seed), program)
+    result = run(CpuDevice(check=True, seed=seed), program)
     if expected is None:
-        assert result == run(StandIn(), program), "delays changed what waits had ordered"
+        assert result == run(CpuDevice(), program), "delays changed what waits had ordered"
         touching = [at for at, op in enumerate(program) if op.writes]
         seen["clean"] += 1
         seen["ordered"] += len(touching) >= 3 and len({program[at].queue for at in touching}) >= 2
@@ -248,7 +248,7 @@ def test_a_read_of_the_whole_replaces_earlier_reads_of_parts() -> None:
 
 @pytest.mark.parametrize("queue", [each for each in Queue if each is not Queue.CPU])
 def test_launching_comes_after_the_host_and_the_host_after_waiting(queue: Queue) -> None:
-    device = StandIn(check=True)
+    device = CpuDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     device.work(Queue.CPU, "fill", [], [other])
     device.copy(queue, memory, other)
@@ -262,7 +262,7 @@ def test_launching_comes_after_the_host_and_the_host_after_waiting(queue: Queue)
 
 
 def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
-    device = StandIn(check=True)
+    device = CpuDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     device.copy(Queue.H2D, memory, other)
     device.wait(Queue.COMPUTE, device.record(Queue.H2D))
@@ -274,7 +274,7 @@ def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
 
 @pytest.mark.parametrize(("waited", "forgotten"), [(Queue.D2H, Queue.COMPUTE), (Queue.COMPUTE, Queue.D2H)])
 def test_a_write_waits_for_every_reader(waited: Queue, forgotten: Queue) -> None:
-    device = StandIn(check=True)
+    device = CpuDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     device.work(Queue.COMPUTE, "forward", [memory], [])
     device.copy(Queue.D2H, other, memory)
@@ -286,7 +286,7 @@ def test_a_write_waits_for_every_reader(waited: Queue, forgotten: Queue) -> None
 
 
 def test_an_event_does_not_cover_what_is_launched_after_it() -> None:
-    device = StandIn(check=True)
+    device = CpuDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     event = device.record(Queue.H2D)
     device.copy(Queue.H2D, memory, other)

@@ -22,7 +22,7 @@ from _runs import managed as managed_loop
 from _states import masters_of
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._gradients.store import store as _gradients
 from ps_core.engine._optim import group_step as _stepping
 
@@ -401,7 +401,7 @@ def test_small_gradients_are_put_together_in_pieces(precision: str, monkeypatch:
         with chunked_model(ManySmall(), precision=precision, options=options, **where) as (model, optimizer):
             for index in range(2):
                 model(torch.full((2**13,), 1.0 + index)).backward()
-                tide = Tide("cpu")
+                tide = TensorBytesTracker("cpu")
                 tide.start()
                 try:
                     optimizer.step()

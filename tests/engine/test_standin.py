@@ -15,9 +15,9 @@ import torch
 from ps_core import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cpu import device as cpu_device
-from ps_core.engine._devices.cpu.device import StandIn
-from ps_core.engine._devices.cpu.faults import Fault
-from ps_core.engine._devices.cpu.slow_links import Links
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._devices.cpu.faults import InjectedFault
+from ps_core.engine._devices.cpu.slow_links import ThrottledLinks
 from ps_core.engine._devices.device import Device, Event
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "ordering.md"
@@ -167,12 +167,12 @@ class Training:
 @cache
 def right(seed: int) -> bytes:
     """What a run without delays, checks and faults leaves."""
-    return Training(StandIn(), seed).run()
+    return Training(CpuDevice(), seed).run()
 
 
 def test_runs_differ_by_seed_and_do_something() -> None:
     assert len({right(seed) for seed in RIGHT_SEEDS}) == len(RIGHT_SEEDS)
-    training = Training(StandIn(), 0)
+    training = Training(CpuDevice(), 0)
     before = bytes(training.device_memory.tolist() + training.host_memory.tolist())
     after = training.run()
     changed = sum(one != other for one, other in zip(before, after, strict=True))
@@ -181,29 +181,29 @@ def test_runs_differ_by_seed_and_do_something() -> None:
 
 @pytest.mark.parametrize("seed", RIGHT_SEEDS)
 def test_no_false_alarm_and_the_same_bytes(seed: int) -> None:
-    assert Training(StandIn(check=True, seed=seed), seed).run() == right(seed)
-    assert Training(StandIn(seed=seed + 1000), seed).run() == right(seed)
+    assert Training(CpuDevice(check=True, seed=seed), seed).run() == right(seed)
+    assert Training(CpuDevice(seed=seed + 1000), seed).run() == right(seed)
 
 
 HOST_COMPUTES = [
-    Fault.COMPUTE_BEFORE_DISK_READ,
-    Fault.COMPUTE_OVER_DISK_WRITE,
-    Fault.DISK_READ_OVER_COMPUTE,
-    Fault.DISK_WRITE_BEFORE_COMPUTE,
+    InjectedFault.COMPUTE_BEFORE_DISK_READ,
+    InjectedFault.COMPUTE_OVER_DISK_WRITE,
+    InjectedFault.DISK_READ_OVER_COMPUTE,
+    InjectedFault.DISK_WRITE_BEFORE_COMPUTE,
 ]
 """The pipeline here has an accelerator, which no disk is next to; the engine's is in `test_disk_faults`."""
-FAULTS = [fault for fault in Fault if fault not in HOST_COMPUTES]
+FAULTS = [fault for fault in InjectedFault if fault not in HOST_COMPUTES]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_checker_catches_every_fault_on_every_seed(fault: Fault) -> None:
+def test_the_checker_catches_every_fault_on_every_seed(fault: InjectedFault) -> None:
     missed = [seed for seed in FAULT_SEEDS if not caught(seed, fault)]
     assert missed == []
 
 
-def caught(seed: int, fault: Fault) -> bool:
+def caught(seed: int, fault: InjectedFault) -> bool:
     try:
-        Training(StandIn(check=True, fault=fault, seed=seed), seed).run()
+        Training(CpuDevice(check=True, fault=fault, seed=seed), seed).run()
     except PlanMismatch as error:
         sides = re.search(r"^unordered: .* on (\w+)\) (?:reads|writes) .* on (\w+)\), launched earlier", str(error))
         assert sides is not None
@@ -214,15 +214,15 @@ def caught(seed: int, fault: Fault) -> bool:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_delays_show_what_a_late_copy_can_show(fault: Fault) -> None:
-    shown = [Training(StandIn(seed=seed, fault=fault), seed).run() != right(seed) for seed in FAULT_SEEDS]
+def test_delays_show_what_a_late_copy_can_show(fault: InjectedFault) -> None:
+    shown = [Training(CpuDevice(seed=seed, fault=fault), seed).run() != right(seed) for seed in FAULT_SEEDS]
     # Compute and collectives are done at once by the host thread; only the checker sees that nobody waits for them.
     assert any(shown) == (fault.recorded not in (Queue.COMPUTE, Queue.COLL))
 
 
 def test_faults_need_something_that_notices() -> None:
     with pytest.raises(InvalidInput, match=r"lost-event.*check=True or a seed"):
-        StandIn(fault=Fault.LOST_EVENT)
+        CpuDevice(fault=InjectedFault.LOST_EVENT)
 
 
 def test_the_documented_faults() -> None:
@@ -231,13 +231,13 @@ def test_the_documented_faults() -> None:
         fault: "-"
         if fault.waiting is None or fault.recorded is None
         else f"{fault.waiting.name} for {fault.recorded.name}"
-        for fault in Fault
+        for fault in InjectedFault
     }
-    assert rows == [(str(fault), waits[fault], fault.__doc__) for fault in Fault]
+    assert rows == [(str(fault), waits[fault], fault.__doc__) for fault in InjectedFault]
 
 
 def test_a_message_teaches() -> None:
-    device = StandIn(check=True)
+    device = CpuDevice(check=True)
     arena, host = device.arena(1024), device.host(512)
     device.copy(Queue.H2D, arena[128:640], host)
     device.record(Queue.H2D)
@@ -255,7 +255,7 @@ def test_a_message_teaches() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"check": True}, {"seed": 1}])
 def test_copies_refuse_what_is_not_the_same_bytes(how: dict[str, object]) -> None:
-    device = StandIn(**how)  # type: ignore[arg-type]
+    device = CpuDevice(**how)  # type: ignore[arg-type]
     arena = device.arena(1024)
     with pytest.raises(PlanMismatch, match=r"copy on H2D: expected the same shape and dtype.*float32.*uint8"):
         device.copy(Queue.H2D, arena[:4], torch.ones(4))
@@ -266,7 +266,7 @@ def test_copies_refuse_what_is_not_the_same_bytes(how: dict[str, object]) -> Non
 def test_reading_without_waiting_sees_old_bytes() -> None:
     old = 0
     for seed in range(20):
-        device = StandIn(seed=seed)
+        device = CpuDevice(seed=seed)
         arena, host = device.arena(64), device.host(64)
         host.fill_(7)
         device.copy(Queue.H2D, arena, host)
@@ -278,7 +278,7 @@ def test_reading_without_waiting_sees_old_bytes() -> None:
 
 
 def test_a_delayed_copy_does_not_count_as_a_use_of_a_residency() -> None:
-    device = StandIn(seed=0)
+    device = CpuDevice(seed=0)
     arena = device.arena(1024)
     residency = torch.utils.dlpack.from_dlpack(arena[128:256]).view(torch.float32)
     address = residency.untyped_storage()._cdata
@@ -290,7 +290,7 @@ def test_a_delayed_copy_does_not_count_as_a_use_of_a_residency() -> None:
 
 
 def test_what_is_remembered_does_not_grow() -> None:
-    device, random = StandIn(check=True), Random(0)
+    device, random = CpuDevice(check=True), Random(0)
     arena, host = device.arena(64 * SLOT), device.host(64 * SLOT)
     history = device._ordering.history  # type: ignore[union-attr]
     largest = []
@@ -313,7 +313,7 @@ def test_what_is_remembered_does_not_grow() -> None:
 
 
 def test_memory_that_is_given_back_is_forgotten() -> None:
-    device = StandIn(check=True)
+    device = CpuDevice(check=True)
     arena = device.arena(1 << 16)
     for _ in range(200):
         loose = torch.ones(1 << 12)  # the allocator gives the same address again and again
@@ -329,7 +329,7 @@ def test_memory_that_is_given_back_is_forgotten() -> None:
 
 
 def test_loose_memory_is_checked_while_it_lives() -> None:
-    device, loose = StandIn(check=True), torch.ones(8)
+    device, loose = CpuDevice(check=True), torch.ones(8)
     device.work(Queue.COMPUTE, "make a gradient", [], [loose])
     with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[4:12\] while 'make a gradient'"):
         device.work(Queue.CPU, "read it", [loose[1:3]], [])
@@ -338,7 +338,7 @@ def test_loose_memory_is_checked_while_it_lives() -> None:
 
 
 def test_an_alias_that_is_seen_before_the_whole() -> None:
-    device, loose = StandIn(check=True), torch.ones(64)
+    device, loose = CpuDevice(check=True), torch.ones(64)
     alias = torch.utils.dlpack.from_dlpack(loose[:16])
     device.work(Queue.COMPUTE, "use an alias", [alias], [])
     device.work(Queue.COMPUTE, "use the rest", [], [loose[32:]])
@@ -351,7 +351,7 @@ def test_an_alias_that_is_seen_before_the_whole() -> None:
 
 
 def test_memory_that_is_made_again_and_again_is_known_once() -> None:
-    device = StandIn(seed=1)
+    device = CpuDevice(seed=1)
     for value in range(50):
         arena, host = device.arena(4096 * (value + 1)), device.host(4096 * (value + 1))
         device.copy(Queue.H2D, arena, host.fill_(value))
@@ -362,7 +362,7 @@ def test_memory_that_is_made_again_and_again_is_known_once() -> None:
 
 def test_the_host_thread_copies_at_once_and_closing_finishes_the_rest() -> None:
     for seed in range(10):
-        device = StandIn(seed=seed)
+        device = CpuDevice(seed=seed)
         arena, host = device.arena(64), device.host(64)
         device.copy(Queue.CPU, host, torch.full((64,), 9, dtype=torch.uint8))
         assert host.unique().tolist() == [9]
@@ -381,7 +381,7 @@ def mapped_bytes() -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["arena", "host"])
 @pytest.mark.parametrize("how", [{}, {"check": True, "seed": 1}])
 def test_memory_is_exact_lazy_and_given_back(kind: str, how: dict[str, object]) -> None:
-    size, device = (256 << 20) + 3, StandIn(**how)  # type: ignore[arg-type]
+    size, device = (256 << 20) + 3, CpuDevice(**how)  # type: ignore[arg-type]
     gc.collect()
     total, resident = mapped_bytes()
     memory = getattr(device, kind)(size)
@@ -405,7 +405,7 @@ def test_memory_is_exact_lazy_and_given_back(kind: str, how: dict[str, object]) 
 @pytest.mark.parametrize("kind", ["arena", "host"])
 def test_memory_refuses_nothing(kind: str) -> None:
     with pytest.raises(InvalidInput, match=f"{kind}: expected a size of at least 1 byte, found 0"):
-        getattr(StandIn(), kind)(0)
+        getattr(CpuDevice(), kind)(0)
 
 
 class Clock:
@@ -425,7 +425,7 @@ class Clock:
 
 def test_links_have_a_rate_each_way_and_waits_sleep() -> None:
     clock = Clock()
-    links = Links(1000.0, clock, clock.sleep)
+    links = ThrottledLinks(1000.0, clock, clock.sleep)
     links.copy(Queue.H2D, 500)
     first = links.ready_s(Queue.H2D)
     links.copy(Queue.H2D, 1500)
@@ -449,8 +449,8 @@ def test_links_have_a_rate_each_way_and_waits_sleep() -> None:
 
 def test_a_stand_in_held_to_a_rate_takes_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(cpu_device, "Links", lambda rate: Links(rate, clock, clock.sleep))
-    device = StandIn(link_bytes_per_s=2**19)
+    monkeypatch.setattr(cpu_device, "ThrottledLinks", lambda rate: ThrottledLinks(rate, clock, clock.sleep))
+    device = CpuDevice(link_bytes_per_s=2**19)
     arena, host = device.arena(1 << 20), device.host(1 << 20)
     host.fill_(3)
     device.copy(Queue.H2D, arena[: 1 << 19], host[: 1 << 19])
@@ -465,9 +465,9 @@ def test_a_stand_in_held_to_a_rate_takes_that_long(monkeypatch: pytest.MonkeyPat
 
 def test_rates_are_positive() -> None:
     with pytest.raises(InvalidInput, match="link_bytes_per_s: expected a rate above 0, found 0"):
-        StandIn(link_bytes_per_s=0)
+        CpuDevice(link_bytes_per_s=0)
 
 
 def test_an_event_of_another_device_is_refused() -> None:
     with pytest.raises(InvalidInput, match="expected an event of this device, found object"):
-        StandIn(check=True).wait(Queue.COMPUTE, object())  # type: ignore[arg-type]
+        CpuDevice(check=True).wait(Queue.COMPUTE, object())  # type: ignore[arg-type]

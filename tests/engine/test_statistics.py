@@ -18,13 +18,13 @@ from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._support import phase_timer
-from ps_core.engine._support.phase_timer import PHASES, Clock
+from ps_core.engine._support.phase_timer import PHASES, PhaseTimer
 
 
 def test_a_clock_counts_each_phase_and_nothing_between(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([10.0, 12.0, 17.0, 17.5])
     monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    clock = Clock()
+    clock = PhaseTimer()
     clock.turn("forward")
     clock.turn("")
     clock.turn("step")

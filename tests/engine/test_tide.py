@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _rising import rising
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 
 FP32 = 4
 INT64 = 8
@@ -23,7 +23,7 @@ INT64 = 8
 
 
 def test_a_storage_counts_once_however_many_tensors_view_it() -> None:
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         base = torch.empty(1000)
         views = [base[10:], base.view(10, 100).t(), base.detach(), base.expand(7, 1000), base.unbind()[3]]
         assert tide.current_bytes == 1000 * FP32
@@ -36,7 +36,7 @@ def test_a_storage_counts_once_however_many_tensors_view_it() -> None:
 
 def test_a_storage_made_before_or_while_paused_never_counts_nor_do_its_views() -> None:
     before = torch.ones(100)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         with tide.paused(), tide.paused():
             within = torch.ones(100)
         kept = [before.view(10, 10), within.t(), before.add_(1), within.chunk(2), within.mul_(before)]
@@ -48,7 +48,7 @@ def test_a_storage_made_before_or_while_paused_never_counts_nor_do_its_views() -
 
 def test_the_death_of_the_storage_counts_not_that_of_a_python_object() -> None:
     weight = torch.ones(100, requires_grad=True)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         result = weight.exp()  # autograd saves it
         total = result.sum()
         wrapper = result.untyped_storage()
@@ -62,7 +62,7 @@ def test_the_death_of_the_storage_counts_not_that_of_a_python_object() -> None:
 
 
 def test_deaths_after_stop_are_noticed() -> None:
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         kept = torch.ones(100)
     assert tide.current_bytes == 100 * FP32
     later = torch.ones(100)
@@ -72,7 +72,7 @@ def test_deaths_after_stop_are_noticed() -> None:
 
 
 def test_in_place_out_and_resized() -> None:
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         a = torch.ones(100)
         a.add_(1).relu_()
         torch.add(a, a, out=a)
@@ -89,7 +89,7 @@ def test_in_place_out_and_resized() -> None:
 
 
 def test_several_outputs_lists_and_constants() -> None:
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         values, indices = torch.arange(10.0).sort()
         parts = torch._foreach_add([values, values], 1.0)
         constant = torch.tensor([1.0, 2.0, 3.0])
@@ -98,7 +98,7 @@ def test_several_outputs_lists_and_constants() -> None:
 
 
 def test_peak_since_the_last_call() -> None:
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         kept = torch.ones(10)
         torch.ones(1000)
         assert tide.take_peak() == 1010 * FP32
@@ -110,7 +110,7 @@ def test_peak_since_the_last_call() -> None:
 
 def test_a_storage_that_no_operator_made_is_counted_by_hand() -> None:
     outside = torch.ones(50)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         tide.count(outside)
         tide.count(outside.view(5, 10))
         assert tide.current_bytes == 50 * FP32
@@ -120,7 +120,7 @@ def test_a_storage_that_no_operator_made_is_counted_by_hand() -> None:
 
 
 def test_another_device_type_is_not_counted() -> None:
-    with rising(Tide("meta")) as tide:
+    with rising(TensorBytesTracker("meta")) as tide:
         real = torch.ones(100)
         meta = torch.ones(100, device="meta")
         assert tide.current_bytes == 100 * FP32
@@ -129,7 +129,7 @@ def test_another_device_type_is_not_counted() -> None:
 
 def test_sparse_gradients_count_their_parts() -> None:
     table = nn.Embedding(10, 5, sparse=True)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         table(torch.tensor([1, 2])).sum().backward()
         assert tide.current_bytes == 2 * INT64 + 2 * 5 * FP32
     table.weight.grad = None
@@ -142,7 +142,7 @@ def test_sparse_gradients_count_their_parts() -> None:
 def test_a_chain_of_saved_results() -> None:
     steps, numel = 5, 1000
     x = torch.zeros(numel, requires_grad=True)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         y = x
         for _ in range(steps):
             y = y.exp()
@@ -166,7 +166,7 @@ def test_checkpointing_keeps_inputs_and_recomputes_one_segment() -> None:
         return y
 
     x = torch.zeros(numel, requires_grad=True)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         y = x
         for _ in range(segments):
             y = checkpoint(segment, y, use_reentrant=False, preserve_rng_state=False)
@@ -197,7 +197,7 @@ def test_selective_checkpointing() -> None:
         out: torch.Tensor = checkpoint(lambda: (x @ weight).exp().exp(), use_reentrant=False, context_fn=contexts)
         return out.sum()
 
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         total = run()
         assert tide.current_bytes == rows * width * FP32 + FP32  # the product is kept, both exponentials are not
         total.backward()
@@ -211,7 +211,7 @@ def test_selective_checkpointing() -> None:
 def test_linear() -> None:
     rows, inputs, outputs = 50, 100, 200
     layer, x = nn.Linear(inputs, outputs), torch.randn(rows, inputs)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         y = layer(x)
         assert tide.take_peak() == rows * outputs * FP32
         y.backward(torch.ones(rows, outputs))
@@ -225,7 +225,7 @@ def test_linear() -> None:
 def test_embedding() -> None:
     vocabulary, width, tokens = 300, 16, 40
     table, ids = nn.Embedding(vocabulary, width), torch.arange(tokens)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         out = table(ids)
         assert tide.take_peak() == tokens * width * FP32
         out.backward(torch.ones(tokens, width))
@@ -238,7 +238,7 @@ def test_attention() -> None:
     batch, heads, length, width = 2, 3, 64, 16
     part = batch * heads * length * width * FP32
     leaves = [torch.randn(batch, length, heads, width, requires_grad=True) for _ in range(3)]
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         out = nn.functional.scaled_dot_product_attention(*(leaf.transpose(1, 2) for leaf in leaves), is_causal=True)
         assert tide.take_peak() == part + batch * heads * length * FP32  # the result and its rows' log-sums
         given = torch.ones_like(out)
@@ -274,7 +274,7 @@ def test_a_block_keeps_what_the_textbook_says() -> None:
     batch, length, width, heads = 2, 32, 64, 4
     block, x = Block(width, heads), torch.randn(batch, length, width)
     tokens = batch * length
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         y = block(x)
         # per token: 2 norms' results, q k v, attention's result, the two sums and their last addend's place
         saved = tokens * (2 * width + 3 * width + width + 2 * width + 2 * 4 * width)
@@ -309,7 +309,7 @@ def test_peak_equals_torchs_own_tracker(case: str) -> None:
     model, x = CASES[case]()
     iterate(model, x)
     model.zero_grad()
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         iterate(model, x)
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert tide.current_bytes == gradients
@@ -335,7 +335,7 @@ def test_results_are_bitwise_those_without_it(case: str) -> None:
         model.zero_grad()
         with ExitStack() as scope:
             if on:
-                scope.enter_context(rising(Tide()))
+                scope.enter_context(rising(TensorBytesTracker()))
             loss = iterate(model, x)
         outcomes.append(
             [loss, *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]

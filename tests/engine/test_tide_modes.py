@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from _rising import rising
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 
 FP32 = 4
 
@@ -50,7 +50,7 @@ def _stack_is_left_empty() -> Iterator[None]:
 
 def test_a_users_mode_left_between_forward_and_backward_pops_itself() -> None:
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
-    tide, watch = Tide(), Watch()
+    tide, watch = TensorBytesTracker(), Watch()
     with watch:
         tide.start()
         assert stack() == [tide, watch]
@@ -66,7 +66,7 @@ def test_a_users_mode_left_between_forward_and_backward_pops_itself() -> None:
 
 
 def test_a_users_mode_entered_between_start_and_stop_stays() -> None:
-    tide, outer, inner = Tide(), Watch(), Watch()
+    tide, outer, inner = TensorBytesTracker(), Watch(), Watch()
     with outer:
         tide.start()
         with inner:
@@ -87,7 +87,7 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 @settings(max_examples=200, deadline=None)
 def test_users_modes_stay_in_their_order_whatever_happens(actions: list[str]) -> None:
-    tide, other = Tide(), Tide()
+    tide, other = TensorBytesTracker(), TensorBytesTracker()
     on: set[str] = set()
     entered: list[Watch] = []
     try:
@@ -129,7 +129,7 @@ def test_users_modes_stay_in_their_order_whatever_happens(actions: list[str]) ->
 
 
 def test_stopping_within_backward_counts_no_more_and_the_next_entry_takes_it_off() -> None:
-    tide = Tide()
+    tide = TensorBytesTracker()
     x = torch.zeros(10, requires_grad=True)
     counts: list[int] = []
 
@@ -163,7 +163,7 @@ def test_an_exception_leaves_nothing_behind(where: str) -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("mine")
 
-    tide = Tide()
+    tide = TensorBytesTracker()
     x = torch.zeros(10, requires_grad=True)
     tide.start()
     with pytest.raises(RuntimeError, match="mine"):
@@ -179,7 +179,7 @@ def test_an_exception_leaves_nothing_behind(where: str) -> None:
 
 
 def test_under_a_fake_tensor_mode_it_does_nothing() -> None:
-    tide = Tide()
+    tide = TensorBytesTracker()
     with FakeTensorMode():
         tide.start()
         assert tide not in stack()
@@ -211,7 +211,7 @@ class Wrapper(torch.Tensor):
 @pytest.mark.parametrize("above", [False, True])
 def test_wrapper_subclasses_count_what_they_wrap(above: bool) -> None:
     wrapped = Wrapper(torch.ones(100))
-    tide, watch = Tide(), Watch()
+    tide, watch = TensorBytesTracker(), Watch()
     with rising(tide), ExitStack() as scope:
         if above:
             scope.enter_context(watch)
@@ -229,7 +229,7 @@ def test_a_compiled_submodule_stays_compiled() -> None:
     layer = torch.compile(nn.Sequential(nn.Linear(100, 200), nn.GELU()), backend="aot_eager")
     x = torch.ones(50, 100)
     counters.clear()
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         out = layer(x)
         assert counters["frames"]["ok"] == counters["frames"]["total"] == 1
         assert tide.current_bytes == 2 * 50 * 200 * FP32  # what GELU was given and what it made
@@ -242,7 +242,7 @@ def test_higher_order_operators_pass() -> None:
 
     q = torch.randn(1, 2, 128, 16)
     plain = flex_attention_without_warning(flex_attention, q)
-    with rising(Tide()) as tide:
+    with rising(TensorBytesTracker()) as tide:
         counted = flex_attention_without_warning(flex_attention, q)
         assert tide.current_bytes >= q.numel() * FP32
     assert torch.equal(plain, counted)
@@ -258,7 +258,7 @@ def flex_attention_without_warning(attention: Any, q: torch.Tensor) -> torch.Ten
 
 
 def test_two_threads_have_a_stack_each() -> None:
-    tide = Tide()
+    tide = TensorBytesTracker()
     errors: list[BaseException] = []
 
     def other() -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core import AdamW, Budget, Options, Trace
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._tracing.fake_trace import trace
 
 IDS = torch.arange(4 * 48).reshape(4, 48) % 90
@@ -108,7 +108,7 @@ def recorded(model: nn.Module, precision: str) -> tuple[Trace, dict[str, int]]:
         precision=precision,
         options=options,
     )
-    engine = management_of(model).engine
+    engine = hooks_of(model).engine
     with patch.object(engine.passes.guide, "observe", wraps=engine.passes.guide.observe) as seen:
         result: Any = model(**LANGUAGE)
         loss = getattr(result, "loss", result)

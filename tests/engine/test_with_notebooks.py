@@ -20,7 +20,7 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AlreadyManaged, Budget, InvalidInput
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from test_exceptions import PLACES, Fuse, Place
 
@@ -275,7 +275,7 @@ def test_a_cell_on_the_same_model_says_what_to_do() -> None:
     model, _ = chunked(models.stack(), ADAMW, device="cpu", budget=Budget(host=HOST))
     with pytest.raises(AlreadyManaged, match=r"release\(model\) first"):
         chunked(model, ADAMW, device="cpu", budget=Budget(host=HOST))
-    store = management_of(model).engine.store
+    store = hooks_of(model).engine.store
     release(model)
     assert not any(store.used_bytes)
     release(chunked(model, ADAMW, device="cpu", budget=Budget(host=HOST))[0])

@@ -14,7 +14,7 @@ from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget
 from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
@@ -64,7 +64,7 @@ def test_the_base_takes_two_bytes_a_parameter_and_is_never_written_back() -> Non
     model, optimizer = managed(with_adapters())
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     adapters = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    groups = management_of(model).engine.groups
+    groups = hooks_of(model).engine.groups
     homes = {each: sum(home.bytes for home in each.homes.values()) for each in groups}
     base_bytes = sum(size for each, size in homes.items() if not each.trainable)
     padding = 64 * sum(not each.trainable for each in groups)

@@ -146,7 +146,7 @@ def test_a_model_that_could_not_be_managed_uses_no_budget(monkeypatch: pytest.Mo
     with pytest.raises(DoesNotFit):
         managed(budget, models.Language(layers=40))
     with monkeypatch.context() as patch:
-        patch.setattr("ps_core.engine._chunked.bring_along", lambda *_: 1 / 0)  # when parameters are packed already
+        patch.setattr("ps_core.engine._chunked.move_unmanaged", lambda *_: 1 / 0)  # when parameters are packed already
         with pytest.raises(ZeroDivisionError):
             managed(budget)
     release(managed(budget))

@@ -25,7 +25,7 @@ ALLOWED = {
     ),
     "PyTorch gives no other way to change its own objects": (
         r"parameter|ctx|made|module|real|held|counter|flags",
-        r"data|grad|PLACE|table|weight|padding|_flat_weight_refs|_backward_hooks|_post_accumulate_grad_hooks"
+        r"data|grad|COMPILED_CALL_ATTRIBUTE|table|weight|padding|_flat_weight_refs|_backward_hooks|_post_accumulate_grad_hooks"
         r"|_whole|_write|writeable",
     ),
     "the way a weak reference is told not to run when Python ends": (r"weakref\.finalize\(.*\)", r"atexit"),

@@ -17,7 +17,7 @@ from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core.engine import chunked, release, statistics, trace
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_models import build
 
 WORDS, BATCH, LENGTH, ROWS = 2048, 2, 32, 16
@@ -122,7 +122,7 @@ def test_the_least_that_a_plan_needs_is_that_of_the_engine_s_own(way: str, preci
     how: dict[str, Any] = {"cpu_embedding": away, "head_tiles": tiles, "precision": precision}
     shape, asked = promised("gpt2", ROOMY, **how, group_bytes=32768 * (2 if precision is Precision.FP32 else 1))
     with trained("gpt2", ROOMY, asked) as (model, _):
-        planned = management_of(model).pilot.planned
+        planned = hooks_of(model).pilot.planned
         assert planned is not None
         device, whole, *_ = lower_bounds(planned.program, planned.plan.tiers)
     needed, everything, *_ = bounds(shape, asked)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import ps_kernels
 from ps_core import InvalidInput
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_models import _loss
 from ps_models._loss import IGNORED, head_loss, next_labels
 
@@ -135,7 +135,7 @@ def test_peak_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, compile
     for tokens in (128, 1024):
         x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
         labels = torch.randint(vocabulary, (tokens,))
-        tide = Tide()
+        tide = TensorBytesTracker()
         tide.start()
         loss, _ = head_loss(x, table, labels, rows=rows)
         forward = tide.take_peak()

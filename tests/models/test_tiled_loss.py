@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput
 from ps_core.engine import chunked, release
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_models import build
 from ps_models._loss import IGNORED, head_loss
 
@@ -180,7 +180,7 @@ def test_peak_bytes() -> None:
     for leaf in tiles:
         # As the engine takes it.
         leaf.register_post_accumulate_grad_hook(lambda done: setattr(done, "grad", None))  # type: ignore[no-untyped-call]
-    tide = Tide()
+    tide = TensorBytesTracker()
     tide.start()
     loss, _ = head_loss(x, tiles, torch.arange(64), rows=rows)
     forward = tide.take_peak()

@@ -323,8 +323,7 @@ def test_tracing_takes_as_much_for_every_layer() -> None:
     """For 175B that is 700,000 instructions, some tens of milliseconds: with Python 3.11, 1,430 for each moment."""
     largest = shape("gpt-175b")
     short, half, whole = (
-        instructions(partial(analytic_trace, replace(largest, layers=layers), Workload()))
-        for layers in (24, 48, 96)
+        instructions(partial(analytic_trace, replace(largest, layers=layers), Workload())) for layers in (24, 48, 96)
     )
     assert whole < 1_000_000
     assert whole - half < 2.02 * (half - short)

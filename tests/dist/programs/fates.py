@@ -27,7 +27,7 @@ from torch import nn
 import ps_core
 import ps_dist
 from ps_core.engine import chunked
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_dist import _choice, _connect, _facts
 
 TIMEOUT_S = 600.0
@@ -255,7 +255,7 @@ def disk_failed(fate: Fate) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if fate.is_lost and turn == 1:
-                os.truncate(f"/proc/self/fd/{management_of(model).engine.store.file._file}", 4096)
+                os.truncate(f"/proc/self/fd/{hooks_of(model).engine.store.file._file}", 4096)
 
 
 UNLIKE: dict[str, tuple[Any, str]] = {

@@ -16,8 +16,8 @@ from ps_core._installing import how_to_install
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
 from ps_core.engine import save_weights
-from ps_core.engine._checkpoint.ranks import Peers
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_models._layers import TiledLinear
 
@@ -168,7 +168,7 @@ def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
 def _write(model: nn.Module, path: Path) -> bool:
     """Write all weights, if it is this process that does; all that share the model call it."""
     managed = any(isinstance(each, ManagedParameter) for each in model.parameters())
-    leads = Peers(management_of(model).engine.together if managed else None).leads
+    leads = CheckpointRanks(hooks_of(model).engine.together if managed else None).leads
     if managed and not any(isinstance(module, TiledLinear) for module in model.modules()):
         save_weights(path, model, overwrite=True)
     else:

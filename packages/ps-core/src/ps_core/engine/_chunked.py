@@ -16,32 +16,32 @@ from ps_core._options import Budget, Optimizer, Options, check_unused, mark_used
 from ps_core._plan import Tier
 from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
-from ps_core.engine._devices.select import device_of, disk_file, passing_bytes, tiers_of
+from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
-from ps_core.engine._execution.components import Parts, whole
+from ps_core.engine._execution.components import Components, single_process_components
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import Management
+from ps_core.engine._execution.hooks import ModelHooks
 from ps_core.engine._execution.host_embedding import host_tables
-from ps_core.engine._execution.protocols import Guide
-from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._execution.protocols import Scheduler
+from ps_core.engine._execution.scheduler import PlanScheduler
 from ps_core.engine._gradients.loss_scale import LossScale
-from ps_core.engine._materialized import undo
-from ps_core.engine._memory.store import Store
-from ps_core.engine._memory.suggestions import Given
+from ps_core.engine._materialized import roll_back_chunked
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.suggestions import UserLimits
 from ps_core.engine._optim.optimizer import FIXED, ChunkedOptimizer
-from ps_core.engine._parameters.grouping import DTYPES, Packing, all_names, pack
+from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
-from ps_core.engine._parameters.placement import fill, place
+from ps_core.engine._parameters.placement import copy_in_values, reserve_homes
 from ps_core.engine._parameters.shared_memory import find_ties, tied_by_memory
-from ps_core.engine._parameters.unmanaged import bring_along
-from ps_core.engine._sharding.collectives_protocol import Together
-from ps_core.engine._sharding.driver import ShardDriver, sharded
-from ps_core.engine._sharding.join import Alone, Joining
-from ps_core.engine._sharding.no_plan import Unplanned
-from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._parameters.unmanaged import move_unmanaged
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.driver import ShardedDriver, sharded_components
+from ps_core.engine._sharding.join import GroupJoin, SingleProcess
+from ps_core.engine._sharding.no_plan import ShardedScheduler
+from ps_core.engine._sharding.residency import ShardedResidency
 from ps_core.engine._support.counters import Counters
-from ps_core.engine._unmatched_patterns import say_unmatched, warn_of_gradients
+from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
@@ -53,7 +53,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     precision: str | Precision = Precision.BF16,
     max_grad_norm: float | None = None,
     accumulation_steps: int = 1,
-    collectives: Together | None = None,
+    collectives: AsyncCollectives | None = None,
     options: Options | None = None,
 ) -> tuple[nn.Module, ChunkedOptimizer | None]:
     """Put a model's parameters under management; train it afterwards by a plain PyTorch loop.
@@ -73,27 +73,27 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     check_unused(budget, type(model).__name__)
     if wishes.training:
         warn_of_gradients(model)
-    where = device_of(device, pin=options.pin)
-    joining = Alone() if collectives is None else Joining(collectives)
+    where = resolve_device(device, pin=options.pin)
+    joining = SingleProcess() if collectives is None else GroupJoin(collectives)
     joining.check(where)
-    tiers = tiers_of(where, budget, joining.sharers)
+    tiers = tier_budgets(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
     joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
-    given = Given(budget, options, joining.sharers)
+    given = UserLimits(budget, options, joining.sharers)
     shared = collectives is not None
-    store = Store(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
+    store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
     engine, front = wishes.engine(store, packing)
     try:
-        fill(packing.records, joining.values(initial_values(model)), engine)
-        bring_along(model, where.torch_device)
+        copy_in_values(packing.records, joining.values(initial_values(model)), engine)
+        move_unmanaged(model, where.torch_device)
         engine.management.install()
     except BaseException:
-        undo(engine)
+        roll_back_chunked(engine)
         raise
     mark_used(budget, type(model).__name__, _is_managed(engine))
     if collectives is None or collectives.process == 0:
         names = [name for tied in all_names(model).values() for name in tied]
-        say_unmatched(type(model).__name__, names, options, front)
+        log_unmatched_patterns(type(model).__name__, names, options, front)
     return model, front
 
 
@@ -106,7 +106,7 @@ class _Wishes:
     mode: Precision
     max_grad_norm: float | None
     accumulation_steps: int
-    collectives: Together | None
+    collectives: AsyncCollectives | None
     options: Options
 
     @property
@@ -124,26 +124,26 @@ class _Wishes:
         """What the model's inputs are cast to."""
         return DTYPES[self.mode] if self.options.cast_inputs else None
 
-    def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Packing:
+    def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Grouping:
         """The model's parameters in groups."""
         tables = host_tables(self.model, tiers, alone=self.collectives is None)
         for tie in ties:
             if not tables.isdisjoint(tie):
                 raise tied_by_memory(tie, "and a HostEmbedding's table stays on the host")
-        return pack(
+        return group_parameters(
             self.model,
             self.options,
             self.mode,
             training=self.training,
-            device_bytes=passing_bytes(tiers) if len(tiers) > 1 else None,
+            device_bytes=largest_transient_group_bytes(tiers) if len(tiers) > 1 else None,
             tables=tables,
             ties=ties,
         )
 
-    def engine(self, store: Store, packing: Packing) -> tuple[Engine, ChunkedOptimizer | None]:
+    def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
         """Homes, the engine over them, and the optimizer's face."""
         sums = self.training and not self.overwrites and not store.still
-        place(store, packing.groups, accumulates=sums)
+        reserve_homes(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters()
         parts = self._parts(store, packing, counters)
@@ -154,7 +154,7 @@ class _Wishes:
             constant_bytes=_constant_bytes(self.model, store.device),
             together=self.collectives,
             guide=partial(self._guide, parts),
-            management=partial(Management, self.model, cast=self.cast),
+            management=partial(ModelHooks, self.model, cast=self.cast),
         )
         if self.optimizer is None:
             return engine, None
@@ -163,11 +163,11 @@ class _Wishes:
         )
         return engine, front
 
-    def _parts(self, store: Store, packing: Packing, counters: Counters) -> Parts:
+    def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:
         """What works on groups: all of them in this process, or a shard of each."""
         if self.collectives is None:
-            return whole(store, packing.groups, counters, overwrites=self.overwrites)
-        return sharded(
+            return single_process_components(store, packing.groups, counters, overwrites=self.overwrites)
+        return sharded_components(
             store,
             packing.groups,
             counters,
@@ -176,11 +176,11 @@ class _Wishes:
             prefetch=self.options.prefetch,
         )
 
-    def _guide(self, parts: Parts, engine: Engine) -> Guide:
+    def _guide(self, parts: Components, engine: Engine) -> Scheduler:
         """Who decides how its passes are driven."""
-        if isinstance(parts.residency, ShardResidency) and isinstance(parts.demand, ShardDriver):
-            return Unplanned(parts.residency, parts.demand, training=self.training)
-        return Pilot(
+        if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
+            return ShardedScheduler(parts.residency, parts.demand, training=self.training)
+        return PlanScheduler(
             engine,
             model_name=type(self.model).__name__,
             precision=self.mode,

@@ -12,10 +12,10 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, point_at, unmanage
-from ps_core.engine._parameters.state import TensorRecord
-from ps_core.engine._support.interrupts import alone, put_in, take_out, undisturbed
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, set_data, unmanage
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, install, uninstall
 
 
 def materialized(
@@ -26,16 +26,16 @@ def materialized(
     They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; elements that
     were not changed keep theirs, unrounded. Training inside the block raises.
     """
-    return _Materialized(model, names, write=write)
+    return _MaterializedParameters(model, names, write=write)
 
 
-class _Materialized(AbstractContextManager[nn.Module]):
+class _MaterializedParameters(AbstractContextManager[nn.Module]):
     """A class of its own, and not a generator: an interrupt may come between a generator and what calls it."""
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None, *, write: bool) -> None:
         self._model, self._names, self._write = model, names, write
         self._engine: Engine | None = None
-        self._given: dict[TensorRecord, torch.Tensor | None] = {}
+        self._given: dict[ParamState, torch.Tensor | None] = {}
         self._held: list[weakref.ref[nn.Parameter]] = []
         """Lest ``torch.utils.swap_tensors`` exchange parameters: they would lose what the engine hung on them."""
 
@@ -47,22 +47,22 @@ class _Materialized(AbstractContextManager[nn.Module]):
             raise
         return self._model
 
-    @undisturbed
+    @defer_interrupts
     def __exit__(self, *_: object) -> None:
         self._finish()
 
-    @undisturbed
+    @defer_interrupts
     def _begin(self) -> None:
-        engine = management_of(self._model).engine
+        engine = hooks_of(self._model).engine
         wanted = _wanted(engine, self._names)
         engine.check_usable()
         engine.finish_pass()
         engine.check_writes()
-        put_in()
+        install()
         self._engine = engine
         self._take(engine, wanted)
 
-    @undisturbed
+    @defer_interrupts
     def _finish(self) -> None:
         engine, self._engine = self._engine, None
         if engine is None:
@@ -70,14 +70,14 @@ class _Materialized(AbstractContextManager[nn.Module]):
         try:
             self._put_back(engine)
         finally:
-            take_out()
+            uninstall()
 
-    def _take(self, engine: Engine, wanted: list[TensorRecord]) -> None:
+    def _take(self, engine: Engine, wanted: list[ParamState]) -> None:
         for record in wanted:
             value = plain_value(record, engine.read)
             engine.residency.unbind(record)
             make_plain(record.parameter)
-            point_at(record.parameter, value)
+            set_data(record.parameter, value)
             self._given[record] = value.clone() if self._write else None
             self._held.append(weakref.ref(record.parameter))
         engine.mark_materialized(on=True)
@@ -89,7 +89,7 @@ class _Materialized(AbstractContextManager[nn.Module]):
         found = {record: record.parameter.detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
-            point_at(record.parameter, record.placeholder)
+            set_data(record.parameter, record.placeholder)
             engine.forget_version(record)
         for record, before in given.items():
             if before is not None:
@@ -99,8 +99,8 @@ class _Materialized(AbstractContextManager[nn.Module]):
                 _keep(engine, record, found[record], found[record] == before)
 
 
-@alone
-def undo(engine: Engine) -> None:
+@defer_interrupts_installing
+def roll_back_chunked(engine: Engine) -> None:
     """`chunked` was broken off: what was packed so far becomes plain parameters again, of the types they came with.
 
     Their values are those they came with, too, but frozen ones were rounded to what is computed with.
@@ -115,7 +115,7 @@ def undo(engine: Engine) -> None:
     engine.store.close()
 
 
-def _keep(engine: Engine, record: TensorRecord, value: torch.Tensor, unchanged: torch.Tensor) -> None:
+def _keep(engine: Engine, record: ParamState, value: torch.Tensor, unchanged: torch.Tensor) -> None:
     """Write a parameter's elements that the block changed. The others' masters stay: the copy had them rounded."""
     if bool(unchanged.all()):
         return
@@ -126,7 +126,7 @@ def _keep(engine: Engine, record: TensorRecord, value: torch.Tensor, unchanged: 
         engine.write_state(record, record.group.weight, value)
 
 
-def _check_shape(record: TensorRecord, value: torch.Tensor) -> None:
+def _check_shape(record: ParamState, value: torch.Tensor) -> None:
     if value.shape != record.shape:
         raise InvalidInput(
             f"{record.name!r} now has shape {tuple(value.shape)}, expected {tuple(record.shape)}: to change shapes, "
@@ -134,7 +134,7 @@ def _check_shape(record: TensorRecord, value: torch.Tensor) -> None:
         )
 
 
-def _wanted(engine: Engine, names: Iterable[str] | None) -> list[TensorRecord]:
+def _wanted(engine: Engine, names: Iterable[str] | None) -> list[ParamState]:
     if names is None:
         return engine.records
     known = {record.name: record for record in engine.records}
@@ -148,5 +148,5 @@ def _wanted(engine: Engine, names: Iterable[str] | None) -> list[TensorRecord]:
 
 def release(model: nn.Module) -> nn.Module:
     """End the management: plain parameters, no hooks. The optimizer of `chunked` is of no more use."""
-    management_of(model).release()
+    hooks_of(model).release()
     return model

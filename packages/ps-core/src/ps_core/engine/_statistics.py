@@ -9,7 +9,7 @@ from torch import nn
 import ps_kernels
 from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Statistics:
 
 def statistics(model: nn.Module) -> Statistics:
     """What the engine of a managed model has done and holds."""
-    management = management_of(model)
+    management = hooks_of(model)
     engine, pilot = management.engine, management.pilot
     store, counters = engine.store, engine.counters
     names = [tier.name for tier in store.tiers]

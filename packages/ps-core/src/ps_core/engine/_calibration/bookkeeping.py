@@ -11,8 +11,8 @@ from ps_core._simulate.costs import COUNTED, MOVES
 from ps_core.engine._calibration.blocks import Blocks
 from ps_core.engine._calibration.probes import Probe
 from ps_core.engine._chunked import chunked
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._execution.scheduler import Pilot
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.scheduler import PlanScheduler
 from ps_core.engine._materialized import release
 
 _HIDDEN, _BLOCKS = 32, 8
@@ -68,8 +68,8 @@ class Tiny:
 
     def told(self) -> Told:
         """What was found out; the model is released."""
-        pilot = management_of(self._managed).pilot
-        assert isinstance(pilot, Pilot), "there is one process"
+        pilot = hooks_of(self._managed).pilot
+        assert isinstance(pilot, PlanScheduler), "there is one process"
         planned = pilot.planned
         assert planned is not None, "it fits, and was traced"
         instrs = [planned.plan.segment(name).instrs for name in planned.program.iteration()]

@@ -36,7 +36,7 @@ _LOOKS, _LOOK_S = 100, 0.1
 """How often a process looks for the folder that another made, and for how long in between: networks are slow."""
 
 
-class Folder:
+class AtomicFolder:
     """Where a checkpoint is, and its siblings; see [Note: siblings]."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +50,7 @@ class Folder:
     @contextmanager
     def replaced(self, *, overwrite: bool) -> Iterator[Path]:
         """An empty folder to write to, which takes the path's place if all goes well."""
-        with named(self.path):
+        with as_tier_failure(self.path):
             os.makedirs(self.path.parent, exist_ok=True)
             self.recover()
             self._check(overwrite)
@@ -144,7 +144,7 @@ def _is_ours(manifest: Path) -> bool:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def as_tier_failure(path: Path) -> Iterator[None]:
     """What the system says of files as `TierFailure`."""
     try:
         yield

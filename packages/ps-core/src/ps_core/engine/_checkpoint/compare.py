@@ -11,7 +11,7 @@ from torch import nn
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine._checkpoint.atomic_folder import MANIFEST
 from ps_core.engine._checkpoint.json_values import decode
-from ps_core.engine._checkpoint.manifest import Saved
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint
 from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
 from ps_core.engine._checkpoint.sections import BUFFERS, Sections, entries, extra_states
 from ps_core.engine._execution.engine import Engine
@@ -34,7 +34,9 @@ def parameters_of(engine: Engine) -> dict[str, Any]:
     }
 
 
-def check(saved: Saved, model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, held: Sections) -> None:
+def check(
+    saved: SavedCheckpoint, model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, held: Sections
+) -> None:
     """`CheckpointMismatch` unless training can go on from there (without an optimizer: weights can be taken over)."""
     training, theirs = optimizer is not None, saved.manifest["optimizer"]
     found = [] if optimizer is None else list(_of_optimizer(theirs, optimizer))
@@ -59,7 +61,7 @@ def check(saved: Saved, model: nn.Module, engine: Engine, optimizer: ChunkedOpti
     )
 
 
-def readable_values(saved: Saved, key: str, find: Callable[[str], torch.Tensor]) -> Any:
+def readable_values(saved: SavedCheckpoint, key: str, find: Callable[[str], torch.Tensor]) -> Any:
     """What the manifest says under a key, decoded; `CheckpointDamaged` where it cannot be (any: see `values`)."""
     try:
         return decode(saved.manifest[key], find)
@@ -78,7 +80,7 @@ def as_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {}, "param_groups": groups, **scale}
 
 
-def _of_parameters(saved: Saved, engine: Engine, *, training: bool) -> Iterator[str]:
+def _of_parameters(saved: SavedCheckpoint, engine: Engine, *, training: bool) -> Iterator[str]:
     own, theirs = parameters_of(engine), saved.manifest["parameters"]
     yield from _names("parameter", theirs, own)
     for name, row in own.items():
@@ -87,7 +89,7 @@ def _of_parameters(saved: Saved, engine: Engine, *, training: bool) -> Iterator[
                 yield f"{name!r}: {key} {theirs[name][key]} in the checkpoint, {row[key]} in the model"
 
 
-def _of_the_rest(saved: Saved, model: nn.Module, held: Sections) -> Iterator[str]:
+def _of_the_rest(saved: SavedCheckpoint, model: nn.Module, held: Sections) -> Iterator[str]:
     buffers = {entry.name: entry for file in saved.files if file.section == BUFFERS for entry in file.entries}
     mine = {entry.name: entry for entry in entries(held[BUFFERS])}
     yield from _names("buffer", buffers, mine)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ps_core._options import SGD
-from ps_core.engine._checkpoint.safetensors_format import TYPES, Entry
+from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry
 from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, MASTERS, WEIGHTS
 from ps_core.engine._optim.optimizer import FIXED
-from ps_core.engine._optim.settings import Rule
+from ps_core.engine._optim.settings import StepRule
 from ps_core.engine._optim.state_format import MOMENTS as KINDS
 
-MOMENTS = {kind.__name__: tuple(KINDS[Rule.SGD if kind is SGD else Rule.ADAM]) for kind in FIXED}
+MOMENTS = {kind.__name__: tuple(KINDS[StepRule.SGD if kind is SGD else StepRule.ADAM]) for kind in FIXED}
 """The sections of each optimizer's states."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
 _FIELDS_OF_SEVERAL = {"save": str, "ranks": int, "orders": dict, "random_files": list}
@@ -164,7 +164,7 @@ def _of_several(manifest: dict[str, Any]) -> Iterator[str]:
 # Tensors.
 
 
-def wrong_tensors(manifest: dict[str, Any], files: Sequence[tuple[str, int, Sequence[Entry]]]) -> Iterator[str]:
+def wrong_tensors(manifest: dict[str, Any], files: Sequence[tuple[str, int, Sequence[TensorEntry]]]) -> Iterator[str]:
     """Yield what is missing of the sections, or there twice, or otherwise than it has to be.
 
     ``files``: the section, the writer and the tensors of each.
@@ -190,8 +190,8 @@ def wrong_tensors(manifest: dict[str, Any], files: Sequence[tuple[str, int, Sequ
     yield from _of_extra(extra, list(_tensors_in({**manifest, "files": None, "parameters": None})))
 
 
-def _of_section(section: str, entries: Sequence[Entry], wanted: Mapping[str, Wanted]) -> Iterator[str]:
-    found: dict[str, list[Entry]] = {}
+def _of_section(section: str, entries: Sequence[TensorEntry], wanted: Mapping[str, Wanted]) -> Iterator[str]:
+    found: dict[str, list[TensorEntry]] = {}
     for entry in entries:
         found.setdefault(entry.owner, []).append(entry)
     for name, (dtype, shape) in wanted.items():
@@ -208,7 +208,7 @@ def _of_section(section: str, entries: Sequence[Entry], wanted: Mapping[str, Wan
             yield f"section {section!r} has {name!r}, which is not one of its parameters"
 
 
-def _of_parts(what: str, entries: Sequence[Entry], shape: tuple[int, ...]) -> Iterator[str]:
+def _of_parts(what: str, entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> Iterator[str]:
     """Yield what is wrong with a tensor that is there whole, or in runs of elements that must lie side by side."""
     if any(not entry.tensor for entry in entries):
         if len(entries) > 1:
@@ -231,9 +231,9 @@ def _of_parts(what: str, entries: Sequence[Entry], shape: tuple[int, ...]) -> It
         yield f"{what} has {end} elements, expected {numel}"
 
 
-def _of_buffers(files: Sequence[tuple[int, Sequence[Entry]]]) -> Iterator[str]:
+def _of_buffers(files: Sequence[tuple[int, Sequence[TensorEntry]]]) -> Iterator[str]:
     """Yield what is wrong with buffers, of which every process that writes any writes all."""
-    found: dict[int, dict[str, Entry]] = {}
+    found: dict[int, dict[str, TensorEntry]] = {}
     for writer, entries in files:
         for entry in entries:
             rows = found.setdefault(writer, {})

@@ -25,7 +25,7 @@ BUFFER_BYTES = 8 * 2**20
 PAGE_BYTES = mmap.PAGESIZE
 
 
-class Buffers:
+class DoubleBuffer:
     """Two buffers for one file at a time, and two threads, one for the disk and one for the checksum."""
 
     def __init__(self, size: int, helpers: ThreadPoolExecutor) -> None:
@@ -38,11 +38,11 @@ class Buffers:
 
 
 @contextmanager
-def buffers(largest_chunk_bytes: int) -> Iterator[Buffers]:
+def buffers(largest_chunk_bytes: int) -> Iterator[DoubleBuffer]:
     """Together not more than half a chunk (or two pages)."""
     size = min(BUFFER_BYTES, max(PAGE_BYTES, largest_chunk_bytes // 4 // PAGE_BYTES * PAGE_BYTES))
     with ThreadPoolExecutor(2) as helpers:
-        yield Buffers(size, helpers)
+        yield DoubleBuffer(size, helpers)
 
 
 def wait(going: list[Future[Any]]) -> list[Any]:
@@ -74,10 +74,10 @@ def _was_direct(file: int, error: OSError) -> bool:
     return error.errno == errno.EINVAL and direct and set_direct(file, False)
 
 
-class Outlet:
+class DirectWriter:
     """A new file, written from its beginning to its end."""
 
-    def __init__(self, path: Path, pair: Buffers, folder: int | None = None) -> None:
+    def __init__(self, path: Path, pair: DoubleBuffer, folder: int | None = None) -> None:
         """``folder``: where it is to be, if that was opened; whatever becomes of its name."""
         self._buffers = pair
         self._checksum = Checksum()
@@ -131,10 +131,10 @@ def wait_quietly(going: list[Future[Any]]) -> None:
         each.exception()
 
 
-class Inlet:
+class DirectReader:
     """Runs of bytes of a file, each from its beginning to its end, one after another."""
 
-    def __init__(self, path: Path, pair: Buffers, runs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, path: Path, pair: DoubleBuffer, runs: Sequence[tuple[int, int]]) -> None:
         """``runs``: first bytes and ends, ascending."""
         self._path, self._buffers = path, pair
         self._checksums = [Checksum() for _ in runs]

@@ -13,19 +13,19 @@ from torch import nn
 
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.atomic_folder import Folder, locked, named, sync
-from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, Buffers, buffers, open_new
-from ps_core.engine._checkpoint.manifest import Saved, is_checkpoint, read_manifest
-from ps_core.engine._checkpoint.preconditions import check_outside, settle
-from ps_core.engine._checkpoint.ranks import Peers
-from ps_core.engine._checkpoint.reader import Stored, assembled, compare, readable, stored
-from ps_core.engine._checkpoint.safetensors_format import TYPES, Entry, bytes_of, table_of
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked, sync
+from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, DoubleBuffer, buffers, open_new
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint, is_checkpoint, read_manifest
+from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.reader import SavedFile, compare, read_full_tensor, readable, stored
+from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, bytes_of, table_of
 from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.shard_ranges import plain_order
-from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, Sink, Source
+from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, TensorReader, TensorWriter
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import management_of
-from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.state import ParamState
 
 
 def save_weights(
@@ -36,25 +36,27 @@ def save_weights(
     Weights are as they are computed with; with ``masters``, trained ones are in fp32, unrounded. Where several
     processes share the model, all call it, and rank 0 writes.
     """
-    engine = management_of(model).engine
-    peers = Peers(engine.together)
+    engine = hooks_of(model).engine
+    peers = CheckpointRanks(engine.together)
     with peers.step("save_weights"):
         engine.check_usable()
         check_outside("saved")
-    settle(engine, "saved")
-    whole = management_of(model)._model()
+    finish_pass_for(engine, "saved")
+    whole = hooks_of(model)._model()
     rows = sorted(_rows(engine, masters=masters), key=lambda row: (-row[0].dtype.itemsize, row[1].group.index))
     plain = dict(plain_tensors(model if whole is None else whole))
-    entries = [row[0] for row in rows] + [Entry(name, each.dtype, tuple(each.shape)) for name, each in plain.items()]
+    entries = [row[0] for row in rows] + [
+        TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in plain.items()
+    ]
     with ExitStack() as stack:
         sink = None
-        with peers.step("save_weights"), named(Path(file)):
+        with peers.step("save_weights"), as_tier_failure(Path(file)):
             if peers.leads:
                 path = stack.enter_context(_replaced(Path(file), overwrite=overwrite))
                 pair = stack.enter_context(buffers(largest_chunk_bytes(engine)))
-                sink = stack.enter_context(closing(Sink(path, table_of(entries), pair)))
+                sink = stack.enter_context(closing(TensorWriter(path, table_of(entries), pair)))
         failure = _put_all(engine, rows, sink)
-        with peers.step("save_weights"), named(Path(file)):
+        with peers.step("save_weights"), as_tier_failure(Path(file)):
             if failure is not None:
                 raise failure
             if sink is not None:
@@ -64,14 +66,16 @@ def save_weights(
             stack.close()
 
 
-def _rows(engine: Engine, *, masters: bool) -> Iterator[tuple[Entry, TensorRecord, Kind]]:
+def _rows(engine: Engine, *, masters: bool) -> Iterator[tuple[TensorEntry, ParamState, Kind]]:
     for record in engine.records:
         group = record.group
         kind = Kind.P32 if masters and record.trainable else group.weight
-        yield Entry(record.name, group.dtype_of(kind), tuple(record.shape)), record, kind
+        yield TensorEntry(record.name, group.dtype_of(kind), tuple(record.shape)), record, kind
 
 
-def _put_all(engine: Engine, rows: list[tuple[Entry, TensorRecord, Kind]], sink: Sink | None) -> OSError | None:
+def _put_all(
+    engine: Engine, rows: list[tuple[TensorEntry, ParamState, Kind]], sink: TensorWriter | None
+) -> OSError | None:
     """A group at a time, which every process gathers to the last, though the writing may have failed."""
     failure: OSError | None = None
     with ExitStack() as stack:
@@ -103,7 +107,7 @@ def export_checkpoint(
     """
     path = Path(checkpoint).absolute()
     if not is_checkpoint(path):
-        Folder(path).recover()
+        AtomicFolder(path).recover()
     saved = read_manifest(path)
     with _replaced(Path(file), overwrite=overwrite) as target:
         out = open_new(target)
@@ -114,7 +118,7 @@ def export_checkpoint(
             os.close(out)
 
 
-def _export(saved: Saved, out: int, *, masters: bool) -> None:
+def _export(saved: SavedCheckpoint, out: int, *, masters: bool) -> None:
     files = stored(saved, {section: {} for section in (MASTERS, WEIGHTS, BUFFERS)}, 0)
     entries = sorted(_wholes(saved, files, masters=masters), key=lambda entry: -entry.dtype.itemsize)
     table = table_of(entries)
@@ -129,25 +133,27 @@ def _export(saved: Saved, out: int, *, masters: bool) -> None:
     for name in saved.orders:
         dtype, at = places[name]
         shape = torch.Size(saved.manifest["parameters"][name]["shape"])
-        _put(out, at, assembled(files, name, shape, plain_order(shape)).to(dtype))
+        _put(out, at, read_full_tensor(files, name, shape, plain_order(shape)).to(dtype))
 
 
-def _wholes(saved: Saved, files: list[Stored], *, masters: bool) -> Iterator[Entry]:
+def _wholes(saved: SavedCheckpoint, files: list[SavedFile], *, masters: bool) -> Iterator[TensorEntry]:
     """The tensors of the file to be, in the order in which the model has them."""
     held = {entry.owner: (file, entry) for file in files for entry in file.entries}
     rows = saved.manifest["parameters"]
     for name in [*rows, *(name for name in held if name not in rows)]:
         file, entry = held[name]
         computed = TYPES[rows[name]["dtype"]] if name in rows and not masters else entry.dtype
-        yield Entry(name, computed, file.shape_of(entry))
+        yield TensorEntry(name, computed, file.shape_of(entry))
 
 
-def _copy(file: Stored, out: int, places: dict[str, tuple[torch.dtype, int]], saved: Saved, pair: Buffers) -> None:
+def _copy(
+    file: SavedFile, out: int, places: dict[str, tuple[torch.dtype, int]], saved: SavedCheckpoint, pair: DoubleBuffer
+) -> None:
     """A file's tensors to where they belong; `CheckpointDamaged` if its bytes have changed."""
     whole = [(file.start, file.start + file.nbytes)] if file.nbytes else []
     with ExitStack() as stack:
         with readable(file.path):
-            source = stack.enter_context(closing(Source(file.path, whole, pair)))
+            source = stack.enter_context(closing(TensorReader(file.path, whole, pair)))
         for entry in file.entries:
             if entry.tensor in saved.orders:
                 source.skip(entry.nbytes)
@@ -175,7 +181,7 @@ def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Where to write a file that takes the path's place if all goes well."""
     path = path.resolve()
     partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
-    with named(path):
+    with as_tier_failure(path):
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
         if path.exists() and not overwrite:

@@ -13,16 +13,16 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.atomic_folder import Folder
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
-from ps_core.engine._checkpoint.preconditions import changing, check_outside, settle
-from ps_core.engine._checkpoint.ranks import Peers
-from ps_core.engine._checkpoint.reader import Reader, Stored, stored, version_of
+from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for, loading_state
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.reader import Reader, SavedFile, stored, version_of
 from ps_core.engine._checkpoint.safetensors_format import damaged, keeps_values, no_key_twice, read_table
-from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, Held
+from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.tied_weights import owner, settle_ties
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,15 +36,15 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     stay as they are. Gives the names that are missing in the files, and those of the files that the model does not
     have; with ``strict`` such names raise `CheckpointMismatch`, before anything is changed.
     """
-    engine = management_of(model).engine
-    peers = Peers(engine.together)
+    engine = hooks_of(model).engine
+    peers = CheckpointRanks(engine.together)
     with peers.step("load_weights"):
         engine.check_usable(loading=engine.half_loaded.startswith("load_weights("))
         check_outside("loaded")
         path = Path(path).absolute()
         if peers.leads and not path.is_file() and not is_checkpoint(path):
-            Folder(path).recover()  # it may be a checkpoint whose overwriting was cut short
-    settle(engine, "loaded")
+            AtomicFolder(path).recover()  # it may be a checkpoint whose overwriting was cut short
+    finish_pass_for(engine, "loaded")
     with peers.step("load_weights"):
         found, known = list(_files(path)), _targets(model)
         targets = _matched(found, known, getattr(model, "base_model_prefix", ""))
@@ -58,7 +58,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     peers.agree("the weights that are loaded", f"{path.name} ({_print(found)})")
     with peers.step("load_weights"):
         settle_ties(path, found, targets, peers, strict=strict)
-    with changing(engine, f"load_weights(model, {str(path)!r})"):
+    with loading_state(engine, f"load_weights(model, {str(path)!r})"):
         Reader(engine, peers).read([replace(file, targets=targets) for file in found])
     for entry in (entry for file in found for entry in file.entries):
         held = targets[entry.owner]
@@ -68,12 +68,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     return missing, unexpected
 
 
-def _matched(files: Iterable[Stored], known: Mapping[str, Held], prefix: str) -> dict[str, Held | None]:
+def _matched(
+    files: Iterable[SavedFile], known: Mapping[str, TensorSource], prefix: str
+) -> dict[str, TensorSource | None]:
     """What each name of the files means in the model."""
     return {entry.owner: _find(entry.owner, known, prefix) for file in files for entry in file.entries}
 
 
-def _print(files: Iterable[Stored]) -> str:
+def _print(files: Iterable[SavedFile]) -> str:
     """What tells these files from others, but for the values in them."""
     whole = Checksum()
     for file in files:
@@ -84,7 +86,7 @@ def _print(files: Iterable[Stored]) -> str:
 # What there is to load.
 
 
-def _files(path: Path) -> Iterator[Stored]:
+def _files(path: Path) -> Iterator[SavedFile]:
     if path.is_file():
         yield from _indexed(path) if path.name.endswith(".index.json") else _single(path)
         return
@@ -106,13 +108,13 @@ def _files(path: Path) -> Iterator[Stored]:
     yield from _single(chosen[0])
 
 
-def _single(path: Path) -> Iterator[Stored]:
+def _single(path: Path) -> Iterator[SavedFile]:
     version = version_of(path)
     start, entries = read_table(path)
-    yield Stored(path, start, tuple(entries), {}, version=version)
+    yield SavedFile(path, start, tuple(entries), {}, version=version)
 
 
-def _indexed(path: Path) -> Iterator[Stored]:
+def _indexed(path: Path) -> Iterator[SavedFile]:
     try:
         places: dict[str, str] = dict(json.loads(path.read_bytes(), object_pairs_hook=no_key_twice)["weight_map"])
         names = dict.fromkeys(places.values())
@@ -135,9 +137,9 @@ def _indexed(path: Path) -> Iterator[Stored]:
 # What is known of the model.
 
 
-def _targets(model: nn.Module) -> dict[str, Held]:
+def _targets(model: nn.Module) -> dict[str, TensorSource]:
     """Where each name of ``state_dict`` has its newest values; tied ones by all their names."""
-    found: dict[str, Held] = {}
+    found: dict[str, TensorSource] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in {**module._parameters, **module._buffers}.items():
             if tensor is None or name in module._non_persistent_buffers_set:
@@ -151,7 +153,7 @@ def _targets(model: nn.Module) -> dict[str, Held]:
     return found
 
 
-def _find(name: str, known: Mapping[str, Held], prefix: str) -> Held | None:
+def _find(name: str, known: Mapping[str, TensorSource], prefix: str) -> TensorSource | None:
     """What a name of the files means here: Hugging Face's have, or lack, the prefix of the model without its head."""
     for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         if each in known:
@@ -161,8 +163,8 @@ def _find(name: str, known: Mapping[str, Held], prefix: str) -> Held | None:
 
 def _check(
     path: Path,
-    files: Iterable[Stored],
-    targets: Mapping[str, Held | None],
+    files: Iterable[SavedFile],
+    targets: Mapping[str, TensorSource | None],
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:

@@ -33,7 +33,7 @@ from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.rng_state import check_random_state
 from ps_core.engine._checkpoint.safetensors_format import (
     TYPES,
-    Entry,
+    TensorEntry,
     damaged,
     no_key_twice,
     table_of,
@@ -46,12 +46,12 @@ VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class ManifestFile:
     """One file of tensors."""
 
     name: str
     section: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     writer: int = 0
     """The process that writes it."""
     save: str = ""
@@ -76,9 +76,9 @@ class File:
         return {"section": self.section, "tensors": tensors} | ({"writer": self.writer} if self.save else {})
 
 
-def cut(section: str, shares: Iterable[tuple[int, Sequence[Entry]]], limit_bytes: int) -> list[File]:
+def cut(section: str, shares: Iterable[tuple[int, Sequence[TensorEntry]]], limit_bytes: int) -> list[ManifestFile]:
     """A section's files: as many tensors of a writer's in each as the limit allows, but at least one."""
-    parts: list[tuple[int, list[Entry]]] = []
+    parts: list[tuple[int, list[TensorEntry]]] = []
     for writer, entries in shares:
         size = limit_bytes
         for entry in entries:
@@ -88,7 +88,7 @@ def cut(section: str, shares: Iterable[tuple[int, Sequence[Entry]]], limit_bytes
             parts[-1][1].append(entry)
             size += entry.nbytes
     names = numbered(section, len(parts), "safetensors")
-    return [File(name, section, tuple(part), writer) for name, (writer, part) in zip(names, parts, strict=True)]
+    return [ManifestFile(name, section, tuple(part), writer) for name, (writer, part) in zip(names, parts, strict=True)]
 
 
 def numbered(name: str, count: int, ending: str) -> list[str]:
@@ -98,7 +98,7 @@ def numbered(name: str, count: int, ending: str) -> list[str]:
     return [f"{name}-{index:05}-of-{count:05}.{ending}" for index in range(1, count + 1)]
 
 
-def marked(files: Iterable[File], manifest: dict[str, Any], more: Sequence[int]) -> list[File]:
+def marked(files: Iterable[ManifestFile], manifest: dict[str, Any], more: Sequence[int]) -> list[ManifestFile]:
     """The same, with the mark that follows from what is saved."""
     whole = Checksum()
     whole.update(_text(manifest))
@@ -106,7 +106,7 @@ def marked(files: Iterable[File], manifest: dict[str, Any], more: Sequence[int])
     return [replace(each, save=whole.text) for each in files]
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any], files: Sequence[File], sums: dict[str, str]) -> None:
+def write_manifest(folder: Path, manifest: dict[str, Any], files: Sequence[ManifestFile], sums: dict[str, str]) -> None:
     """Write both, to the disk."""
     rows = {file.name: file.row() for file in files}
     mark = next((file.save for file in files if file.save), "")
@@ -145,12 +145,12 @@ def write_text(path: Path, text: bytes, folder: int | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint whose manifest is sound, and whose files have the sizes and tables they had."""
 
     path: Path
     manifest: dict[str, Any]
-    files: tuple[File, ...]
+    files: tuple[ManifestFile, ...]
     sums: dict[str, str]
 
     @property
@@ -170,7 +170,7 @@ class Saved:
         found: dict[str, list[int]] = self.manifest.get("orders", {})
         return found
 
-    def files_for(self, rank: int) -> list[File]:
+    def files_for(self, rank: int) -> list[ManifestFile]:
         """Those that are of interest to one process: all, but of buffers only one writer's."""
         mine = rank % self.ranks
         if not any(file.section == "buffers" and file.writer == mine for file in self.files):
@@ -202,7 +202,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / SUMS).is_file() or (path / MANIFEST).is_file()
 
 
-def read_manifest(path: Path, *, files_too: bool = True) -> Saved:
+def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
     """A checkpoint, all but its tensors checked (or with ``files_too`` false the manifest); see [Note: damage]."""
     if not path.is_dir():
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
@@ -218,7 +218,7 @@ def read_manifest(path: Path, *, files_too: bool = True) -> Saved:
     small = manifest.get("random_files", [])
     if sums.keys() != {MANIFEST, *(file.name for file in files), *small}:
         raise damaged(path / SUMS, "it names other files than the manifest does")
-    saved = Saved(path, manifest, files, sums)
+    saved = SavedCheckpoint(path, manifest, files, sums)
     if files_too:
         for file in files:
             _check_file(path / file.name, file)
@@ -256,12 +256,12 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError(f"it refers to a tensor {name!r}")
 
 
-def _file(name: str, row: dict[str, Any], save: str) -> File:
-    entries = [Entry(tensor, TYPES[dtype], tuple(shape), *part) for tensor, dtype, shape, *part in row["tensors"]]
-    return File(name, row["section"], tuple(entries), row.get("writer", 0), save)
+def _file(name: str, row: dict[str, Any], save: str) -> ManifestFile:
+    entries = [TensorEntry(tensor, TYPES[dtype], tuple(shape), *part) for tensor, dtype, shape, *part in row["tensors"]]
+    return ManifestFile(name, row["section"], tuple(entries), row.get("writer", 0), save)
 
 
-def _check_file(path: Path, file: File) -> None:
+def _check_file(path: Path, file: ManifestFile) -> None:
     table = file.table
     found = _read(path, len(table))
     size = path.stat().st_size

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._checkpoint.manifest import Saved
-from ps_core.engine._checkpoint.sections import EXTRA, Held, Sections
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint
+from ps_core.engine._checkpoint.sections import EXTRA, Sections, TensorSource
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._parameters.state import Gradient
+from ps_core.engine._parameters.state import GradientPlace
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
     """The whole of a managed model, and its engine, if the optimizer is the one that was made with it."""
-    management = management_of(model)
+    management = hooks_of(model)
     engine, whole = management.engine, management._model()
     if whole is None:
         raise InvalidInput(
@@ -36,12 +36,12 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
     return whole, engine
 
 
-def settle(engine: Engine, what: str) -> None:
+def finish_pass_for(engine: Engine, what: str) -> None:
     """End the pass that is on; `InvalidInput` amid a step."""
     check_outside(what)
     engine.finish_pass()
     engine.check_writes()
-    waiting = [record.name for record in engine.records if record.gradient is not Gradient.NONE]
+    waiting = [record.name for record in engine.records if record.gradient is not GradientPlace.NONE]
     if waiting:
         raise InvalidInput(
             f"{len(waiting)} gradients (the first of {waiting[0]!r}) wait for a step, and cannot be {what}: call "
@@ -56,7 +56,7 @@ def check_outside(what: str) -> None:
 
 
 @contextmanager
-def changing(engine: Engine, what: str) -> Iterator[None]:
+def loading_state(engine: Engine, what: str) -> Iterator[None]:
     """Values are being replaced; if that fails half way, nobody may use what is then a mixture."""
     engine.mark_half_loaded(what)
     engine.collected()
@@ -64,7 +64,7 @@ def changing(engine: Engine, what: str) -> Iterator[None]:
     engine.mark_half_loaded("")
 
 
-def targets_of(saved: Saved, held: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:
+def targets_of(saved: SavedCheckpoint, held: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:
     """Where each section's tensors go: parameters to where their newest values are kept; and what belongs to nobody."""
     parameters = {**held["weights"], **held["masters"]}
     extra = {
@@ -73,5 +73,5 @@ def targets_of(saved: Saved, held: Sections) -> tuple[Sections, dict[str, torch.
         if file.section == EXTRA
         for entry in file.entries
     }
-    kept: dict[str, Held] = dict(extra)
+    kept: dict[str, TensorSource] = dict(extra)
     return {**held, "weights": parameters, "masters": parameters, EXTRA: kept}, extra

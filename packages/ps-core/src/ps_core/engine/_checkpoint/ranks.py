@@ -15,7 +15,7 @@ _TOLD_BYTES = 1000
 """Of a message."""
 
 
-class Peers:
+class CheckpointRanks:
     """This process among them; alone, mostly. Every method is called by all of them."""
 
     def __init__(self, together: Ranks | None) -> None:

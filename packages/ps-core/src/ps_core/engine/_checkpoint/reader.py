@@ -12,31 +12,31 @@ import torch
 
 from ps_core._program import Kind
 from ps_core.engine._checkpoint.crc32 import Checksum, joined, text_of
-from ps_core.engine._checkpoint.direct_io import Buffers, buffers
-from ps_core.engine._checkpoint.manifest import Saved
-from ps_core.engine._checkpoint.ranks import Peers
-from ps_core.engine._checkpoint.safetensors_format import Entry, bytes_of, damaged
+from ps_core.engine._checkpoint.direct_io import DoubleBuffer, buffers
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.safetensors_format import TensorEntry, bytes_of, damaged
 from ps_core.engine._checkpoint.sections import (
     BUFFERS,
     EXTRA,
-    Chunks,
-    Held,
+    OpenChunks,
+    TensorSource,
     elements_of,
     largest_chunk_bytes,
     layout_of,
     replaced,
 )
-from ps_core.engine._checkpoint.shard_ranges import Layout, Span, plain_order, runs, same_order, spans
-from ps_core.engine._checkpoint.tensor_files import Source
+from ps_core.engine._checkpoint.shard_ranges import FileRange, Layout, plain_order, runs, same_order, spans
+from ps_core.engine._checkpoint.tensor_files import TensorReader
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._parameters.state import ParamState
 
-Targets = Mapping[str, Held | None]
+Targets = Mapping[str, TensorSource | None]
 """By the names of a file's tensors (not of its parts): where they go."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullTensorLayout:
     """A tensor that is in parts."""
 
     shape: tuple[int, ...]
@@ -45,15 +45,15 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class SavedFile:
     """A file with tensors in it."""
 
     path: Path
     start: int
     """Where the first of them begins."""
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     targets: Targets
-    wholes: Mapping[str, Whole] = field(default_factory=dict)
+    wholes: Mapping[str, FullTensorLayout] = field(default_factory=dict)
     """The tensors that parts are of."""
     head: bytes = b""
     """What is before ``start``, if there is a checksum."""
@@ -68,24 +68,27 @@ class Stored:
         """Of its tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def places(self) -> Iterator[tuple[Entry, int]]:
+    def places(self) -> Iterator[tuple[TensorEntry, int]]:
         """Each of them, and where it begins."""
         at = self.start
         for entry in self.entries:
             yield entry, at
             at += entry.nbytes
 
-    def shape_of(self, entry: Entry) -> tuple[int, ...]:
+    def shape_of(self, entry: TensorEntry) -> tuple[int, ...]:
         """Of the whole."""
         return self.wholes[entry.tensor].shape if entry.tensor else entry.shape
 
 
-def stored(saved: Saved, targets: Mapping[str, Targets], rank: int) -> list[Stored]:
+def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int) -> list[SavedFile]:
     """A checkpoint's files with the sections that are wanted."""
     shapes = {name: tuple(row["shape"]) for name, row in saved.manifest["parameters"].items()}
-    wholes = {name: Whole(shape, tuple(saved.orders.get(name, plain_order(shape)))) for name, shape in shapes.items()}
+    wholes = {
+        name: FullTensorLayout(shape, tuple(saved.orders.get(name, plain_order(shape))))
+        for name, shape in shapes.items()
+    }
     return [
-        Stored(
+        SavedFile(
             saved.path / file.name,
             len(file.table),
             file.entries,
@@ -103,17 +106,17 @@ def stored(saved: Saved, targets: Mapping[str, Targets], rank: int) -> list[Stor
 class Reader:
     """One process's reading of some files."""
 
-    def __init__(self, engine: Engine, peers: Peers) -> None:
+    def __init__(self, engine: Engine, peers: CheckpointRanks) -> None:
         self._engine, self._peers = engine, peers
 
-    def read(self, files: Sequence[Stored]) -> None:
+    def read(self, files: Sequence[SavedFile]) -> None:
         """Fill the targets; `CheckpointDamaged` on every process if a byte of any file is another."""
         rows = {file.path: self._spans(file) for file in files}
         sums: dict[Path, list[int]] = {}
         with (
             self._peers.step("reading weights"),
             buffers(largest_chunk_bytes(self._engine)) as pair,
-            Chunks(self._engine, write=True) as chunks,
+            OpenChunks(self._engine, write=True) as chunks,
             torch.no_grad(),
         ):
             for file in files:
@@ -125,8 +128,8 @@ class Reader:
             for record in {held[0]: None for file in files for held in file.targets.values() if _is_managed(held)}:
                 replaced(record)
 
-    def _spans(self, file: Stored) -> list[Span]:
-        def layout(entry: Entry) -> Layout | None:
+    def _spans(self, file: SavedFile) -> list[FileRange]:
+        def layout(entry: TensorEntry) -> Layout | None:
             held = file.targets.get(entry.owner)
             if held is None or self._is_odd(file, entry, held):
                 return None
@@ -135,10 +138,10 @@ class Reader:
         found = spans(file.start, file.entries, layout)
         return [replace(each, reader=self._peers.shard) for each in found] if file.common else list(found)
 
-    def _is_mine(self, file: Stored, span: Span) -> bool:
+    def _is_mine(self, file: SavedFile, span: FileRange) -> bool:
         return span.reader == self._peers.shard and (span.wanted or file.checksum is not None)
 
-    def _turn(self, files: Sequence[Stored], chunks: Chunks) -> None:
+    def _turn(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
         """What is not read in order, each tensor by way of the whole."""
         odd = {
             entry.owner: (file, held)
@@ -149,12 +152,12 @@ class Reader:
         for name, (file, held) in odd.items():
             same = [each for each in files if each.targets is file.targets]
             if isinstance(held, torch.Tensor):
-                held.copy_(assembled(same, name, held.shape, plain_order(held.shape)).view(held.shape))
+                held.copy_(read_full_tensor(same, name, held.shape, plain_order(held.shape)).view(held.shape))
             elif mine := elements_of(held[0], self._peers.shard):
-                turned = assembled(same, name, held[0].shape, held[0].stride)
+                turned = read_full_tensor(same, name, held[0].shape, held[0].stride)
                 chunks.elements(held, mine.start, len(mine)).copy_(turned[mine.start : mine.stop])
 
-    def _is_odd(self, file: Stored, entry: Entry, held: Held) -> bool:
+    def _is_odd(self, file: SavedFile, entry: TensorEntry, held: TensorSource) -> bool:
         """Whether a process does not read a run of the file's elements as they come."""
         if isinstance(held, torch.Tensor):
             return self._peers.shards > 1 and not file.common  # all want it, and each byte is summed up by one
@@ -163,7 +166,9 @@ class Reader:
             return False  # whole here as it is there, so it may be copied in any order
         return not same_order(record.shape, _order(file, entry, record.shape), record.stride)
 
-    def _check(self, files: Sequence[Stored], rows: Mapping[Path, list[Span]], sums: Mapping[Path, list[int]]) -> None:
+    def _check(
+        self, files: Sequence[SavedFile], rows: Mapping[Path, list[FileRange]], sums: Mapping[Path, list[int]]
+    ) -> None:
         """Put the sums of what each process read together; files without a checksum must be as they were."""
         peers = self._peers
         changing, files = files, [file for file in files if file.checksum is not None]
@@ -186,10 +191,10 @@ class Reader:
                     compare(file, [(sum_, file.nbytes) for sum_ in sums[file.path]])
 
 
-def _read(file: Stored, mine: Sequence[Span], chunks: Chunks, pair: Buffers) -> list[int]:
+def _read(file: SavedFile, mine: Sequence[FileRange], chunks: OpenChunks, pair: DoubleBuffer) -> list[int]:
     """These spans; the checksum of each run of them."""
     ranges = [(start, stop) for _, start, stop in runs(mine)]
-    with readable(file.path), closing(Source(file.path, ranges, pair)) as source:
+    with readable(file.path), closing(TensorReader(file.path, ranges, pair)) as source:
         for span in mine:
             held, dtype = file.targets.get(span.entry.owner), span.entry.dtype
             if held is None or not span.wanted:
@@ -219,7 +224,7 @@ def readable(path: Path) -> Iterator[None]:
         raise damaged(path, f"it cannot be read ({error.strerror})") from error
 
 
-def compare(file: Stored, pieces: Sequence[tuple[int, int]]) -> None:
+def compare(file: SavedFile, pieces: Sequence[tuple[int, int]]) -> None:
     """`CheckpointDamaged` unless every byte of the file is as it was written."""
     head = Checksum()
     head.update(file.head)
@@ -228,20 +233,20 @@ def compare(file: Stored, pieces: Sequence[tuple[int, int]]) -> None:
         raise damaged(file.path, f"its checksum is {found}, expected {file.checksum}: bytes have changed")
 
 
-def _is_managed(held: Held | None) -> TypeGuard[tuple[TensorRecord, Kind]]:
+def _is_managed(held: TensorSource | None) -> TypeGuard[tuple[ParamState, Kind]]:
     return isinstance(held, tuple)
 
 
-def _shards_of(record: TensorRecord) -> range:
+def _shards_of(record: ParamState) -> range:
     layout = layout_of(record)
     return range(layout.offset // layout.shard_numel, (layout.offset + record.numel) // layout.shard_numel + 1)
 
 
-def _order(file: Stored, entry: Entry, shape: Sequence[int]) -> tuple[int, ...]:
+def _order(file: SavedFile, entry: TensorEntry, shape: Sequence[int]) -> tuple[int, ...]:
     return file.wholes[entry.tensor].stride if entry.tensor else plain_order(shape)
 
 
-def assembled(files: Sequence[Stored], name: str, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+def read_full_tensor(files: Sequence[SavedFile], name: str, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
     """All elements of a tensor that is in these files, in the order that it has in memory with these strides."""
     found = [(file, entry, at) for file in files for entry, at in file.places() if entry.owner == name]
     file, entry, _ = found[0]

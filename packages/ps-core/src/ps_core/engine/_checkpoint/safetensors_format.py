@@ -51,7 +51,7 @@ METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     name: str
@@ -86,7 +86,7 @@ def type_name(what: str, dtype: torch.dtype) -> str:
     return name
 
 
-def table_of(entries: Iterable[Entry], save: str = "") -> bytes:
+def table_of(entries: Iterable[TensorEntry], save: str = "") -> bytes:
     """The first bytes of a file with these tensors, one after another; ``save``: what it is a part of."""
     table: dict[str, Any] = {"__metadata__": {**METADATA, "save": save} if save else METADATA}
     end = 0
@@ -99,12 +99,12 @@ def table_of(entries: Iterable[Entry], save: str = "") -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Large elements first, so that every tensor is aligned to its own."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
-def read_table(path: Path) -> tuple[int, list[Entry]]:
+def read_table(path: Path) -> tuple[int, list[TensorEntry]]:
     """Where a file's tensors begin, and what they are, in the order they lie in; `CheckpointDamaged`."""
     try:
         size = path.stat().st_size
@@ -159,13 +159,13 @@ def _limits(dtype: torch.dtype) -> tuple[int, int]:
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
-def _row(name: str, row: dict[str, Any]) -> tuple[int, int, Entry]:
+def _row(name: str, row: dict[str, Any]) -> tuple[int, int, TensorEntry]:
     shape, (start, end) = tuple(row["shape"]), row["data_offsets"]
     if not all(isinstance(each, int) and each >= 0 for each in (*shape, start, end)):
         raise ValueError(f"{name!r} has shape {shape}")
     if row["dtype"] not in TYPES:
         raise ValueError(f"{name!r} has type {row['dtype']!r}, expected one of {', '.join(TYPES)}")
-    return start, end, Entry(name, TYPES[row["dtype"]], shape)
+    return start, end, TensorEntry(name, TYPES[row["dtype"]], shape)
 
 
 def damaged(path: Path, what: str) -> CheckpointDamaged:

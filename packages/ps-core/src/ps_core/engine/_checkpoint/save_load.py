@@ -9,20 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core.engine._checkpoint.atomic_folder import Folder
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.compare import as_state_dict, check, parameters_of, readable_values
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import read_manifest
-from ps_core.engine._checkpoint.preconditions import changing, check_outside, managed_pair, settle, targets_of
-from ps_core.engine._checkpoint.ranks import Peers
+from ps_core.engine._checkpoint.preconditions import (
+    check_outside,
+    finish_pass_for,
+    loading_state,
+    managed_pair,
+    targets_of,
+)
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
 from ps_core.engine._checkpoint.reader import Reader, stored
 from ps_core.engine._checkpoint.rng_state import random_state, restore_random_state
-from ps_core.engine._checkpoint.sections import EXTRA, Held, contents, extra_states
-from ps_core.engine._checkpoint.writer import agree, save, share_out
+from ps_core.engine._checkpoint.sections import EXTRA, TensorSource, contents, extra_states
+from ps_core.engine._checkpoint.writer import agree, plan_save, save
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import management_of
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._support.log import say
+from ps_core.engine._support.log import log_line
 
 
 def save_checkpoint(
@@ -39,26 +45,26 @@ def save_checkpoint(
     there; a process killed at whatever instant leaves that one or the new one. Where several processes share the model,
     all call it alike, and each writes its shards.
     """
-    peers = Peers(management_of(model).engine.together)
+    peers = CheckpointRanks(hooks_of(model).engine.together)
     with peers.step("save_checkpoint"):
         model, engine = managed_pair(model, optimizer)
         engine.check_usable()
         check_outside("saved")
-    settle(engine, "saved")
+    finish_pass_for(engine, "saved")
     with peers.step("save_checkpoint"):
         held = contents(model, engine, optimizer)
         manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}), alone=peers.alone)
     if not peers.alone:
         agree(peers, manifest, held[EXTRA], overwrite=overwrite)
     engine.updater.compare()
-    save(Folder(path), engine, share_out(peers, engine, manifest, held), overwrite=overwrite)
+    save(AtomicFolder(path), engine, plan_save(peers, engine, manifest, held), overwrite=overwrite)
 
 
 def _manifest(
     model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any], *, alone: bool
-) -> tuple[dict[str, Any], dict[str, Held]]:
+) -> tuple[dict[str, Any], dict[str, TensorSource]]:
     """What is not a tensor of the model's or the optimizer's; and the tensors among that."""
-    kept: dict[str, Held] = {}
+    kept: dict[str, TensorSource] = {}
 
     def keep(tensor: torch.Tensor) -> str:
         name = str(len(kept))
@@ -93,12 +99,12 @@ def load_checkpoint(
     Budget, device, group size and the number of processes may be others. For a model without an optimizer, only weights
     and buffers are taken.
     """
-    peers = Peers(management_of(model).engine.together)
+    peers = CheckpointRanks(hooks_of(model).engine.together)
     with peers.step("load_checkpoint"):
         model, engine = managed_pair(model, optimizer)
         engine.check_usable(loading=True)
         check_outside("loaded")
-        folder = Folder(path)
+        folder = AtomicFolder(path)
         if peers.leads:
             folder.recover()
     with peers.step("load_checkpoint"):
@@ -112,7 +118,7 @@ def load_checkpoint(
     engine.discard_gradients()
     engine.finish_pass()
     find = extra_tensors.__getitem__
-    with changing(engine, f"load_checkpoint({str(saved.path)!r}, ...)"):
+    with loading_state(engine, f"load_checkpoint({str(saved.path)!r}, ...)"):
         Reader(engine, peers).read(stored(saved, targets, peers.rank))
         with peers.step("load_checkpoint"):
             if optimizer is not None:
@@ -123,7 +129,7 @@ def load_checkpoint(
             if random is not None:
                 restore_random_state(random)
     if optimizer is not None and (ranks := peers.size()) != saved.ranks and peers.leads:
-        say(
+        log_line(
             f"{saved.path} was saved by {saved.ranks} processes, and {ranks} load it: rank i goes on with the "
             f"random numbers of rank i modulo {saved.ranks}"
         )

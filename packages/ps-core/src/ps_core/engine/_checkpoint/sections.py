@@ -13,19 +13,19 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.safetensors_format import Entry, in_order
+from ps_core.engine._checkpoint.safetensors_format import TensorEntry, in_order
 from ps_core.engine._checkpoint.shard_ranges import Layout
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.state_format import MOMENTS
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
-from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._sharding.residency import ShardedResidency
 
 MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
-Held = tuple[TensorRecord, Kind] | torch.Tensor
+TensorSource = tuple[ParamState, Kind] | torch.Tensor
 """Where a tensor's values are: in a chunk, or by themselves."""
-Sections = dict[str, dict[str, Held]]
+Sections = dict[str, dict[str, TensorSource]]
 
 
 def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None) -> Sections:
@@ -71,31 +71,31 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def entries(section: dict[str, Held], shard: int = 0) -> list[Entry]:
+def entries(section: dict[str, TensorSource], shard: int = 0) -> list[TensorEntry]:
     """What a process writes of a section's tensors, as they will lie in files; see [Note: parts]."""
     found = [_entry(name, held, shard) for name, held in section.items()]
     return in_order(each for each in found if each is not None)
 
 
-def _entry(name: str, held: Held, shard: int) -> Entry | None:
+def _entry(name: str, held: TensorSource, shard: int) -> TensorEntry | None:
     if isinstance(held, torch.Tensor):
-        return None if shard else Entry(name, held.dtype, tuple(held.shape))
+        return None if shard else TensorEntry(name, held.dtype, tuple(held.shape))
     record, kind = held
     dtype = record.group.dtype_of(kind)
     mine = elements_of(record, shard)
     if mine == range(record.numel):
-        return None if shard and not record.numel else Entry(name, dtype, tuple(record.shape))
+        return None if shard and not record.numel else TensorEntry(name, dtype, tuple(record.shape))
     if not mine:
         return None
-    return Entry(f"{name}[{mine.start}:{mine.stop}]", dtype, (len(mine),), name, mine.start)
+    return TensorEntry(f"{name}[{mine.start}:{mine.stop}]", dtype, (len(mine),), name, mine.start)
 
 
-def layout_of(record: TensorRecord) -> Layout:
+def layout_of(record: ParamState) -> Layout:
     """Where its elements are."""
     return Layout(record.offset, record.group.shard_numel)
 
 
-def elements_of(record: TensorRecord, shard: int) -> range:
+def elements_of(record: ParamState, shard: int) -> range:
     """Those that a shard has, in memory order."""
     first = shard * record.group.shard_numel - record.offset
     start, stop = (min(max(each, 0), record.numel) for each in (first, first + record.group.shard_numel))
@@ -107,7 +107,7 @@ def largest_chunk_bytes(engine: Engine) -> int:
     return max(home.bytes for group in engine.groups for kind, home in group.homes.items() if kind is not Kind.FULL)
 
 
-class Chunks(AbstractContextManager["Chunks"]):
+class OpenChunks(AbstractContextManager["OpenChunks"]):
     """Chunks held open: one at a time, for it may have to come from a disk; and those that are in memory for good.
 
     Of a model that several processes share, a chunk is this one's shard.
@@ -116,9 +116,9 @@ class Chunks(AbstractContextManager["Chunks"]):
     def __init__(self, engine: Engine, *, write: bool) -> None:
         self._engine = engine
         self._write = write
-        self._open: dict[tuple[GroupRecord, Kind], tuple[ExitStack, torch.Tensor, list[TensorRecord]]] = {}
+        self._open: dict[tuple[ParamGroup, Kind], tuple[ExitStack, torch.Tensor, list[ParamState]]] = {}
 
-    def tensor(self, held: Held) -> torch.Tensor:
+    def tensor(self, held: TensorSource) -> torch.Tensor:
         """A tensor of which all is here, to be read or written before the next call."""
         if isinstance(held, torch.Tensor):
             return held
@@ -126,13 +126,13 @@ class Chunks(AbstractContextManager["Chunks"]):
         flat = self._elements(record, kind)
         return flat.as_strided(record.shape, record.stride, flat.storage_offset())
 
-    def elements(self, held: tuple[TensorRecord, Kind], first: int, count: int) -> torch.Tensor:
+    def elements(self, held: tuple[ParamState, Kind], first: int, count: int) -> torch.Tensor:
         """Some of those that are here, in memory order, to be read or written before the next call."""
         record, kind = held
         before = elements_of(record, record.group.rank).start
         return self._elements(record, kind)[first - before : first - before + count]
 
-    def _elements(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def _elements(self, record: ParamState, kind: Kind) -> torch.Tensor:
         key = (record.group, kind)
         if key not in self._open:
             for other in [each for each in self._open if not each[0].pinned]:
@@ -144,7 +144,7 @@ class Chunks(AbstractContextManager["Chunks"]):
         records.append(record)
         return flat[record.piece]
 
-    def _close(self, key: tuple[GroupRecord, Kind]) -> None:
+    def _close(self, key: tuple[ParamGroup, Kind]) -> None:
         (group, kind), (stack, flat, records) = key, self._open.pop(key)
         changed = self._write and kind in (Kind.P32, group.weight)
         for record in records[::-1] if changed else []:
@@ -167,10 +167,10 @@ class Chunks(AbstractContextManager["Chunks"]):
 
 
 @contextmanager
-def _own(engine: Engine, group: GroupRecord, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
+def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
     """What this process has of one kind of a group."""
     residency = engine.residency
-    if not isinstance(residency, ShardResidency):
+    if not isinstance(residency, ShardedResidency):
         with engine.updater.opened(group, kind, write=write) as flat:
             yield flat
         return
@@ -185,8 +185,8 @@ def _own(engine: Engine, group: GroupRecord, kind: Kind, *, write: bool) -> Iter
             residency.save(home, slice(0, shard.numel()), shard)
 
 
-def replaced(record: TensorRecord) -> None:
+def replaced(record: ParamState) -> None:
     """Its values are others now; every process that has a share in the group says so, whether it has some or none."""
-    record.payload = Payload.VALID
+    record.payload = SlotContents.VALID
     record.epoch += 1
     record.group.reading = -1

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ps_core.engine._checkpoint.safetensors_format import Entry
+from ps_core.engine._checkpoint.safetensors_format import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileRange:
     """Bytes of a file that one process reads."""
 
     start: int
     stop: int
     reader: int
-    entry: Entry
+    entry: TensorEntry
     first: int = 0
     """The first of these elements in the tensor, in memory order."""
     wanted: bool = True
@@ -47,22 +47,24 @@ def cut(layout: Layout, first: int, count: int) -> Iterator[tuple[int, int, int]
         first = end
 
 
-def spans(start: int, entries: Iterable[Entry], layout_of: Callable[[Entry], Layout | None]) -> Iterator[Span]:
+def spans(
+    start: int, entries: Iterable[TensorEntry], layout_of: Callable[[TensorEntry], Layout | None]
+) -> Iterator[FileRange]:
     """Every byte of a file's tensors, in order; what nobody wants (no layout) is for the first process."""
     for entry in entries:
         size, layout = entry.dtype.itemsize, layout_of(entry)
         if layout is None:
-            yield Span(start, start + entry.nbytes, 0, entry, wanted=False)
+            yield FileRange(start, start + entry.nbytes, 0, entry, wanted=False)
         elif not entry.nbytes:
-            yield Span(start, start, layout.offset // layout.shard_numel, entry, entry.first)
+            yield FileRange(start, start, layout.offset // layout.shard_numel, entry, entry.first)
         else:
             for shard, first, count in cut(layout, entry.first, entry.numel):
                 at = start + (first - entry.first) * size
-                yield Span(at, at + count * size, shard, entry, first)
+                yield FileRange(at, at + count * size, shard, entry, first)
         start += entry.nbytes
 
 
-def runs(found: Iterable[Span]) -> list[tuple[int, int, int]]:
+def runs(found: Iterable[FileRange]) -> list[tuple[int, int, int]]:
     """What lies side by side and has one reader, taken together: reader, first byte, end."""
     rows: list[tuple[int, int, int]] = []
     for each in found:

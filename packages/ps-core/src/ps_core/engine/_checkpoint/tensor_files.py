@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from ps_core.engine._checkpoint.direct_io import Buffers, Inlet, Outlet
+from ps_core.engine._checkpoint.direct_io import DirectReader, DirectWriter, DoubleBuffer
 from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of, is_plain
 
 PIECE_BYTES = 4 * 2**20
 
 
-class Sink:
+class TensorWriter:
     """A file being written: the table, then each tensor as it comes."""
 
-    def __init__(self, path: Path, table: bytes, pair: Buffers, folder: int | None = None) -> None:
-        """``folder``: see `Outlet`."""
-        self._out = Outlet(path, pair, folder)
+    def __init__(self, path: Path, table: bytes, pair: DoubleBuffer, folder: int | None = None) -> None:
+        """``folder``: see `DirectWriter`."""
+        self._out = DirectWriter(path, pair, folder)
         try:
             self._out.write(memoryview(table))
         except BaseException:
@@ -43,11 +43,11 @@ class Sink:
         self._out.close()
 
 
-class Source:
+class TensorReader:
     """Runs of a file being read, one after another."""
 
-    def __init__(self, path: Path, runs: Sequence[tuple[int, int]], pair: Buffers) -> None:
-        self._in = Inlet(path, pair, runs)
+    def __init__(self, path: Path, runs: Sequence[tuple[int, int]], pair: DoubleBuffer) -> None:
+        self._in = DirectReader(path, pair, runs)
 
     def take(self, dtype: torch.dtype, target: torch.Tensor) -> None:
         """The next values, of a type, rounded to the target's where that is another."""

@@ -9,15 +9,20 @@ from pathlib import Path
 import torch
 
 from ps_core._errors import CheckpointMismatch
-from ps_core.engine._checkpoint.ranks import Peers
-from ps_core.engine._checkpoint.reader import Stored, assembled
-from ps_core.engine._checkpoint.sections import Held
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.reader import SavedFile, read_full_tensor
+from ps_core.engine._checkpoint.sections import TensorSource
 
 _PIECE_NUMEL = 2**20
 
 
 def settle_ties(
-    path: Path, files: Sequence[Stored], targets: dict[str, Held | None], peers: Peers, *, strict: bool
+    path: Path,
+    files: Sequence[SavedFile],
+    targets: dict[str, TensorSource | None],
+    peers: CheckpointRanks,
+    *,
+    strict: bool,
 ) -> None:
     """Of a parameter's names keep one; if the values differ, `CheckpointMismatch` (a warning unless ``strict``)."""
     names: dict[int, list[str]] = {}
@@ -36,19 +41,19 @@ def settle_ties(
                 _tell(path, kept, other, strict=strict)
 
 
-def owner(held: Held) -> int:
+def owner(held: TensorSource) -> int:
     """The same for the names of tied ones."""
     return id(held) if isinstance(held, torch.Tensor) else id(held[0].first)
 
 
-def _alike(files: Sequence[Stored], one: str, other: str, held: Held) -> bool:
+def _alike(files: Sequence[SavedFile], one: str, other: str, held: TensorSource) -> bool:
     """Whether two names have the same values, once they are rounded to the type that they are kept in."""
     if isinstance(held, torch.Tensor):
         shape, stride, dtype = held.shape, held.stride(), held.dtype
     else:
         record, kind = held
         shape, stride, dtype = record.shape, record.stride, record.group.dtype_of(kind)
-    first, second = (assembled(files, name, shape, stride) for name in (one, other))
+    first, second = (read_full_tensor(files, name, shape, stride) for name in (one, other))
     return all(
         torch.equal(a.to(dtype).view(torch.uint8), b.to(dtype).view(torch.uint8))
         for a, b in zip(torch.split(first, _PIECE_NUMEL), torch.split(second, _PIECE_NUMEL), strict=True)

@@ -21,26 +21,34 @@ from typing import Any
 
 import torch
 
-from ps_core.engine._checkpoint.atomic_folder import Folder, named
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure
 from ps_core.engine._checkpoint.crc32 import Checksum, text_of
-from ps_core.engine._checkpoint.direct_io import Buffers, buffers
+from ps_core.engine._checkpoint.direct_io import DoubleBuffer, buffers
 from ps_core.engine._checkpoint.json_values import encode
-from ps_core.engine._checkpoint.manifest import File, cut, marked, numbered, read_manifest, write_manifest, write_text
-from ps_core.engine._checkpoint.ranks import Peers
+from ps_core.engine._checkpoint.manifest import (
+    ManifestFile,
+    cut,
+    marked,
+    numbered,
+    read_manifest,
+    write_manifest,
+    write_text,
+)
+from ps_core.engine._checkpoint.ranks import CheckpointRanks
 from ps_core.engine._checkpoint.rng_state import random_state
 from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of
 from ps_core.engine._checkpoint.sections import (
     BUFFERS,
     EXTRA,
-    Chunks,
-    Held,
+    OpenChunks,
     Sections,
+    TensorSource,
     elements_of,
     entries,
     largest_chunk_bytes,
 )
 from ps_core.engine._checkpoint.shard_ranges import plain_order, same_order
-from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, Sink
+from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, TensorWriter
 from ps_core.engine._execution.engine import Engine
 
 FILE_BYTES = 4 * 2**30
@@ -48,20 +56,22 @@ FILE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SavePlan:
     """What is saved, and this process's part of it."""
 
-    peers: Peers
+    peers: CheckpointRanks
     manifest: dict[str, Any]
     held: Sections
-    files: list[File]
+    files: list[ManifestFile]
     """Of all processes."""
     small: dict[str, bytes]
     """This one's small files."""
     marker: str
 
 
-def agree(peers: Peers, manifest: Mapping[str, Any], kept: Mapping[str, Held], *, overwrite: bool) -> None:
+def agree(
+    peers: CheckpointRanks, manifest: Mapping[str, Any], kept: Mapping[str, TensorSource], *, overwrite: bool
+) -> None:
     """`RanksDiverged` unless what is saved once is the same on all ranks."""
     peers.agree("save_checkpoint(overwrite=...)", str(overwrite))
     optimizer = manifest["optimizer"] or {}
@@ -76,10 +86,10 @@ def agree(peers: Peers, manifest: Mapping[str, Any], kept: Mapping[str, Held], *
         peers.agree(f"tensor {name} of extra and param_groups", text_of(_checksum({name: tensor})))
 
 
-def share_out(peers: Peers, engine: Engine, manifest: dict[str, Any], held: Sections) -> Share:
+def plan_save(peers: CheckpointRanks, engine: Engine, manifest: dict[str, Any], held: Sections) -> SavePlan:
     """Who writes what."""
     if peers.alone:
-        return Share(peers, manifest, held, _files(held, 1, [0]), {}, "")
+        return SavePlan(peers, manifest, held, _files(held, 1, [0]), {}, "")
     random = b""
     if manifest["optimizer"] is not None:
         random = (json.dumps(encode("the state of random numbers", random_state(), str)) + "\n").encode()
@@ -92,10 +102,10 @@ def share_out(peers: Peers, engine: Engine, manifest: dict[str, Any], held: Sect
     differing = [rank for rank, row in enumerate(told) if not rank or row[0] != told[0][0]]
     files = marked(_files(held, peers.shards, differing), manifest, [value for row in told for value in row[:2]])
     small = {names[peers.rank]: random} if random else {}
-    return Share(peers, manifest, held, files, small, f".ps-save-{told[0][2]:08x}")
+    return SavePlan(peers, manifest, held, files, small, f".ps-save-{told[0][2]:08x}")
 
 
-def _files(held: Sections, shards: int, with_buffers: list[int]) -> list[File]:
+def _files(held: Sections, shards: int, with_buffers: list[int]) -> list[ManifestFile]:
     found = []
     for name, section in held.items():
         shares = [(shard, entries(section, shard)) for shard in range(1 if name == EXTRA else shards)]
@@ -115,7 +125,7 @@ def _orders(engine: Engine) -> dict[str, list[int]]:
     }
 
 
-def _checksum(section: Mapping[str, Held]) -> int:
+def _checksum(section: Mapping[str, TensorSource]) -> int:
     """Of tensors that are nobody's."""
     whole = Checksum()
     for name, tensor in section.items():
@@ -127,7 +137,7 @@ def _checksum(section: Mapping[str, Held]) -> int:
     return whole.value
 
 
-def save(folder: Folder, engine: Engine, share: Share, *, overwrite: bool) -> None:
+def save(folder: AtomicFolder, engine: Engine, share: SavePlan, *, overwrite: bool) -> None:
     """Write all of it; see [Note: one folder]."""
     peers = share.peers
     with ExitStack() as stack:
@@ -142,19 +152,19 @@ def save(folder: Folder, engine: Engine, share: Share, *, overwrite: bool) -> No
             with peers.step("save_checkpoint"):
                 at = folder.find(share.marker)
                 stack.callback(os.close, at)
-        with peers.step("save_checkpoint"), named(folder.path):
+        with peers.step("save_checkpoint"), as_tier_failure(folder.path):
             mine = _write(new, at, engine, share)
         sums = _exchange(share, mine)
         with peers.step("save_checkpoint"):
             if peers.leads:
-                _seal(new, share, sums)
+                _finalize(new, share, sums)
         with peers.step("save_checkpoint"):
             stack.close()
 
 
-def _write(new: Path, at: int | None, engine: Engine, share: Share) -> dict[str, int]:
+def _write(new: Path, at: int | None, engine: Engine, share: SavePlan) -> dict[str, int]:
     """This process's files; their checksums."""
-    with buffers(largest_chunk_bytes(engine)) as pair, Chunks(engine, write=False) as chunks:
+    with buffers(largest_chunk_bytes(engine)) as pair, OpenChunks(engine, write=False) as chunks:
         sums = {
             file.name: _write_file(new / file.name, at, file, share.held[file.section], chunks, pair)
             for file in share.files
@@ -164,9 +174,14 @@ def _write(new: Path, at: int | None, engine: Engine, share: Share) -> dict[str,
 
 
 def _write_file(
-    path: Path, at: int | None, file: File, section: Mapping[str, Held], chunks: Chunks, pair: Buffers
+    path: Path,
+    at: int | None,
+    file: ManifestFile,
+    section: Mapping[str, TensorSource],
+    chunks: OpenChunks,
+    pair: DoubleBuffer,
 ) -> int:
-    with closing(Sink(path, file.table, pair, at)) as sink:
+    with closing(TensorWriter(path, file.table, pair, at)) as sink:
         for entry in file.entries:
             held = section[entry.owner]
             if isinstance(held, tuple) and entry.tensor:
@@ -176,7 +191,7 @@ def _write_file(
         return sink.finish()
 
 
-def _exchange(share: Share, mine: Mapping[str, int]) -> dict[str, str]:
+def _exchange(share: SavePlan, mine: Mapping[str, int]) -> dict[str, str]:
     """Every file's checksum."""
     writers = {file.name: file.writer for file in share.files}
     writers |= {name: rank for rank, name in enumerate(share.manifest.get("random_files", []))}
@@ -186,7 +201,7 @@ def _exchange(share: Share, mine: Mapping[str, int]) -> dict[str, str]:
     return {name: text_of(next(found[writer])) for name, writer in writers.items()}
 
 
-def _seal(new: Path, share: Share, sums: dict[str, str]) -> None:
+def _finalize(new: Path, share: SavePlan, sums: dict[str, str]) -> None:
     """Say what there is; with several processes, look whether it is there."""
     if not share.peers.alone:
         os.unlink(new / share.marker)

@@ -17,7 +17,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
-from ps_core.engine._devices.disk.file import DiskFile, Place
+from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 
 
 class Event(Protocol):
@@ -28,7 +28,7 @@ class Event(Protocol):
         """The queue it was recorded on."""
 
 
-class Gauge(Protocol):
+class NonModelBytes(Protocol):
     """Counts the bytes of tier 0 that are not the engine's: the tide."""
 
     @property
@@ -72,7 +72,7 @@ class Device(Protocol):
     def machine(self) -> Machine | None:
         """The rates to plan with, where nobody gives others; None: those of a small computer."""
 
-    def tide(self) -> Gauge:
+    def tide(self) -> NonModelBytes:
         """A gauge of this device."""
 
     def memory_bytes(self) -> tuple[int, int] | None:
@@ -93,13 +93,13 @@ class Device(Protocol):
     def attach(self, file: DiskFile) -> None:
         """Have a disk tier: what `read` and `write` are about from now on."""
 
-    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+    def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
         """Launch a read on ``Queue.DISK_R``: bytes of host memory from a slot's bytes behind ``start``.
 
         ``lost`` is called, by the host thread, if it turns out that they never come.
         """
 
-    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+    def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
         """Launch a write on ``Queue.DISK_W``, the other way."""
 
     def trim(self, memory: torch.Tensor) -> None:

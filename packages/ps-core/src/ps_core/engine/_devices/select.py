@@ -12,11 +12,11 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._options import Budget
 from ps_core._plan import Tier
-from ps_core.engine._devices.cpu.device import StandIn
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import cuda_device
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.disk.file import DiskFile
-from ps_core.engine._support.log import say
+from ps_core.engine._support.log import log_line
 
 _WEIGHTS_OF_GROUP = 7
 """A group's bytes over those of its weights, in 16 bits."""
@@ -24,7 +24,7 @@ _KEPT_FREE = 10
 """One part in so many of a tier is left alone where no budget is given."""
 
 
-def device_of(device: str | torch.device | Device, *, pin: bool) -> Device:
+def resolve_device(device: str | torch.device | Device, *, pin: bool) -> Device:
     """The device of this name, as PyTorch writes it too."""
     if isinstance(device, torch.device):
         device = str(device)
@@ -33,13 +33,13 @@ def device_of(device: str | torch.device | Device, *, pin: bool) -> Device:
     if not isinstance(device, str):
         raise InvalidInput(f"device must be a text like 'emulated' or 'cuda:1', found {device!r}")
     if device in ("cpu", "emulated"):
-        return StandIn(name=device)
+        return CpuDevice(name=device)
     if device.partition(":")[0] == "cuda":
         return cuda_device(device, pin=pin)
     raise InvalidInput(f"device must be 'cpu', 'emulated', 'cuda' or one CUDA device like 'cuda:1', found {device!r}")
 
 
-def tiers_of(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ...]:
+def tier_budgets(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ...]:
     """Fastest first; where several processes share the computer, this one's part of what they share."""
     host = budget.host_bytes
     if host is None:
@@ -71,7 +71,7 @@ def _device_bytes(device: Device, budget: Budget) -> int:
     return budget.device_bytes
 
 
-def passing_bytes(tiers: tuple[Tier, ...]) -> int:
+def largest_transient_group_bytes(tiers: tuple[Tier, ...]) -> int:
     """The memory that weights pass through; above a disk whole groups do, which are seven times as large."""
     sizes = [tiers[0].capacity_bytes] * (tiers[0].name == "device")
     if tiers[-1].name == "disk":
@@ -85,7 +85,7 @@ def disk_file(budget: Budget) -> DiskFile | None:
         return None
     file = DiskFile(budget.disk_dir)
     how = "past the page cache" if file.direct else "through the page cache, for the file system has no O_DIRECT"
-    say(f"disk tier: {file.name}, {how}; it has no name in its folder, and goes with the process")
+    log_line(f"disk tier: {file.name}, {how}; it has no name in its folder, and goes with the process")
     return file
 
 

@@ -35,7 +35,7 @@ _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _lift_fresh = torch.ops.aten.lift_fresh.default
 
 
-class _Life(weakref.ref[torch.UntypedStorage]):
+class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
     """One counted storage. Torch keeps its Python object alive as long as the C++ storage, so this dies with that."""
 
     __slots__ = ("bytes", "key")
@@ -60,7 +60,7 @@ class _Pause:
         self.depth -= 1
 
 
-class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """Counts the bytes of the tensor storages on one device type that came into being while it is on.
 
     Storages made before `start` or within `paused()` are not counted, nor are their views. Deaths are noticed at any
@@ -85,7 +85,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self._on = False
         self._began_in_inference = False
         self._pause = _Pause()
-        self._lives: dict[int, _Life] = {}
+        self._lives: dict[int, _TrackedStorage] = {}
         self._died_callback: Callable[[Any], None] = self._died
 
     # ---- on and off
@@ -142,7 +142,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
                 self._died(life)
 
     def _born(self, storage: torch.UntypedStorage) -> None:
-        life = _Life(storage, self._died_callback)
+        life = _TrackedStorage(storage, self._died_callback)
         life.key = storage._cdata
         life.bytes = storage.nbytes()
         self._lives[life.key] = life
@@ -153,7 +153,7 @@ class Tide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     @callback
-    def _died(self, life: _Life) -> None:
+    def _died(self, life: _TrackedStorage) -> None:
         if self._lives.get(life.key) is life:
             del self._lives[life.key]
             self.current_bytes -= life.bytes
@@ -243,6 +243,6 @@ def _push(modes: Iterable[TorchDispatchMode]) -> None:
 
 # Where torch.compile is about, its frame evaluator shall leave this and all that it calls alone.
 _frames.set_code_exec_strategy(
-    Tide.__torch_dispatch__.__code__,
+    TensorBytesTracker.__torch_dispatch__.__code__,
     _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
 )

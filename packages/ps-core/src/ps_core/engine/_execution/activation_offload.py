@@ -16,7 +16,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 
-class _Way(Protocol):
+class _Route(Protocol):
     """To the host's memory and back. (Any: what it makes is its own.)"""
 
     def put(self, tensor: torch.Tensor) -> Any:
@@ -66,7 +66,7 @@ class _Put:
 
     __slots__ = ("way", "what")
 
-    def __init__(self, way: _Way, what: Any) -> None:
+    def __init__(self, way: _Route, what: Any) -> None:
         self.way, self.what = way, what
 
 
@@ -80,7 +80,7 @@ def _engine_of(module: nn.Module) -> Engine | None:
     return None
 
 
-def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Way | None:
+def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route | None:
     if any(isinstance(each, FakeTensor) for each in tensors):
         return _Foreseen()
     if engine is None:

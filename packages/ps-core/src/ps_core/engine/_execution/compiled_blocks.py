@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 from ps_core._errors import UnsupportedParameter
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain
-from ps_core.engine._support.interrupts import alone, undisturbed
-from ps_core.engine._support.module_call import Around, Call, compiled_call
+from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
+from ps_core.engine._support.module_call import Call, ModuleCallWrapper, compiled_call
 
 REMEDY = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
 
 
-class Block:
+class CompiledBlock:
     """One compiled block."""
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
@@ -38,7 +38,7 @@ class Block:
         self._running = False
         for record in self._records:
             record.unit = self._records
-        self.around = Around(module, self._run)
+        self.around = ModuleCallWrapper(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if self._running or self._engine.surgery:  # or its parameters are plain already
@@ -56,7 +56,7 @@ class Block:
                 engine.passes.count(tensor)
         return result
 
-    @undisturbed
+    @defer_interrupts
     def _begin(self) -> None:
         self._running = True
         self._engine.saved.count_kept(on=True)
@@ -65,7 +65,7 @@ class Block:
         for parameter in self._parameters:
             make_plain(parameter)
 
-    @undisturbed
+    @defer_interrupts
     def _end(self, depth: int) -> None:
         self._running = False
         self._engine.saved.count_kept(on=False)
@@ -80,17 +80,17 @@ class Block:
             record.unit = []
 
 
-class Blocks:
+class CompiledBlocks:
     """The compiled blocks of one model; blocks may be compiled at any time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._blocks: list[Block] = []
+        self._blocks: list[CompiledBlock] = []
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @alone
+    @defer_interrupts_installing
     def refresh(self, model: nn.Module) -> None:
         """Stand around those that were compiled since the last look."""
         for block in self._blocks:
@@ -98,8 +98,8 @@ class Blocks:
                 block.remove()
         self._blocks = [block for block in self._blocks if block.around.in_place]
         for module in _outermost_compiled(model):
-            if not isinstance(vars(module).get("_compiled_call_impl"), Around):
-                self._blocks.append(Block(module, self._engine))
+            if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper):
+                self._blocks.append(CompiledBlock(module, self._engine))
 
     def remove(self) -> None:
         """Stand around none."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ps_core.engine._execution.on_demand import Demand
-from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._execution.on_demand import OnDemandDriver
+from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.store import Store
-from ps_core.engine._optim.on_demand_step import Updater
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._parameters.state import ParamGroup
 
 
 class Ranks(Protocol):
@@ -42,17 +42,21 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """What works on groups."""
 
     residency: Residency
-    gradients: GradientKeeper
-    updater: Updater
-    demand: Demand
+    gradients: GradientStore
+    updater: OnDemandStepper
+    demand: OnDemandDriver
 
 
-def whole(store: Store, groups: list[GroupRecord], watcher: TransferObserver, *, overwrites: bool) -> Parts:
+def single_process_components(
+    store: TierStore, groups: list[ParamGroup], watcher: TransferObserver, *, overwrites: bool
+) -> Components:
     """For a process that has all of the model."""
     residency = Residency(store, groups, watcher)
-    gradients = GradientKeeper(residency, overwrites=overwrites)
-    return Parts(residency, gradients, Updater(residency, gradients, groups), Demand(residency, gradients))
+    gradients = GradientStore(residency, overwrites=overwrites)
+    return Components(
+        residency, gradients, OnDemandStepper(residency, gradients, groups), OnDemandDriver(residency, gradients)
+    )

@@ -15,25 +15,25 @@ import torch
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._execution.components import Parts, Ranks
-from ps_core.engine._execution.host_tables import Tables
-from ps_core.engine._execution.passes import Passes
-from ps_core.engine._execution.protocols import Guide, Hooks
+from ps_core.engine._execution.components import Components, Ranks
+from ps_core.engine._execution.host_tables import HostTables
+from ps_core.engine._execution.passes import PassTracker
+from ps_core.engine._execution.protocols import Hooks, Scheduler
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
-from ps_core.engine._memory.activation_slots import HostRoom
-from ps_core.engine._memory.slot import Bound
-from ps_core.engine._optim.clip_or_skip import Deciding
-from ps_core.engine._optim.group_step import Decision, SettingsOf
+from ps_core.engine._memory.activation_slots import ActivationSlots
+from ps_core.engine._memory.slot import SlotView
+from ps_core.engine._optim.clip_or_skip import StepDecisions
+from ps_core.engine._optim.group_step import SettingsOf, StepDecision
 from ps_core.engine._optim.settings import Outcome
 from ps_core.engine._parameters.errors import changed_in_place, not_trained, whole_table
-from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, changes, clear_grad
+from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, clear_grad, version_of
 from ps_core.engine._parameters.masters import Masters
-from ps_core.engine._parameters.saved_tensors import Kept, SavedTensors
-from ps_core.engine._parameters.state import Gradient, Payload, TensorRecord
+from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
+from ps_core.engine._parameters.state import GradientPlace, ParamState, SlotContents
 from ps_core.engine._parameters.state_copies import StateCopies
 from ps_core.engine._support.counters import Counters
-from ps_core.engine._support.interrupts import undisturbed
+from ps_core.engine._support.interrupts import defer_interrupts
 
 
 class Engine:
@@ -41,13 +41,13 @@ class Engine:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         counters: Counters,
         *,
         loss_scale: LossScale | None,
         constant_bytes: int,
         together: Ranks | None,
-        guide: Callable[[Engine], Guide],
+        guide: Callable[[Engine], Scheduler],
         management: Callable[[Engine], Hooks],
     ) -> None:
         """Make an engine of its parts. ``guide`` and ``management`` are called with it, and may keep it."""
@@ -63,12 +63,12 @@ class Engine:
         self.together = together
         """The processes that share the model; None: there is one."""
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
-        self.passes = Passes(parts, self.records, counters, constant_bytes, guide(self))
-        self._deciding = Deciding(self.gradients)
+        self.passes = PassTracker(parts, self.records, counters, constant_bytes, guide(self))
+        self._deciding = StepDecisions(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners, self.passes.count)
-        self.activations = HostRoom(store, counters, self.passes.tide)
+        self.activations = ActivationSlots(store, counters, self.passes.tide)
         """Where activations wait in the host's memory."""
-        self.tables = Tables(
+        self.tables = HostTables(
             self.passes,
             self.gradients,
             store,
@@ -93,12 +93,12 @@ class Engine:
         self.collecting = 0
         """State dicts being made, one within another: parameters answer with copies."""
         self.copies = StateCopies()
-        self.loading: Callable[[TensorRecord, torch.Tensor], None] | None = None
+        self.loading: Callable[[ParamState, torch.Tensor], None] | None = None
         """A state dict is being loaded: parameters are written through this."""
 
-    # What parameters ask (`_parameters.managed_parameter.Keeper`).
+    # What parameters ask (`_parameters.managed_parameter.ParameterOwner`).
 
-    def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
+    def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function once these parameters are where it can read them."""
         self.touch(records)
         with torch._C.DisableTorchFunctionSubclass():
@@ -123,13 +123,13 @@ class Engine:
         try:
             self.saved.push()
             if whose := self.saved.kept_by_others():
-                every = whose is Kept.ALL
+                every = whose is AliasPolicy.ALL
                 args, kwargs = aliased(args, every), aliased(kwargs, every)
             return function(*args, **kwargs)
         finally:
             self.saved.pop_to(depth)
 
-    def _expose(self, records: list[TensorRecord], function: Function) -> None:
+    def _expose(self, records: list[ParamState], function: Function) -> None:
         """Note whose memory a call gave away; in backward, only what shows memory as such."""
         always = function in OPENING
         if always or torch._C._current_graph_task_id() == -1:
@@ -143,23 +143,23 @@ class Engine:
         self.copies.check()
         self.passes.check_writes()
 
-    def check_unchanged(self, records: Iterable[TensorRecord]) -> None:
+    def check_unchanged(self, records: Iterable[ParamState]) -> None:
         """Refuse changes in place that nobody was told of, and undo them."""
         for record in records:
-            if record.bound is not None and changes(record.parameter) != record.version:
+            if record.bound is not None and version_of(record.parameter) != record.version:
                 self._refuse_change(record)
 
-    def get_gradient(self, record: TensorRecord) -> torch.Tensor | None:
+    def get_gradient(self, record: ParamState) -> torch.Tensor | None:
         """What ``parameter.grad`` is."""
         if record.dropped:
             raise not_trained(record.name)
-        if record.gradient is Gradient.NONE:
+        if record.gradient is GradientPlace.NONE:
             return None
         if record.face is None:
             record.face = ManagedGrad(record, self, self.loss_scale)
         return record.face
 
-    def set_gradient(self, record: TensorRecord, value: Any) -> None:
+    def set_gradient(self, record: ParamState, value: Any) -> None:
         """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if value is record.face and value is not None:
             return
@@ -178,7 +178,7 @@ class Engine:
             self.arrive(record, value.detach().clone())
             record.assigned = True
 
-    def overwrite(self, record: TensorRecord, function: Function, args: Any) -> Any:
+    def overwrite(self, record: ParamState, function: Function, args: Any) -> Any:
         """A function that changes the parameter in place: only a state dict being loaded may."""
         if self.loading is not None and function is torch.Tensor.copy_:
             self.loading(record, args[1])
@@ -228,39 +228,39 @@ class Engine:
         self.collecting, self.loading = 0, None
         self.copies.finish()
 
-    def detached(self, record: TensorRecord) -> torch.Tensor | None:
+    def detached(self, record: ParamState) -> torch.Tensor | None:
         """A copy for a state dict that is being collected."""
         if self.collecting <= 0:
             return None
         copy = self.copies.get(record)
         return self.copies.add(record, self.read(record)) if copy is None else copy
 
-    @undisturbed
+    @defer_interrupts
     def abort(self) -> None:
         """The root module's forward failed: end the pass, and let go of everything."""
         self.passes.abort_forward()
         self.finish_pass()
         self.passes.tide.stop()
 
-    def _refuse_change(self, record: TensorRecord) -> None:
-        record.version = changes(record.parameter)
+    def _refuse_change(self, record: ParamState) -> None:
+        record.version = version_of(record.parameter)
         if record.bound is not None:
             self.residency.undo_changes(record, record.bound.slot)
         record.group.reading = -1
         raise changed_in_place(record.name)
 
-    def forget_version(self, record: TensorRecord) -> None:
+    def forget_version(self, record: ParamState) -> None:
         """Changes in place so far were meant."""
-        record.version = changes(record.parameter)
+        record.version = version_of(record.parameter)
         record.group.reading = -1
 
     # What saved tensors ask (`_parameters.saved_tensors.Fetcher`).
 
-    def fetch(self, record: TensorRecord) -> Bound:
+    def fetch(self, record: ParamState) -> SlotView:
         """The record's residency, brought in if need be."""
         wanted = [record]
         if record.unit:
-            wanted += [each for each in record.unit if each.payload is Payload.VALID]
+            wanted += [each for each in record.unit if each.payload is SlotContents.VALID]
         self.touch(wanted)
         assert record.bound is not None, "touching binds"
         return record.bound
@@ -276,8 +276,8 @@ class Engine:
 
     # Moments.
 
-    @undisturbed
-    def touch(self, records: list[TensorRecord]) -> None:
+    @defer_interrupts
+    def touch(self, records: list[ParamState]) -> None:
         """Have these parameters in, and keep them in for the moment."""
         self.check_usable()
         passes = self.passes
@@ -290,7 +290,7 @@ class Engine:
         for record in records:
             if (
                 (record.group.reading != moment and not record.group.pinned)
-                or record.payload is not Payload.VALID
+                or record.payload is not SlotContents.VALID
                 or record.group.home.newest(0) is None  # a second gradient had it made anew at home
             ):
                 for each in records:
@@ -306,16 +306,16 @@ class Engine:
             if beat is not None:
                 beat.touched[record.index] = None
 
-    def _touch_still(self, records: list[TensorRecord]) -> None:
+    def _touch_still(self, records: list[ParamState]) -> None:
         for record in records:
-            if record.payload is not Payload.VALID:
+            if record.payload is not SlotContents.VALID:
                 with torch.no_grad():
                     self.gradients.reclaim(record.group)
             if record.bound is None:
                 self.residency.bind(record)
 
-    @undisturbed
-    def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+    @defer_interrupts
+    def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
         """A gradient came."""
         self._deciding.forget()
         self.check_usable()
@@ -351,16 +351,16 @@ class Engine:
                 f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
             )
 
-    # Passes.
+    # PassTracker.
 
-    @undisturbed
+    @defer_interrupts
     def await_forward(self, inputs: Iterable[torch.Tensor]) -> None:
         """The root module is called: what is looked at from here on is of the pass that this belongs to."""
         self.store.check_process()
         self.copies.check()
         self.passes.end_open(inputs)
 
-    @undisturbed
+    @defer_interrupts
     def enter(self) -> None:
         """The root module's forward begins."""
         self.collected()
@@ -368,37 +368,37 @@ class Engine:
         if torch.is_grad_enabled():
             self.saved.push()
 
-    @undisturbed
+    @defer_interrupts
     def leave(self) -> None:
         """The root module's forward is over."""
         self.passes.leave_forward()
 
-    @undisturbed
+    @defer_interrupts
     def finish_pass(self) -> None:
         """Between passes everything is at home, but for what somebody holds on to."""
         self.store.check_process()
         self.passes.finish()
 
-    # What the optimizer asks (`_optim.settings.Gradients`).
+    # What the optimizer asks (`_optim.settings.OptimizerBackend`).
 
-    def has_gradient(self, record: TensorRecord) -> bool:
+    def has_gradient(self, record: ParamState) -> bool:
         """Whether a gradient waits for the step."""
-        return record.gradient is not Gradient.NONE
+        return record.gradient is not GradientPlace.NONE
 
-    def gradient_norm(self, record: TensorRecord) -> float:
+    def gradient_norm(self, record: ParamState) -> float:
         """Of the stored gradient times its factor."""
         self.finish_pass()
         self.residency.await_all(Queue.CPU)
         squares = float(self.gradients.measure(record)[0])
         return math.sqrt(squares) * abs(record.factor)
 
-    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+    def scale_gradient(self, record: ParamState, factor: float) -> None:
         """Have the step multiply by this too."""
         self._deciding.forget()
         self.gradients.scale(record, factor)
 
-    @undisturbed
-    def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
+    @defer_interrupts
+    def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
         """Forget the gradients of these, or of all."""
         chosen = list(records) if records is not None else self.records
         for record in chosen:
@@ -407,12 +407,12 @@ class Engine:
         if records is None:
             self.tables.forget()
         beat = self.passes.beat
-        if beat is None or beat.backward or self.still or any(r.gradient is not Gradient.NONE for r in chosen):
+        if beat is None or beat.backward or self.still or any(r.gradient is not GradientPlace.NONE for r in chosen):
             self.finish_pass()  # else a forward pass is on, whose gradients are still to come
         with torch.no_grad():
-            self.gradients.discard([record for record in chosen if record.gradient is not Gradient.NONE])
+            self.gradients.discard([record for record in chosen if record.gradient is not GradientPlace.NONE])
 
-    @undisturbed
+    @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         self.check_usable()
@@ -431,8 +431,8 @@ class Engine:
         self.residency.exposed.check()
         return Outcome(norm=decision.norm, skipped=decision.skip)
 
-    def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Decision:
-        pending = [record for record in self.records if record.gradient is not Gradient.NONE]
+    def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> StepDecision:
+        pending = [record for record in self.records if record.gradient is not GradientPlace.NONE]
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
             if decision.skip:
                 self.gradients.discard(pending)
@@ -440,21 +440,21 @@ class Engine:
                 self.updater.step(settings, decision.factor)
         return decision
 
-    def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def read_state(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape."""
         self._check_kept()
         self.finish_pass()
         return self.updater.read(record, kind)
 
-    @undisturbed
-    def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    @defer_interrupts
+    def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         self._check_kept()
         self.copies.drop(record)  # of a state dict that broke off
         self.updater.write(record, kind, value)
         self.residency.exposed.check(record)
 
-    def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
+    def load_master(self, record: ParamState, value: torch.Tensor) -> None:
         """Replace the parameter by a master of a state dict, unless other weights were loaded."""
         self.write_state(record, Kind.P32, self.masters.master(record, value))
 
@@ -462,12 +462,12 @@ class Engine:
         """Hear that an optimizer's state dict was loaded whole."""
         self.masters.states_loaded()
 
-    def load_weight(self, record: TensorRecord, value: torch.Tensor) -> None:
+    def load_weight(self, record: ParamState, value: torch.Tensor) -> None:
         """Replace the parameter by one of a model's state dict; a master that rounds to it stays."""
         master = self.masters.weight(record, value)
         if master is not None:
             self.write_state(record, Kind.P32, master)
 
-    def read(self, record: TensorRecord) -> torch.Tensor:
+    def read(self, record: ParamState) -> torch.Tensor:
         """A copy of the parameter as it is computed with."""
         return self.updater.weight(record)

@@ -10,14 +10,12 @@ from ps_core._plan import Instr, Plan, Queue, Run
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Program, SegmentName
 from ps_core._trace import Trace
-from ps_core.engine._memory.slot import Home
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
-from ps_core.engine._tracing.moments import Beat
+from ps_core.engine._memory.slot import Chunk
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._tracing.moments import MomentRecord
 
 
-def lay_groups(
-    groups: list[GroupRecord], records: list[TensorRecord], trace: Trace
-) -> tuple[Layout, list[GroupRecord]]:
+def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace) -> tuple[Layout, list[ParamGroup]]:
     """The engine's groups as a layout, in order of first use; unused ones last."""
     owner = {index: record.group for index, record in enumerate(records)}
     touched = [index for moment in trace.moments for index in (*moment.reads, *moment.grads)]
@@ -40,7 +38,7 @@ def lay_groups(
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class SegmentQueues:
     """One segment, ready to be issued."""
 
     by_queue: dict[Queue, tuple[Instr, ...]]
@@ -56,8 +54,8 @@ class EnginePlan:
     """A plan, whose group numbers are not the engine's."""
 
     planned: Planned
-    order: list[GroupRecord]
-    beats: list[Beat]
+    order: list[ParamGroup]
+    beats: list[MomentRecord]
 
     @property
     def plan(self) -> Plan:
@@ -69,25 +67,25 @@ class EnginePlan:
         """What it plans."""
         return self.planned.program
 
-    def home(self, extent: Extent) -> Home:
+    def home(self, extent: Extent) -> Chunk:
         """The engine's home of one of the plan's extents that have one."""
         return self.order[extent.index].homes[extent.kind]
 
     @cached_property
-    def lines(self) -> dict[SegmentName, Lines]:
+    def lines(self) -> dict[SegmentName, SegmentQueues]:
         """Every segment by queue."""
         return {segment.name: _lines(segment.instrs) for segment in self.plan.segments}
 
     @property
-    def stepped(self) -> set[GroupRecord]:
+    def stepped(self) -> set[ParamGroup]:
         """Groups that the plan's step steps."""
         return {self.order[index] for index in self.program.stepped}
 
 
-def _lines(instrs: tuple[Instr, ...]) -> Lines:
+def _lines(instrs: tuple[Instr, ...]) -> SegmentQueues:
     queue_of = {instr.id: instr.queue for instr in instrs}
     watched = {wait for instr in instrs for wait in instr.after if queue_of[wait] is not instr.queue}
-    return Lines(
+    return SegmentQueues(
         by_queue={queue: tuple(instr for instr in instrs if instr.queue is queue) for queue in Queue},
         watched=frozenset(watched),
         count=len(instrs),

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
-from ps_core.engine._execution.compiled_blocks import Blocks
+from ps_core.engine._execution.compiled_blocks import CompiledBlocks
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.protocols import Guide
+from ps_core.engine._execution.protocols import Scheduler
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
 from ps_core.engine._parameters.grouping import FLOATS
 from ps_core.engine._parameters.managed_parameter import (
@@ -24,14 +24,14 @@ from ps_core.engine._parameters.managed_parameter import (
     take_grad,
     unmanage,
 )
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
-from ps_core.engine._parameters.unmanaged import bring_along
-from ps_core.engine._support.interrupts import alone, take_out, undisturbed
-from ps_core.engine._support.module_call import Around, Call
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.unmanaged import move_unmanaged
+from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
+from ps_core.engine._support.module_call import Call, ModuleCallWrapper
 from ps_core.engine._tracing.batch_shape import tensors_of
 
 
-class Management:
+class ModelHooks:
     """One model's hooks. Nothing of torch's or the user's classes is changed.
 
     It holds no module: a model that nobody wants any more is gone at once, although its optimizer is still there, and
@@ -44,27 +44,27 @@ class Management:
         self._model = weakref.ref(model)
         self._cast = cast
         self._running = False
-        self._around: Around | None = None
-        self._blocks = Blocks(engine)
+        self._around: ModuleCallWrapper | None = None
+        self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
         self._places: list[tuple[int, nn.Parameter]] = []
-        self._frozen: list[TensorRecord] = []
+        self._frozen: list[ParamState] = []
         """Parameters whose gradients nobody hears of."""
         self._owners: set[int] = set()
         """Modules with managed parameters that are watched, by id."""
 
     @property
-    def pilot(self) -> Guide:
+    def pilot(self) -> Scheduler:
         """Who decides how its passes are driven."""
         return self.engine.passes.guide
 
-    @alone
+    @defer_interrupts_installing
     def install(self) -> None:
         """Hang everything on."""
         model = self._model()
         assert model is not None, "it is being put under management"
-        self._places = [(id(module), parameter) for module, parameter in _places(model)]
-        self._around = Around(model, self._run)
+        self._places = [(id(module), parameter) for module, parameter in _parameter_slots(model)]
+        self._around = ModuleCallWrapper(model, self._run)
         self._blocks.refresh(model)
         hang = self._handles.append  # each at once: what comes after it may fail
         for module in model.modules():
@@ -95,10 +95,10 @@ class Management:
             handle.remove()
         self._handles.clear()
 
-    @alone
+    @defer_interrupts_installing
     def _watch(self, model: nn.Module) -> None:
         """Hear of the end of the modules that have managed parameters."""
-        for module, parameter in _places(model):
+        for module, parameter in _parameter_slots(model):
             if isinstance(parameter, ManagedParameter) and id(module) not in self._owners:
                 self._owners.add(id(module))
                 weakref.finalize(module, self._owner_died, id(module)).atexit = False
@@ -122,7 +122,7 @@ class Management:
                     self._give_back(group)
             self.engine.passes.tide.stop()  # the last backward pass may have left its mode on
             if self.engine.passes.recording is not None:
-                take_out()
+                uninstall()
             if not forked:
                 self.engine.store.close()
 
@@ -159,18 +159,18 @@ class Management:
             raise
         return result
 
-    @undisturbed
+    @defer_interrupts
     def _enter(self) -> None:
         self._running = True
         self.engine.enter()
 
-    @undisturbed
+    @defer_interrupts
     def _leave(self, depth: int) -> None:
         self._running = False
         self.engine.saved.pop_to(depth)
         self.engine.leave()
 
-    @undisturbed
+    @defer_interrupts
     def _break_off(self, depth: int) -> None:
         self._running = False
         self.engine.saved.pop_to(depth)
@@ -190,7 +190,7 @@ class Management:
                     f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
                     "it, release(model), set requires_grad, and call chunked again"
                 )
-        places = [(id(module), parameter) for module, parameter in _places(model)]
+        places = [(id(module), parameter) for module, parameter in _parameter_slots(model)]
         if len(places) == len(self._places) and all(
             now[1] is then[1] and now[0] == then[0] for now, then in zip(places, self._places, strict=True)
         ):
@@ -231,7 +231,7 @@ class Management:
 
     # The end.
 
-    @alone
+    @defer_interrupts_installing
     def release(self) -> None:
         """Give plain parameters back on the CPU, as they are computed with: elsewhere there may be no room for them."""
         engine = self.engine
@@ -254,10 +254,10 @@ class Management:
             self._give_back(group)
         model = self._model()
         if model is not None:
-            bring_along(model, torch.device("cpu"))
+            move_unmanaged(model, torch.device("cpu"))
         engine.store.close()
 
-    def _give_back(self, group: GroupRecord) -> None:
+    def _give_back(self, group: ParamGroup) -> None:
         """A group's memory is not needed any more."""
         for home in group.homes.values():
             for slot in (home.slot, *home.copies.values()):
@@ -289,7 +289,7 @@ def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
     return handle
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+def _parameter_slots(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
     places, left, seen = [], [model], {model}
     while left:  # as `modules()`, whose generators within generators take several times as long
         module = left.pop()
@@ -318,7 +318,7 @@ def _found(given: object) -> str:
     return repr(given) if given is None or isinstance(given, str) else f"a {type(given).__name__}"
 
 
-def management_of(model: nn.Module) -> Management:
+def hooks_of(model: nn.Module) -> ModelHooks:
     """Who manages a model; `InvalidInput` if nobody does."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
@@ -326,6 +326,6 @@ def management_of(model: nn.Module) -> Management:
         if isinstance(parameter, ManagedParameter):
             keeper = parameter._keeper
             assert isinstance(keeper, Engine), "engines are the only keepers"
-            if isinstance(keeper.management, Management):
+            if isinstance(keeper.management, ModelHooks):
                 return keeper.management
     raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")

@@ -15,8 +15,8 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Tier
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._parameters.state import TensorRecord
-from ps_core.engine._support.log import say
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.fake_recorder import FakeParameter
 
 _dense = torch.ops.aten.embedding_dense_backward.default
@@ -95,7 +95,7 @@ class _Managed:
 
     __slots__ = ("_engine", "_record")
 
-    def __init__(self, engine: Engine, record: TensorRecord) -> None:
+    def __init__(self, engine: Engine, record: ParamState) -> None:
         self._engine, self._record = engine, record
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -179,7 +179,9 @@ def host_tables(model: nn.Module, tiers: tuple[Tier, ...], *, alone: bool) -> fr
     if not tables or tiers[0].name == "host":
         return frozenset()
     if not alone:
-        say("HostEmbedding with collectives: its table is cut into shards, and gathered, like every other parameter")
+        log_line(
+            "HostEmbedding with collectives: its table is cut into shards, and gathered, like every other parameter"
+        )
         return frozenset()
     for name, parameter in model.named_parameters():
         if id(parameter) in tables:

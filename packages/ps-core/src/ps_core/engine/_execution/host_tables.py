@@ -18,44 +18,44 @@ from torch.nn import functional
 
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core.engine._execution.passes import Passes
-from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._memory.store import Store
+from ps_core.engine._execution.passes import PassTracker
+from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._memory.store import TierStore
 from ps_core.engine._parameters.errors import graph_of_gradient
-from ps_core.engine._parameters.state import Payload, TensorRecord
+from ps_core.engine._parameters.state import ParamState, SlotContents
 from ps_core.engine._support.counters import Counters
-from ps_core.engine._support.interrupts import undisturbed
+from ps_core.engine._support.interrupts import defer_interrupts
 
 _DEVICE, HOST = 0, 1
 """Tiers."""
 
 
-class Tables:
+class HostTables:
     """Those of one engine; see [Note: tables on the host]."""
 
     def __init__(
         self,
-        passes: Passes,
-        gradients: GradientKeeper,
-        store: Store,
+        passes: PassTracker,
+        gradients: GradientStore,
+        store: TierStore,
         counters: Counters,
         *,
         check_usable: Callable[[], None],
-        accept: Callable[[TensorRecord, Tensor], None],
+        accept: Callable[[ParamState, Tensor], None],
     ) -> None:
         """``check_usable``: raise where nothing may be trained; ``accept``: take a table's gradient over."""
         self._passes, self._gradients, self._store, self._counters = passes, gradients, store, counters
         self._check_usable, self._accept = check_usable, accept
-        self._pending: dict[TensorRecord, tuple[int, Tensor]] = {}
+        self._pending: dict[ParamState, tuple[int, Tensor]] = {}
         """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
 
-    @undisturbed
-    def rows(self, record: TensorRecord, ids: Tensor) -> Tensor:
+    @defer_interrupts
+    def rows(self, record: ParamState, ids: Tensor) -> Tensor:
         """The rows of these ids, on their device."""
         self._check_usable()
         if not self._passes.joined:
             self._passes.join()
-        if record.payload is not Payload.VALID:
+        if record.payload is not SlotContents.VALID:
             with self._passes.tide.paused(), torch.no_grad():
                 self._gradients.reclaim(record.group)
         slot = record.group.home.slot
@@ -65,8 +65,8 @@ class Tables:
         self._counters.moved(HOST, _DEVICE, found.nbytes)
         return found
 
-    @undisturbed
-    def gain(self, record: TensorRecord, ids: Tensor, gradient: Tensor, padding: int) -> None:
+    @defer_interrupts
+    def gain(self, record: ParamState, ids: Tensor, gradient: Tensor, padding: int) -> None:
         """The gradient of rows came; ``ids`` are on the host."""
         if not record.trainable:
             return
@@ -87,8 +87,8 @@ class Tables:
         self._pending[record] = task, whole
         self._counters.moved(_DEVICE, HOST, gradient.nbytes)
 
-    @undisturbed
-    def deliver(self, record: TensorRecord) -> None:
+    @defer_interrupts
+    def deliver(self, record: ParamState) -> None:
         """All of this backward pass have come."""
         pending = self._pending.pop(record, None)
         if pending is not None and pending[0] == torch._C._current_graph_task_id():

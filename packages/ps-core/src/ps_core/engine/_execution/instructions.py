@@ -30,12 +30,12 @@ from ps_core._plan import (
 )
 from ps_core._program import Kind, SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.lent_homes import take_back
-from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._memory.slot import Home, Slot
+from ps_core.engine._execution.lent_homes import restore_lent_homes
+from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
 from ps_core.engine._support.counters import Counters
 
 
@@ -43,7 +43,7 @@ class Diverged(Exception):
     """What happens is not what the plan foresaw; the message says how."""
 
 
-class Carrier:
+class InstructionExecutor:
     """What one segment's instructions do."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Carrier:
         plan: EnginePlan,
         segment: SegmentName,
         residency: Residency,
-        gradients: GradientKeeper,
+        gradients: GradientStore,
         counters: Counters,
     ) -> None:
         self._plan, self._segment = plan, segment
@@ -63,9 +63,9 @@ class Carrier:
         }
         self._places: dict[int, tuple[int, int]] = {}
         """Tier and address of the slots that the plan reserved, as it knows them."""
-        self._staged: dict[GroupRecord, tuple[Slot, list[TensorRecord]]] = {}
+        self._staged: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
         """Gradients in a slot of their own, on their way to the accumulators."""
-        self._flat: dict[GroupRecord, torch.Tensor] = {}
+        self._flat: dict[ParamGroup, torch.Tensor] = {}
         """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
@@ -116,7 +116,7 @@ class Carrier:
             memory.append(slot.memory)
         self._device.work(Queue.COMPUTE, self._plan.beats[op.visit].name, memory, ())
 
-    def _settle_in(self, group: GroupRecord, slot: Slot) -> None:
+    def _settle_in(self, group: ParamGroup, slot: Slot) -> None:
         """Let the group's parameters be found in the slot that the moment is planned with.
 
         The plan may have fetched the group anew for a later moment already, before it gave this slot back.
@@ -127,22 +127,22 @@ class Carrier:
             if record.bound is not None and record.bound.slot is not slot and not record.bound.aliased:
                 self._residency.unbind(record)
 
-    def _bear(self, group: GroupRecord, slot: Slot) -> None:
+    def _bear(self, group: ParamGroup, slot: Slot) -> None:
         """A slot for gradients only: what the group's other slots hold is not wanted any more."""
         home = group.home
         if slot.stamp == home.stamp:
             return
         for record in group.tensors:
-            if record.busy or record.payload is Payload.OVER:
+            if record.busy or record.payload is SlotContents.OVER:
                 raise Diverged(f"{record.name} is still wanted where the plan has only its gradient")
         for record in group.tensors:
             self._residency.unbind(record)
-            record.payload = Payload.LOST
+            record.payload = SlotContents.LOST
         if slot is not home.slot:
             home.copies[slot.tier] = slot
         home.changed(slot)
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the plan has room for it; False: it has none."""
         staged = self._staged.get(record.group)
         if staged is None:
@@ -180,10 +180,10 @@ class Carrier:
         self._store.release(slot, instr.queue)
         del self._slots[op.slot]
 
-    def _let_go(self, home: Home, slot: Slot) -> None:
+    def _let_go(self, home: Chunk, slot: Slot) -> None:
         group = self._group_of(slot)
         others = [other for other in (home.slot, *home.copies.values()) if other is not slot]
-        dead = home.extent.kind is Kind.ACC and not any(r.gradient is Gradient.SUMMED for r in group.tensors)
+        dead = home.extent.kind is Kind.ACC and not any(r.gradient is GradientPlace.SUMMED for r in group.tensors)
         if not dead and slot.stamp == home.stamp and not any(other.stamp == home.stamp for other in others):
             raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
         if home.extent.kind is group.weight and slot.tier == 0:
@@ -191,7 +191,7 @@ class Carrier:
             self._counters.evicted()
         self._forget(slot)
 
-    def _vacate(self, group: GroupRecord, slot: Slot) -> None:
+    def _vacate(self, group: ParamGroup, slot: Slot) -> None:
         """Let no parameter lie in a slot; nobody but parameters may hold on to it."""
         here = [record for record in group.tensors if record.bound is not None and record.bound.slot is slot]
         if any(record.bound is not None and record.bound.aliased for record in here):
@@ -229,7 +229,7 @@ class Carrier:
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
         group = self._plan.order[op.group]
         sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
-        if sums.stamp != home.stamp and any(record.gradient is Gradient.SUMMED for record in group.tensors):
+        if sums.stamp != home.stamp and any(record.gradient is GradientPlace.SUMMED for record in group.tensors):
             raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
@@ -242,7 +242,7 @@ class Carrier:
         self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
         dtype = group.dtype if self._plan.program.overwrites else torch.float32
         flat = slot.flat(dtype, group.chunk_numel)
-        wanted = Gradient.OVER if self._plan.program.overwrites else Gradient.SUMMED
+        wanted = GradientPlace.OVER if self._plan.program.overwrites else GradientPlace.SUMMED
         rows = [record for record in group.tensors if record.gradient is wanted and record.part is None]
         self._gradients.measure_all(rows, flat)
 
@@ -267,7 +267,7 @@ class Carrier:
     def abandon(self) -> None:
         """Keep what is of use to demand; slots of the plan's own are given back."""
         staged = [slot for slot, _ in self._staged.values()]
-        take_back(self._plan, self._slots, self._places, staged, broken=self._residency.broken)
+        restore_lent_homes(self._plan, self._slots, self._places, staged, broken=self._residency.broken)
         for slot, records in self._staged.values():
             for record in records:
                 self._gradients.sum_staged(record, slot)
@@ -287,13 +287,13 @@ class Carrier:
 
     # Slots and homes.
 
-    def _home_of(self, slot: Slot) -> Home | None:
+    def _home_of(self, slot: Slot) -> Chunk | None:
         extent = slot.extent
         if extent is None or extent.kind is Kind.GRAD:
             return None
         return self._group_of(slot).homes.get(extent.kind)
 
-    def _group_of(self, slot: Slot) -> GroupRecord:
+    def _group_of(self, slot: Slot) -> ParamGroup:
         assert slot.extent is not None, "the slot holds something"
         return self._residency.groups[slot.extent.index]
 
@@ -304,4 +304,4 @@ class Carrier:
 
     def settle_homes(self) -> None:
         """At the end: homes that a tight plan lent out are the slots that came back to their places."""
-        take_back(self._plan, self._slots, self._places)
+        restore_lent_homes(self._plan, self._slots, self._places)

@@ -19,11 +19,11 @@ from collections.abc import Collection, Mapping
 from ps_core._plan import Held
 from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._memory.slot import Home, Slot
-from ps_core.engine._parameters.state import Gradient
+from ps_core.engine._memory.slot import Chunk, Slot
+from ps_core.engine._parameters.state import GradientPlace
 
 
-def take_back(
+def restore_lent_homes(
     plan: EnginePlan,
     slots: Mapping[int, Slot],
     places: Mapping[int, tuple[int, int]],
@@ -55,10 +55,10 @@ def take_back(
             home.slot = slot
 
 
-def _seat(plan: EnginePlan, held: Held, home: Home, loose: list[Slot], place: Slot | None) -> Slot | None:
+def _seat(plan: EnginePlan, held: Held, home: Chunk, loose: list[Slot], place: Slot | None) -> Slot | None:
     """The slot that an extent has: that in its place, or else the lowest."""
     rows = plan.order[held.extent.index].tensors
     found = [slot for slot in loose if slot.extent == home.extent and slot.stamp == home.stamp]
-    if not found and home.extent.kind is Kind.ACC and Gradient.SUMMED not in {row.gradient for row in rows}:
+    if not found and home.extent.kind is Kind.ACC and GradientPlace.SUMMED not in {row.gradient for row in rows}:
         found = [slot for slot in loose if slot.extent in (None, home.extent) and slot.bytes == home.bytes]
     return place if place in found else max(found, key=lambda slot: slot.tier, default=None)

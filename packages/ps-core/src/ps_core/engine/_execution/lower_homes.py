@@ -9,13 +9,13 @@ import torch
 
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.rehome import arrange, clear, held_by_somebody, in_place, move
-from ps_core.engine._memory.slot import Home
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._execution.rehome import clear, group_with_aliases, in_place, move, move_homes_to_plan
+from ps_core.engine._memory.slot import Chunk
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.state import ParamGroup
 
 
-class Homes:
+class HomePlacement:
     """The homes of one engine, moved between passes."""
 
     def __init__(self, engine: Engine) -> None:
@@ -33,7 +33,7 @@ class Homes:
 
     def arrange(self, plan: EnginePlan) -> bool:
         """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
-        if not arrange(self._engine, plan):
+        if not move_homes_to_plan(self._engine, plan):
             return False
         self._low = self.astray = False
         return True
@@ -48,7 +48,7 @@ class Homes:
         if needed_bytes is not None and store.used_bytes[0] + needed_bytes <= capacity:
             return
         groups = [group for group in reversed(engine.groups) if not group.pinned]
-        if held_by_somebody(groups) is not None:
+        if group_with_aliases(groups) is not None:
             return
         moves = _downward(store, groups)
         first = next(moves, None)
@@ -77,7 +77,7 @@ class Homes:
             for home, tier in _downward(store, plan.order):
                 self._down(home, tier)
 
-    def _down(self, home: Home, tier: int) -> None:
+    def _down(self, home: Chunk, tier: int) -> None:
         """Amid a pass: parameters may lie there."""
         store, residency, old = self._engine.store, self._engine.residency, home.slot
         target = store.reserve(tier, home.bytes)
@@ -90,7 +90,7 @@ class Homes:
             residency.give_back(old)
 
 
-def _downward(store: Store, groups: list[GroupRecord]) -> Iterator[tuple[Home, int]]:
+def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chunk, int]]:
     """Which homes go down, and where to, each once those before it are there."""
     spare = _spare(store, groups)
     for tier in range(len(store.tiers) - 1):
@@ -102,7 +102,7 @@ def _downward(store: Store, groups: list[GroupRecord]) -> Iterator[tuple[Home, i
                 yield home, lower
 
 
-def _spare(store: Store, groups: list[GroupRecord]) -> tuple[int, ...]:
+def _spare(store: TierStore, groups: list[ParamGroup]) -> tuple[int, ...]:
     """What every tier keeps free: above a disk a group passes through, and a gradient is put down to be summed."""
     sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
     wholes = [sum(home.bytes for home in group.homes.values()) for group in groups]
@@ -110,7 +110,7 @@ def _spare(store: Store, groups: list[GroupRecord]) -> tuple[int, ...]:
     return (0, *(max([*wholes, last]) for _ in store.tiers[1:-1]), last)
 
 
-def _tier_for(store: Store, home: Home, spare: tuple[int, ...]) -> int:
+def _tier_for(store: TierStore, home: Chunk, spare: tuple[int, ...]) -> int:
     """The highest tier below its own that has room for it and for what is to be kept free; 0: none has."""
     for tier in range(home.slot.tier + 1, len(store.tiers)):
         if store.free_bytes(tier) >= home.bytes + spare[tier]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ps_core._simulate.machine import Machine
 
-THIS_COMPUTER = Machine(
+SMALL_COMPUTER = Machine(
     name="a small computer",
     memory_bytes=0,
     host_memory_bytes=16 * 2**30,
@@ -22,7 +22,7 @@ THIS_COMPUTER = Machine(
     internode_bandwidth=1e9,
 )
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
-ONE_THREAD = replace(THIS_COMPUTER, played_copy_bandwidth=10e9)
+ONE_THREAD = replace(SMALL_COMPUTER, played_copy_bandwidth=10e9)
 """The same, but for what it is: nothing runs beside anything else, so that a move that can be spared never pays."""
 _ROOMY = 0.9
 """Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
@@ -30,4 +30,4 @@ _ROOMY = 0.9
 
 def emulated_on(homes_bytes: int, tide_bytes: int, capacity_bytes: int) -> Machine:
     """What a plan is made for that has all of these homes and this tide on a device, or not room enough for them."""
-    return ONE_THREAD if homes_bytes + tide_bytes <= _ROOMY * capacity_bytes else THIS_COMPUTER
+    return ONE_THREAD if homes_bytes + tide_bytes <= _ROOMY * capacity_bytes else SMALL_COMPUTER

@@ -9,23 +9,23 @@ from __future__ import annotations
 import torch
 
 from ps_core._plan import Queue
-from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
 
 
-class Demand:
+class OnDemandDriver:
     """The compute tier, run by demand."""
 
     tracked = True
     """Whether the tide has to be watched while this drives."""
 
-    def __init__(self, residency: Residency, gradients: GradientKeeper) -> None:
+    def __init__(self, residency: Residency, gradients: GradientStore) -> None:
         self._residency = residency
         self._store = residency.store
         self._gradients = gradients
-        self._in: dict[GroupRecord, None] = {}
+        self._in: dict[ParamGroup, None] = {}
         """Groups with a copy on the compute tier, least recently used first."""
         self._highest_tide_bytes: int | None = None
         """None: not known yet."""
@@ -44,11 +44,11 @@ class Demand:
         """Free so many bytes of the compute tier that no moment needs; return how many were freed."""
         return 0
 
-    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Have these parameters and the groups of these gradients on the compute tier."""
         self._residency.check_disk()
         for record in reads:
-            if record.payload is not Payload.VALID:
+            if record.payload is not SlotContents.VALID:
                 self._gradients.reclaim(record.group)
         groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:
@@ -62,7 +62,7 @@ class Demand:
                 self._in[group] = None
             device.work(Queue.COMPUTE, name, (slot.memory,), ())
 
-    def _make_room(self, wanted: list[GroupRecord], needed: set[GroupRecord], name: str) -> None:
+    def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes
         size = sum(group.home.bytes for group in wanted)
         line = capacity - (self._highest_tide_bytes or self._store.tide_bytes)
@@ -78,7 +78,7 @@ class Demand:
             groups, tide = self._residency.groups, self._store.tide_bytes
             raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """There is no place for gradients but where they go by themselves."""
         return False
 
@@ -91,6 +91,6 @@ class Demand:
                 self._residency.write_home(group.home)
                 self._residency.expose(group)
 
-    def adopt(self, groups: list[GroupRecord]) -> None:
+    def adopt(self, groups: list[ParamGroup]) -> None:
         """Take over what a plan left on the compute tier."""
         self._in = {group: None for group in groups if 0 in group.home.copies}

@@ -14,27 +14,27 @@ import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
-from ps_core.engine._execution.components import Parts
+from ps_core.engine._execution.components import Components
 from ps_core.engine._execution.instructions import Diverged
-from ps_core.engine._execution.protocols import Driver, Guide
-from ps_core.engine._execution.replay import Replay
+from ps_core.engine._execution.protocols import PassDriver, Scheduler
+from ps_core.engine._execution.replay import PlanDriver
 from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._support.counters import Counters
-from ps_core.engine._support.interrupts import put_in, take_out, undisturbed
-from ps_core.engine._tracing.moments import Beat, Recording
+from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
+from ps_core.engine._tracing.moments import MomentRecord, PassRecording
 
 
-class Passes:
+class PassTracker:
     """The passes of one engine."""
 
     def __init__(
         self,
-        parts: Parts,
-        records: list[TensorRecord],
+        parts: Components,
+        records: list[ParamState],
         counters: Counters,
         constant_bytes: int,
-        guide: Guide,
+        guide: Scheduler,
     ) -> None:
         self._residency, self._gradients = parts.residency, parts.gradients
         self._store, self._groups, self._records = parts.residency.store, parts.residency.groups, records
@@ -47,18 +47,18 @@ class Passes:
         """The backward pass that is on, as autograd numbers them."""
         self.tide = self._store.device.tide()
         self.demand = parts.demand
-        self.driver: Driver = self.demand
+        self.driver: PassDriver = self.demand
         self.guide = guide
         self.moment = 0
         self.outside = True
         """The root module's forward is not running: memory that a call gives away is somebody else's."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
-        self.recording: Recording | None = None
+        self.recording: PassRecording | None = None
         """Of the pass that is on; None between passes."""
 
     @property
-    def beat(self) -> Beat | None:
+    def beat(self) -> MomentRecord | None:
         """The moment that is on."""
         recording = self.recording
         return recording.beats[-1] if recording is not None and recording.beats else None
@@ -140,7 +140,7 @@ class Passes:
             self._clock.turn("backward")
             Variable._execution_engine.queue_callback(self._backward_done)
 
-    def next(self, records: list[TensorRecord], gains: list[GroupRecord]) -> None:
+    def next(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
         """End the moment, begin another."""
         recording = self.recording
         assert recording is not None, "there is a pass"
@@ -162,7 +162,7 @@ class Passes:
         for group in gains:
             group.gaining = self.moment
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Whether the driver had a place for the gradient."""
         try:
             return self.driver.take(record, gradient)
@@ -173,7 +173,7 @@ class Passes:
     def _diverge(self, why: Diverged) -> None:
         """Leave the plan for the rest of the pass."""
         replay, self.driver = self.driver, self.demand
-        assert isinstance(replay, Replay), "only plans are left"
+        assert isinstance(replay, PlanDriver), "only plans are left"
         if self.recording is not None:
             self.recording.regular = False
         self._counters.diverged(str(why))
@@ -185,7 +185,7 @@ class Passes:
                 self.demand.adopt(self._groups)
                 self.tide.start()
 
-    def _close_moment(self, *, strict: bool = True) -> list[TensorRecord]:
+    def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
         """Settle what the moment leaves behind; the parameters that are held on to. ``strict``: keep to the budget."""
         beat = self.beat
         if beat is None:
@@ -197,7 +197,7 @@ class Passes:
             needed = self._measure_tide(beat)
             over = needed - self._store.tiers[0].capacity_bytes
             if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
-                if not isinstance(self.driver, Replay):
+                if not isinstance(self.driver, PlanDriver):
                     raise self._too_large(beat, needed)
                 if self.recording is not None:
                     self.recording.overrun = True
@@ -210,17 +210,17 @@ class Passes:
             if record.bound is not None and record.bound.aliased
         ]
 
-    def _measure_tide(self, beat: Beat) -> int:
+    def _measure_tide(self, beat: MomentRecord) -> int:
         """The most that the moment took of the compute tier."""
         peak = self.tide.take_peak()
         beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
         store = self._store
         store.note_tide(peak + self._constant_bytes, backward=beat.backward)
-        needed = (store.held_bytes if isinstance(self.driver, Replay) else store.used_bytes[0]) + store.tide_bytes
+        needed = (store.held_bytes if isinstance(self.driver, PlanDriver) else store.used_bytes[0]) + store.tide_bytes
         store.set_tide(self.tide.current_bytes + self._constant_bytes)
         return needed
 
-    def _too_large(self, beat: Beat, needed: int) -> DoesNotFit:
+    def _too_large(self, beat: MomentRecord, needed: int) -> DoesNotFit:
         if self._still:
             return everything_too_large(self._store, self._groups, needed, so_far=True)
         return compute_tier_too_small(self._store, self._groups, beat.name, needed, beat.nonmodel_bytes, proven=True)
@@ -231,21 +231,21 @@ class Passes:
         self._residency.exposed.check(ended=True)
         for record in self._residency.take_tampered():
             raise changed_in_place(record.name)
-        put_in()
+        install()
         self._store.note_left_over(0)
         if self.broke_off and self.tide.current_bytes:
             _free_broken_pass()
             self._store.note_left_over(self.tide.current_bytes)
         training = backward or torch.is_grad_enabled()
-        self.recording = Recording(regular=not backward, training=training)
+        self.recording = PassRecording(regular=not backward, training=training)
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)
         if self._still:
-            self.recording.beats.append(Beat(False, (), (), name="a pass"))
+            self.recording.beats.append(MomentRecord(False, (), (), name="a pass"))
         if self.driver.tracked:
             self.tide.start()
             self.tide.take_peak()
 
-    @undisturbed
+    @defer_interrupts
     def _backward_done(self) -> None:
         self._task = -1
         if self.recording is None:
@@ -278,13 +278,13 @@ class Passes:
         finally:
             self.tide.stop()
             self._clock.turn("")
-            take_out()
+            uninstall()
         self._store.set_tide(0)
         recording.regular &= not any(record.handles for record in self._records)
         self._counters.passed(replayed=self.driver is not self.demand)
         self.guide.observe(recording)
 
-    def _go_home(self, recording: Recording) -> None:
+    def _go_home(self, recording: PassRecording) -> None:
         with torch.no_grad():
             try:
                 self.driver.finish()

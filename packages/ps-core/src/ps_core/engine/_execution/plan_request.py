@@ -15,14 +15,14 @@ from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
-from ps_core.engine._execution.machines import THIS_COMPUTER, emulated_on
-from ps_core.engine._memory.reserve import level
+from ps_core.engine._execution.machines import SMALL_COMPUTER, emulated_on
+from ps_core.engine._memory.reserve import with_constant_peak
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, group_too_large
-from ps_core.engine._tracing.batch_shape import Batch
-from ps_core.engine._tracing.moments import Recording
+from ps_core.engine._tracing.batch_shape import BatchShape
+from ps_core.engine._tracing.moments import PassRecording
 
 
-class Asking:
+class PlanRequest:
     """What plans of one engine are found for."""
 
     def __init__(
@@ -31,9 +31,9 @@ class Asking:
         self._engine, self._model_name, self._setup = engine, model_name, setup
         self._folder = folder
         """Where plans are kept."""
-        self.machine = (engine.store.device.machine or THIS_COMPUTER) if machine is None else find_machine(machine)
+        self.machine = (engine.store.device.machine or SMALL_COMPUTER) if machine is None else find_machine(machine)
 
-    def find(self, recording: Recording, batch: Batch, spare_bytes: int) -> EnginePlan:
+    def find(self, recording: PassRecording, batch: BatchShape, spare_bytes: int) -> EnginePlan:
         """The best plan for such passes; `DoesNotFit` if there is none. So much is left free beyond their tide."""
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
@@ -41,7 +41,7 @@ class Asking:
         constant = engine.constant_bytes + self._waiting_bytes(recording)
         trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
         if not engine.store.device.lazy:
-            trace = level(trace, spare_bytes)
+            trace = with_constant_peak(trace, spare_bytes)
         layout, order = lay_groups(groups, records, trace)
         try:
             planned = self._find(trace, layout)
@@ -49,7 +49,7 @@ class Asking:
             raise self._explained(error, trace) from None
         return EnginePlan(planned, order, recording.beats)
 
-    def _waiting_bytes(self, recording: Recording) -> int:
+    def _waiting_bytes(self, recording: PassRecording) -> int:
         """What earlier passes of a step leave on the compute tier: gradients of what never leaves it.
 
         A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
@@ -67,7 +67,7 @@ class Asking:
 
     def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
         """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
-        if self.machine is not THIS_COMPUTER or tiers[0].name != "device":
+        if self.machine is not SMALL_COMPUTER or tiers[0].name != "device":
             return self.machine
         homes = sum(home.bytes for group in self._engine.groups if not group.pinned for home in group.homes.values())
         return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)

@@ -9,20 +9,20 @@ from torch import nn
 
 from ps_core._plan import Plan
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
-from ps_core.engine._tracing.moments import Recording
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._tracing.moments import PassRecording
 
 
-class Driver(Protocol):
+class PassDriver(Protocol):
     """What brings groups to the compute tier during a pass."""
 
     tracked: bool
     """Whether the tide has to be watched meanwhile."""
 
-    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """The next moment needs these parameters, and brings gradients of these groups."""
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the driver has room for it; False: it has none."""
 
     def finish(self) -> None:
@@ -47,7 +47,7 @@ class Hooks(Protocol):
         """Take everything off the model, if anything is on."""
 
 
-class Guide(Protocol):
+class Scheduler(Protocol):
     """Decides who drives a pass."""
 
     @property
@@ -69,13 +69,13 @@ class Guide(Protocol):
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hear that the root module is called with these arguments."""
 
-    def choose(self, training: bool) -> Driver:
+    def choose(self, training: bool) -> PassDriver:
         """Who drives the pass that begins now."""
 
     def left(self) -> None:
         """The plan that was followed was left amid the pass; homes may be elsewhere now."""
 
-    def observe(self, recording: Recording) -> None:
+    def observe(self, recording: PassRecording) -> None:
         """A pass ran to its end."""
 
     def consider(self) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from ps_core._plan import Held, Queue
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._memory.slot import Home, Slot
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._memory.slot import Chunk, Slot
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.state import ParamGroup
 
 
-def arrange(engine: Engine, plan: EnginePlan) -> bool:
+def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
     """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory there."""
     store, residency = engine.store, engine.residency
-    if held_by_somebody(plan.order) is not None or not _has_its_places(store, plan):
+    if group_with_aliases(plan.order) is not None or not _has_its_places(store, plan):
         return False
     pending = [held for held in plan.plan.home if not in_place(plan.home(held.extent).slot, held)]
     for held in pending:
@@ -37,11 +37,11 @@ def arrange(engine: Engine, plan: EnginePlan) -> bool:
                 pending.remove(held)
         if not ready:
             inside = [plan.home(held.extent) for held in pending]
-            put_aside(engine, next((home for home in inside if home.slot.bytes), inside[0]))
+            spill_outside_tiers(engine, next((home for home in inside if home.slot.bytes), inside[0]))
     return True
 
 
-def _has_its_places(store: Store, plan: EnginePlan) -> bool:
+def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
     """Whether nothing but homes is where the plan has them: sums that it does not know of, say."""
     slots = {id(slot): slot for held in plan.plan.home for slot in (plan.home(held.extent).slot,)}
     others = list(store.used_bytes)
@@ -60,13 +60,13 @@ def in_place(slot: Slot, held: Held) -> bool:
     return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
 
 
-def _may_move(store: Store, home: Home, held: Held) -> bool:
+def _may_move(store: TierStore, home: Chunk, held: Held) -> bool:
     if held.tier:
         return store.used_bytes[held.tier] + held.bytes <= store.tiers[held.tier].capacity_bytes
     return not store.overlapping(held.offset, held.bytes)
 
 
-def held_by_somebody(groups: Iterable[GroupRecord]) -> GroupRecord | None:
+def group_with_aliases(groups: Iterable[ParamGroup]) -> ParamGroup | None:
     """A group whose memory on the compute tier cannot be moved, for somebody besides its parameters has it."""
     held = (group for group in groups if 0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased))
     return next(held, None)
@@ -81,7 +81,7 @@ def clear(engine: Engine) -> None:
         engine.residency.await_all(queue)
 
 
-def move(engine: Engine, home: Home, tier: int, offset: int = -1) -> None:
+def move(engine: Engine, home: Chunk, tier: int, offset: int = -1) -> None:
     """Let a home be elsewhere, with what is in it."""
     target = engine.store.reserve(tier, home.bytes, offset)
     engine.residency.copy_to(home, target)
@@ -89,7 +89,7 @@ def move(engine: Engine, home: Home, tier: int, offset: int = -1) -> None:
     engine.residency.give_back(old)
 
 
-def put_aside(engine: Engine, home: Home) -> None:
+def spill_outside_tiers(engine: Engine, home: Chunk) -> None:
     """Let an extent wait outside every tier."""
     old = home.slot
     memory = old.in_host_memory() if old.place is None else engine.residency.contents(home)

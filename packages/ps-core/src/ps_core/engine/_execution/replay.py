@@ -21,15 +21,15 @@ from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.instructions import Carrier, Diverged
-from ps_core.engine._gradients.store import GradientKeeper
+from ps_core.engine._execution.instructions import Diverged, InstructionExecutor
+from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
 from ps_core.engine._support.counters import Counters
 
 
-class Replay:
+class PlanDriver:
     """One segment on its way."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Replay:
         plan: EnginePlan,
         segment: SegmentName,
         residency: Residency,
-        gradients: GradientKeeper,
+        gradients: GradientStore,
         counters: Counters,
         prefetch: int | None,
         *,
@@ -51,7 +51,7 @@ class Replay:
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
         self._prefetch, self._has_disk = prefetch, residency.store.file is not None
-        self._carrier = Carrier(plan, segment, residency, gradients, counters)
+        self._carrier = InstructionExecutor(plan, segment, residency, gradients, counters)
         self._at = dict.fromkeys(Queue, 0)
         self._done: set[int] = set()
         self._events: dict[int, Event] = {}
@@ -64,7 +64,7 @@ class Replay:
 
     # The driver.
 
-    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """The next moment, which must be the one the plan has next."""
         self._residency.check_disk()
         if self._next_run >= len(self._lines.runs):
@@ -73,7 +73,7 @@ class Replay:
         beat = self._plan.beats[visit]
         if any(each.group.index not in beat.reads for each in reads) or any(g.index not in beat.gains for g in gains):
             raise Diverged(f"{name} where the plan has {beat.name}")
-        if any(record.payload is not Payload.VALID for record in reads):
+        if any(record.payload is not SlotContents.VALID for record in reads):
             raise Diverged(f"{name}, whose parameters a gradient lies over")
         self._end_run()
         self._carrier.reach(visit)
@@ -84,7 +84,7 @@ class Replay:
         self._start_run(instr, instr.op)
         self._next_run += 1
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the plan has room for it; False: it has none."""
         return self._carrier.take(record, gradient)
 

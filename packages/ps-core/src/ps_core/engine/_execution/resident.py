@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 
 
-class Still:
+class ResidentDriver:
     """The driver of an engine with one tier."""
 
     def __init__(self, *, tracked: bool) -> None:
         self.tracked = tracked
 
-    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Everything is there already."""
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Gradients go where they go by themselves."""
         return False
 

@@ -23,26 +23,26 @@ from ps_core._program import Precision, SegmentName
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instructions import Diverged
-from ps_core.engine._execution.lower_homes import Homes
-from ps_core.engine._execution.plan_request import Asking
-from ps_core.engine._execution.protocols import Driver
-from ps_core.engine._execution.replay import Replay
-from ps_core.engine._execution.resident import Still
-from ps_core.engine._memory.reserve import spare_bytes
+from ps_core.engine._execution.lower_homes import HomePlacement
+from ps_core.engine._execution.plan_request import PlanRequest
+from ps_core.engine._execution.protocols import PassDriver
+from ps_core.engine._execution.replay import PlanDriver
+from ps_core.engine._execution.resident import ResidentDriver
+from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.state import Gradient, Payload
-from ps_core.engine._support.interrupts import alone
-from ps_core.engine._support.log import say, say_if_debugging
-from ps_core.engine._tracing.batch_shape import Batch, batch_of, within_a_module
-from ps_core.engine._tracing.estimates import as_foreseen, begins_as_foreseen
-from ps_core.engine._tracing.first_pass import NotForeseen, ReturnsNoLoss, foresee
-from ps_core.engine._tracing.moments import Recording
+from ps_core.engine._parameters.state import GradientPlace, SlotContents
+from ps_core.engine._support.interrupts import defer_interrupts_installing
+from ps_core.engine._support.log import log_line, say_if_debugging
+from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
+from ps_core.engine._tracing.estimates import begins_like_estimate, matches_estimate
+from ps_core.engine._tracing.first_pass import NotForeseen, ReturnsNoLoss, estimate_first_pass
+from ps_core.engine._tracing.moments import PassRecording
 
 _WATCHED_EVERY = 32
 """So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""
 
 
-class Pilot:
+class PlanScheduler:
     """The planning side of one engine."""
 
     def __init__(
@@ -62,14 +62,14 @@ class Pilot:
             precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
         )
         self._options, self._cast = options, cast
-        self._asking = Asking(engine, model_name, self._setup, machine=options.machine, folder=options.plan_cache)
+        self._asking = PlanRequest(engine, model_name, self._setup, machine=options.machine, folder=options.plan_cache)
         self._plan: EnginePlan | None = None
-        self._planned_for = Batch()
-        self._batch: Batch | None = None
+        self._planned_for = BatchShape()
+        self._batch: BatchShape | None = None
         """What the root module was called with; None for a pass that began elsewhere."""
-        self._served: Batch | None = None
+        self._served: BatchShape | None = None
         """The same, of the pass that a driver was chosen for last."""
-        self._found: tuple[Recording, Batch] | None = None
+        self._found: tuple[PassRecording, BatchShape] | None = None
         self._micro = 0
         self._tried = False
         """Whether the first pass was tried with fake tensors."""
@@ -79,10 +79,10 @@ class Pilot:
         """Whether the plan is from a pass that ran."""
         self._measured = False
         """One tier: whether the tide of a pass is known."""
-        self._source: tuple[Recording, Batch] | None = None
+        self._source: tuple[PassRecording, BatchShape] | None = None
         """What the plan was made from."""
-        self._homes = Homes(engine)
-        self._evaluated: tuple[Batch, int] | None = None
+        self._homes = HomePlacement(engine)
+        self._evaluated: tuple[BatchShape, int] | None = None
         """The last evaluation on demand, and how high its tide was."""
         self._replayed = 0
         """How many passes were begun by a plan."""
@@ -127,7 +127,7 @@ class Pilot:
                 self._foresee(module, args, kwargs)
             self._tried = True  # now: who interrupted it may want it at the next attempt
 
-    @alone
+    @defer_interrupts_installing
     def _recover(self) -> None:
         """Where memory ran out since the last pass, plan anew with more left for everything else."""
         store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
@@ -135,7 +135,7 @@ class Pilot:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off
             self._engine.finish_pass()
             before = self._spare_bytes
-            self._spare_bytes += spare_bytes(missing_bytes, store.tiers[0].capacity_bytes)
+            self._spare_bytes += bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes)
             self._found, self._estimated = self._found or self._source, False
             try:
                 self.consider()
@@ -147,11 +147,11 @@ class Pilot:
         engine = self._engine
         say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
         try:
-            recording = foresee(
+            recording = estimate_first_pass(
                 module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
             )
         except NotForeseen as why:
-            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else say
+            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else log_line
             tell(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
             return
         try:
@@ -160,14 +160,14 @@ class Pilot:
         except DoesNotFit as error:
             if error.tier == engine.store.tiers[0].name:
                 engine.store.foresee(error.needed_bytes)
-            say(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
+            log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
-    def choose(self, training: bool) -> Driver:
+    def choose(self, training: bool) -> PassDriver:
         """A replay of the plan where it serves, else demand."""
         engine, plan = self._engine, self._plan
         self._served, self._batch = self._batch, None
         if engine.still:
-            return Still(tracked=not (self._measured and self._planned_for.covers(self._served)))
+            return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
         demand = engine.passes.demand
         demand.expect(None)
         if plan is None:
@@ -192,13 +192,13 @@ class Pilot:
         if not training:
             segment = SegmentName.EVAL
         else:
-            if self._micro and all(record.gradient is Gradient.NONE for record in engine.records):
+            if self._micro and all(record.gradient is GradientPlace.NONE for record in engine.records):
                 self._micro = 0  # what there was, was forgotten
             micro = plan.program.iteration()[:-1]
             segment = micro[min(self._micro, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
         prefetch = self._options.prefetch
-        return Replay(plan, segment, engine.residency, engine.gradients, engine.counters, prefetch, tracked=tracked)
+        return PlanDriver(plan, segment, engine.residency, engine.gradients, engine.counters, prefetch, tracked=tracked)
 
     def _is_watched(self) -> bool:
         """Whether a pass by the plan has its tide watched."""
@@ -227,7 +227,7 @@ class Pilot:
         for group in self._engine.groups:
             if 0 in group.home.copies:
                 return f"somebody holds on to memory of {group.name}"
-            if any(record.payload is not Payload.VALID for record in group.tensors):
+            if any(record.payload is not SlotContents.VALID for record in group.tensors):
                 return f"a gradient lies over {group.name}"
         return ""
 
@@ -236,7 +236,7 @@ class Pilot:
         if self._plan is not None:
             self._homes.left(self._plan)
 
-    def observe(self, recording: Recording) -> None:
+    def observe(self, recording: PassRecording) -> None:
         """Remember what to plan from."""
         batch, self._served = self._served, None
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
@@ -262,10 +262,10 @@ class Pilot:
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
             self._found = recording, batch
 
-    def _is_wrong(self, recording: Recording) -> bool:
+    def _is_wrong(self, recording: PassRecording) -> bool:
         """Whether the pass did something else than was foreseen; one that was broken off did not get so far."""
         assert self._plan is not None, "there is an estimate"
-        return not (recording.regular or begins_as_foreseen(recording, self._plan.beats))
+        return not (recording.regular or begins_like_estimate(recording, self._plan.beats))
 
     # Steps.
 
@@ -277,9 +277,9 @@ class Pilot:
         if plan is None or homes.elsewhere or not self._fits_step(plan):
             return False
         engine = self._engine
-        replay = Replay(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
+        replay = PlanDriver(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
         for group in engine.groups:
-            if group.pinned and any(record.gradient is not Gradient.NONE for record in group.tensors):
+            if group.pinned and any(record.gradient is not GradientPlace.NONE for record in group.tensors):
                 engine.updater.step_one(group, settings_of, factor)
         try:
             replay.step(settings_of, factor)
@@ -294,14 +294,14 @@ class Pilot:
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
-        wanted = Gradient.OVER if plan.program.overwrites else Gradient.SUMMED
+        wanted = GradientPlace.OVER if plan.program.overwrites else GradientPlace.SUMMED
         stepped = plan.stepped
         for group in self._engine.groups:
             if group.pinned:
                 continue
             if 0 in group.home.copies:
                 return False
-            states = {record.gradient for record in group.tensors} - {Gradient.NONE}
+            states = {record.gradient for record in group.tensors} - {GradientPlace.NONE}
             if states and (states != {wanted} or group not in stepped):
                 return False
         return True
@@ -315,7 +315,7 @@ class Pilot:
             return
         recording, batch = self._found
         self._found = None
-        if self._estimated and self._plan is not None and as_foreseen(recording, self._plan.beats):
+        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.beats):
             self._estimated, self._recorded = False, True
             return
         if not self._adopt(recording, batch):
@@ -325,21 +325,21 @@ class Pilot:
             self._engine.counters.replanned()
         self._estimated, self._recorded = False, True
 
-    def _adopt(self, recording: Recording, batch: Batch) -> bool:
+    def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
         """Plan from these moments and have everything where the plan wants it; False: not possible now."""
         started = time.monotonic()
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):
             return False
-        say(
+        log_line(
             f"{self._model_name}: planned {len(plan.beats)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._asking.machine.name}"
         )
         return True
 
-    @alone
-    def _put_in_force(self, plan: EnginePlan, recording: Recording, batch: Batch) -> bool:
+    @defer_interrupts_installing
+    def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         if not self._homes.arrange(plan):
             return False
         self._engine.store.foresee(0)

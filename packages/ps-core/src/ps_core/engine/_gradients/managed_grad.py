@@ -16,7 +16,7 @@ from ps_core._errors import InvalidInput
 
 if TYPE_CHECKING:
     from ps_core.engine._gradients.loss_scale import LossScale
-    from ps_core.engine._parameters.state import TensorRecord
+    from ps_core.engine._parameters.state import ParamState
 
 aten = torch.ops.aten
 
@@ -35,23 +35,23 @@ REMEDY = (
 class GradientScaler(Protocol):
     """What a gradient asks of the engine that holds it."""
 
-    def gradient_norm(self, record: TensorRecord) -> float:
+    def gradient_norm(self, record: ParamState) -> float:
         """Return the 2-norm of the stored gradient times its factor."""
 
-    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+    def scale_gradient(self, record: ParamState, factor: float) -> None:
         """Multiply the gradient by a factor when it is stepped."""
 
 
 class ManagedGrad(torch.Tensor):
     """The gradient of one managed parameter, without the loss scale."""
 
-    _record: TensorRecord
+    _record: ParamState
     _gradients: GradientScaler
     _loss_scale: LossScale | None
 
     @staticmethod
     def __new__(
-        cls: type[ManagedGrad], record: TensorRecord, gradients: GradientScaler, loss_scale: LossScale | None = None
+        cls: type[ManagedGrad], record: ParamState, gradients: GradientScaler, loss_scale: LossScale | None = None
     ) -> ManagedGrad:
         """Make one; ``record`` must have a gradient."""
         self: ManagedGrad = torch.Tensor._make_wrapper_subclass(

@@ -18,9 +18,9 @@ import ps_kernels
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.slot import Home, Slot
+from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
 
 SMALL_NUMEL = 2**14
 """What has fewer elements takes less time than a call: it is measured with the others of its group, and stepped so."""
@@ -33,7 +33,7 @@ _PIECE_NUMEL = 2**14
 """So many elements of a gradient go down at a time where there is no room for all of it."""
 
 
-def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
+def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as a vector, in the memory order of the parameter."""
     if gradient.stride() == record.stride:
         return gradient.as_strided((record.numel,), (1,))
@@ -42,13 +42,13 @@ def flatten(record: TensorRecord, gradient: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-def beside(records: Sequence[TensorRecord]) -> torch.Tensor:
+def beside(records: Sequence[ParamState]) -> torch.Tensor:
     """Gradients that are aside as one vector, a copy if there are several."""
     flat = [flatten(record, record.aside) for record in records if record.aside is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-class GradientKeeper:
+class GradientStore:
     """The gradients of one engine."""
 
     def __init__(self, residency: Residency, *, overwrites: bool) -> None:
@@ -56,11 +56,11 @@ class GradientKeeper:
         self._store = residency.store
         self._overwrites = overwrites
         self._one_tier = residency.store.still
-        self._waiting: dict[TensorRecord, None] = {}
+        self._waiting: dict[ParamState, None] = {}
 
     # Arrival.
 
-    def arrive(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+    def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
         """A gradient came; its group is on the compute tier if it can go over the parameter."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
@@ -68,21 +68,21 @@ class GradientKeeper:
             )
         record.part = None
         over = self._overwrites and record.group.weight is Kind.P16
-        if record.gradient is not Gradient.NONE or not over:
+        if record.gradient is not GradientPlace.NONE or not over:
             self.add(record, gradient)
             return
-        record.aside, record.gradient = gradient, Gradient.ASIDE
+        record.aside, record.gradient = gradient, GradientPlace.ASIDE
         if not self.put_over(record):
             record.waiting = True
             self._waiting[record] = None
         elif self._one_tier and record.numel >= SMALL_NUMEL:
             self.measure(record)  # while it is in the processor's caches
 
-    def _resident(self, record: TensorRecord) -> bool:
+    def _resident(self, record: ParamState) -> bool:
         """Whether gradients that cannot go over the parameter stay what autograd made them."""
         return self._one_tier or record.group.fixed == 0
 
-    def put_over(self, record: TensorRecord) -> bool:
+    def put_over(self, record: ParamState) -> bool:
         """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
         if self._residency.exposed.bounds:
             self._residency.exposed.check(record, ended=True)
@@ -95,12 +95,12 @@ class GradientKeeper:
         target.copy_(record.aside)
         record.group.home.changed(slot)
         record.aside, record.waiting = None, False
-        record.gradient, record.payload = Gradient.OVER, Payload.OVER
+        record.gradient, record.payload = GradientPlace.OVER, SlotContents.OVER
         if self._store.file is not None:
             self.measure(record)  # or it would have to be read for that
         return True
 
-    def waiting(self) -> list[TensorRecord]:
+    def waiting(self) -> list[ParamState]:
         """Those whose gradients are aside until nothing needs their parameters."""
         self._waiting = {record: None for record in self._waiting if record.waiting}
         return list(self._waiting)
@@ -114,27 +114,27 @@ class GradientKeeper:
                 self.sum_up(record)
         self._waiting.clear()
 
-    def add(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+    def add(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Add a gradient to what there is, in fp32."""
-        if record.gradient is Gradient.OVER:
+        if record.gradient is GradientPlace.OVER:
             self.reclaim(record.group)
         self.apply_factor(record)
         if self._resident(record):
             self._add_aside(record, gradient)
             return
-        if record.gradient is Gradient.ASIDE:
+        if record.gradient is GradientPlace.ASIDE:
             self.sum_up(record)
         self._add_summed(record, gradient)
 
-    def apply_factor(self, record: TensorRecord) -> None:
+    def apply_factor(self, record: ParamState) -> None:
         """Multiply what there is, before more comes that the factor is not for."""
         factor, record.factor = record.factor, 1.0
-        if factor == 1.0 or record.gradient is Gradient.NONE:
+        if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
         self._residency.await_all(Queue.CPU)
-        if record.gradient is Gradient.ASIDE and record.aside is not None:
+        if record.gradient is GradientPlace.ASIDE and record.aside is not None:
             record.aside = record.aside.float().mul_(factor)
-        elif record.gradient is Gradient.SUMMED:
+        elif record.gradient is GradientPlace.SUMMED:
             home = record.group.homes[Kind.ACC]
             slot = home.source()
             target = self._residency.part_of(slot, record, torch.float32)
@@ -146,21 +146,21 @@ class GradientKeeper:
                 self._residency.replace(record, Kind.ACC, target)
         record.part = None
 
-    def _add_aside(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+    def _add_aside(self, record: ParamState, gradient: torch.Tensor) -> None:
         if record.aside is None:
-            record.aside, record.gradient = gradient, Gradient.ASIDE
+            record.aside, record.gradient = gradient, GradientPlace.ASIDE
         else:
             record.aside = record.aside.float().add_(gradient)
         record.waiting = False
 
-    def sum_up(self, record: TensorRecord) -> None:
+    def sum_up(self, record: ParamState) -> None:
         """Move a gradient that is aside into the accumulator."""
         gradient, record.aside, record.waiting = record.aside, None, False
-        record.gradient = Gradient.NONE
+        record.gradient = GradientPlace.NONE
         if gradient is not None:
             self._add_summed(record, gradient)
 
-    def _add_summed(self, record: TensorRecord, gradient: torch.Tensor) -> None:
+    def _add_summed(self, record: ParamState, gradient: torch.Tensor) -> None:
         home = self.accumulator(record.group)
         flat = flatten(record, gradient)
         tier = self._store.work_tier(home.slot.tier)
@@ -181,9 +181,9 @@ class GradientKeeper:
         self._residency.watcher.moved(0, tier, flat.nbytes)
         return staged
 
-    def _add_in_pieces(self, record: TensorRecord, flat: torch.Tensor, home: Home, tier: int) -> None:
+    def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, home: Chunk, tier: int) -> None:
         """Add to the sums where their tier is full: by way of a little beside the budget, as the disk's buffers are."""
-        fresh, on_disk = record.gradient is not Gradient.SUMMED, home.slot.place is not None
+        fresh, on_disk = record.gradient is not GradientPlace.SUMMED, home.slot.place is not None
         total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
         beside = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
@@ -193,20 +193,20 @@ class GradientKeeper:
             self._residency.replace(record, Kind.ACC, total)
         else:
             home.changed(home.slot)
-        record.gradient, record.part = Gradient.SUMMED, measured(total) if on_disk else None
+        record.gradient, record.part = GradientPlace.SUMMED, measured(total) if on_disk else None
 
-    def _add_home(self, record: TensorRecord, flat: torch.Tensor, home: Home) -> None:
+    def _add_home(self, record: ParamState, flat: torch.Tensor, home: Chunk) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
         if home.slot.place is None:
             self.add_flat(record, flat, home.slot, Queue.CPU if home.slot.tier else Queue.COMPUTE)
             return
-        fresh = record.gradient is not Gradient.SUMMED
+        fresh = record.gradient is not GradientPlace.SUMMED
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
-        record.gradient, record.part = Gradient.SUMMED, measured(total)
+        record.gradient, record.part = GradientPlace.SUMMED, measured(total)
 
-    def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: TensorRecord, *, fresh: bool) -> None:
+    def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
         self._residency.await_all(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
@@ -215,7 +215,7 @@ class GradientKeeper:
         else:
             ps_kernels.accumulate(sums, flat)
 
-    def sum_staged(self, record: TensorRecord, slot: Slot) -> None:
+    def sum_staged(self, record: ParamState, slot: Slot) -> None:
         """Add a gradient that lies in a slot of its own."""
         flat, home = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
         tier = self._store.work_tier(home.slot.tier)
@@ -229,12 +229,12 @@ class GradientKeeper:
         else:
             self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
-    def add_flat(self, record: TensorRecord, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
+    def add_flat(self, record: ParamState, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
         """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""
         self._add_run([record], flat, slot, queue)
 
     def add_staged(
-        self, group: GroupRecord, records: list[TensorRecord], flat: torch.Tensor, slot: Slot, queue: Queue
+        self, group: ParamGroup, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue
     ) -> None:
         """Add what lies in a chunk of gradients to an accumulator's slot on the same tier."""
         for record in records:
@@ -247,89 +247,89 @@ class GradientKeeper:
         for record in records:
             self._add_run([record], flat[record.span], slot, queue)
 
-    def _add_run(self, records: list[TensorRecord], flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
+    def _add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
         """Of neighbours, whose gradients are all summed already, or none is."""
         first, group = records[0], records[0].group
         start = first.offset
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
         self._residency.await_all(queue)
         self._store.device.work(queue, f"sum of the gradient of {first.name}", (flat, target), (target,))
-        if first.gradient is Gradient.SUMMED:
+        if first.gradient is GradientPlace.SUMMED:
             ps_kernels.accumulate(target, flat)
         else:
             target.copy_(flat)
         for record in records:
-            record.gradient, record.part = Gradient.SUMMED, None
+            record.gradient, record.part = GradientPlace.SUMMED, None
         group.homes[Kind.ACC].changed(slot)
 
-    def accumulator(self, group: GroupRecord) -> Home:
+    def accumulator(self, group: ParamGroup) -> Chunk:
         """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
         home = group.homes.get(Kind.ACC)
         if home is None:
             slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
-            home = group.homes[Kind.ACC] = Home(group.extent(Kind.ACC), slot.bytes, slot)
+            home = group.homes[Kind.ACC] = Chunk(group.extent(Kind.ACC), slot.bytes, slot)
             home.changed(slot)
         return home
 
-    def _tier_of_sums(self, group: GroupRecord) -> int:
+    def _tier_of_sums(self, group: ParamGroup) -> int:
         """Where sums lie that no plan knows of: beside the master, which the step reads."""
         return group.homes[Kind.P32].slot.tier
 
     # The parameter wanted back.
 
-    def reclaim(self, group: GroupRecord) -> None:
+    def reclaim(self, group: ParamGroup) -> None:
         """Make every payload of a group its parameter again, whatever lies over it."""
-        over = [record for record in group.tensors if record.gradient is Gradient.OVER]
-        lost = [record for record in group.tensors if record.payload is Payload.LOST]
+        over = [record for record in group.tensors if record.gradient is GradientPlace.OVER]
+        lost = [record for record in group.tensors if record.payload is SlotContents.LOST]
         self._residency.at_home(group.home)
         for record in over:
-            flat, record.gradient = self._over(record), Gradient.NONE
+            flat, record.gradient = self._over(record), GradientPlace.NONE
             if self._resident(record):
                 with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
                     record.aside = flat.float().as_strided(record.shape, record.stride)
-                record.gradient = Gradient.ASIDE
+                record.gradient = GradientPlace.ASIDE
             else:
                 self._add_home(record, flat, self.accumulator(group))
         self._residency.rebuild(group, over + lost)
         for record in over + lost:
-            record.payload = Payload.VALID
+            record.payload = SlotContents.VALID
 
-    def scale(self, record: TensorRecord, factor: float) -> None:
+    def scale(self, record: ParamState, factor: float) -> None:
         """Multiply a gradient in the step, by this too."""
         record.factor *= factor
 
-    def discard(self, records: list[TensorRecord]) -> None:
+    def discard(self, records: list[ParamState]) -> None:
         """Forget gradients; what they lay over becomes the parameters again."""
-        groups: dict[GroupRecord, None] = {}
+        groups: dict[ParamGroup, None] = {}
         for record in records:
-            if record.gradient is Gradient.OVER:
+            if record.gradient is GradientPlace.OVER:
                 groups[record.group] = None
-                record.payload = Payload.LOST
+                record.payload = SlotContents.LOST
             record.fresh()
         for group in groups:
             if self._residency.broken:
                 continue  # nothing can be rebuilt on the disk; the masters are there to be read
-            gone = [record for record in group.tensors if record.payload is not Payload.VALID]
-            kept = [record for record in gone if record.gradient is Gradient.OVER]
+            gone = [record for record in group.tensors if record.payload is not SlotContents.VALID]
+            kept = [record for record in gone if record.gradient is GradientPlace.OVER]
             if kept:
                 self.reclaim(group)
             else:
                 self._residency.rebuild(group, gone)
             for record in gone:
-                record.payload = Payload.VALID
+                record.payload = SlotContents.VALID
 
     # Norms.
 
-    def parts(self, records: list[TensorRecord]) -> list[torch.Tensor]:
+    def parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """Sums of squares and non-finite flags of these gradients."""
-        over: dict[GroupRecord, list[TensorRecord]] = {}
-        small: dict[GroupRecord, list[TensorRecord]] = {}
+        over: dict[ParamGroup, list[ParamState]] = {}
+        small: dict[ParamGroup, list[ParamState]] = {}
         for record in records:
             if record.part is not None:
                 continue
-            if record.gradient is Gradient.OVER:
+            if record.gradient is GradientPlace.OVER:
                 over.setdefault(record.group, []).append(record)
-            elif record.gradient is Gradient.ASIDE and record.numel < SMALL_NUMEL:
+            elif record.gradient is GradientPlace.ASIDE and record.numel < SMALL_NUMEL:
                 small.setdefault(record.group, []).append(record)
         for group, rows in over.items():
             slot = self._slot_over(group)
@@ -341,42 +341,42 @@ class GradientKeeper:
                 self._measure_spans(rows, beside(rows), list(zip([0, *ends], ends, strict=False)))
         return [self.measure(record) for record in records]
 
-    def _slot_over(self, group: GroupRecord) -> Slot:
+    def _slot_over(self, group: ParamGroup) -> Slot:
         """Where gradients that went over their parameters are."""
         home = group.home
         return home.slot if not home.dirty and home.slot.place is None else home.source()
 
-    def _over(self, record: TensorRecord) -> torch.Tensor:
+    def _over(self, record: ParamState) -> torch.Tensor:
         return self._residency.part_of(self._slot_over(record.group), record, record.group.dtype)
 
-    def located(self, record: TensorRecord) -> torch.Tensor:
+    def located(self, record: ParamState) -> torch.Tensor:
         """The gradient as a vector, where it is."""
-        if record.gradient is Gradient.OVER:
+        if record.gradient is GradientPlace.OVER:
             return self._over(record)
-        if record.gradient is Gradient.SUMMED:
+        if record.gradient is GradientPlace.SUMMED:
             return self._residency.part_of(record.group.homes[Kind.ACC].source(), record, torch.float32)
         assert record.aside is not None, "there is a gradient"
         return flatten(record, record.aside)
 
-    def measure(self, record: TensorRecord) -> torch.Tensor:
+    def measure(self, record: ParamState) -> torch.Tensor:
         """Sum of squares and non-finite flag of the gradient, taken once."""
         if record.part is None:
             record.part = measured(self.located(record))
         return record.part
 
-    def measure_all(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
+    def measure_all(self, records: list[ParamState], flat: torch.Tensor) -> None:
         """The same of several of a group, whose gradients lie in this chunk."""
         if records:
             self._measure_spans(records, flat, [(record.offset, record.offset + record.numel) for record in records])
 
-    def _measure_spans(self, records: list[TensorRecord], flat: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+    def _measure_spans(self, records: list[ParamState], flat: torch.Tensor, spans: list[tuple[int, int]]) -> None:
         for record, part in zip(records, measured_spans(flat, spans), strict=True):
             record.part = part
 
 
-def _pieces(records: list[TensorRecord]) -> Iterator[list[TensorRecord]]:
+def _pieces(records: list[ParamState]) -> Iterator[list[ParamState]]:
     """Small ones in order, as many at a time as may be put together."""
-    piece: list[TensorRecord] = []
+    piece: list[ParamState] = []
     numel = 0
     for record in records:
         numel += record.numel

@@ -2,11 +2,11 @@
 
 [Note: activations that wait elsewhere]
 A copy to the host goes on its own queue, behind the computation that made the tensor and beside what comes next; the
-tensor is held on to until `HostRoom.settle`, from which on the compute queue has waited for the copy. A copy back waits
-for what was computed so far, whose memory it may have got, and the computation that comes next waits for it. So either
-queue may be used for planned moves as well. Slots in host memory are used again: whoever fills one waits for those that
-emptied it. They count for the host's budget from the first use on. No plan knows of them: they take what the plan in
-force leaves at any time, and plans that are made later have as much less.
+tensor is held on to until `ActivationSlots.settle`, from which on the compute queue has waited for the copy. A copy
+back waits for what was computed so far, whose memory it may have got, and the computation that comes next waits for it.
+So either queue may be used for planned moves as well. Slots in host memory are used again: whoever fills one waits for
+those that emptied it. They count for the host's budget from the first use on. No plan knows of them: they take what the
+plan in force leaves at any time, and plans that are made later have as much less.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Plan, Queue, Reserve
 from ps_core._units import align_up
-from ps_core.engine._devices.device import Gauge
+from ps_core.engine._devices.device import NonModelBytes
 from ps_core.engine._memory.observer import TransferObserver
 from ps_core.engine._memory.slot import Slot
-from ps_core.engine._memory.store import Store
-from ps_core.engine._memory.suggestions import larger
-from ps_core.engine._support.interrupts import undisturbed
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.suggestions import suggest_budget
+from ps_core.engine._support.interrupts import defer_interrupts
 
 _DEVICE, _HOST = 0, 1
 
 
-class Away:
+class OffloadedActivation:
     """A tensor whose bytes are in the host's memory, for as long as this lives."""
 
     __slots__ = ("_returned", "dtype", "shape", "slot")
@@ -40,10 +40,10 @@ class Away:
         self._returned.append(self.slot)  # at any instant, so nothing else is done
 
 
-class HostRoom:
+class ActivationSlots:
     """One engine's; see [Note: activations that wait elsewhere]."""
 
-    def __init__(self, store: Store, watcher: TransferObserver, tide: Gauge) -> None:
+    def __init__(self, store: TierStore, watcher: TransferObserver, tide: NonModelBytes) -> None:
         self._store, self._watcher, self._tide = store, watcher, tide
         self._returned: deque[Slot] = deque()
         """By those who had them, perhaps while this very code runs."""
@@ -62,8 +62,8 @@ class HostRoom:
                 ends += [op.offset + op.bytes for op in found if op.tier == _HOST]
             self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.fixed_bytes
 
-    @undisturbed
-    def put(self, tensor: torch.Tensor) -> Away:
+    @defer_interrupts
+    def put(self, tensor: torch.Tensor) -> OffloadedActivation:
         """Begin to copy a contiguous tensor; it must live until `settle`."""
         device, size = self._store.device, tensor.nbytes
         with self._tide.paused(), torch.no_grad():
@@ -72,15 +72,15 @@ class HostRoom:
                 device.wait(Queue.D2H, device.record(queue))
             device.copy(Queue.D2H, slot.memory[:size], _bytes_of(tensor))
         self._watcher.moved(_DEVICE, _HOST, size)
-        return Away(tensor, slot, self._returned)
+        return OffloadedActivation(tensor, slot, self._returned)
 
-    @undisturbed
+    @defer_interrupts
     def settle(self) -> None:
         """The memory of what was put may be used again by whatever is computed from here on."""
         self._let_compute_wait(Queue.D2H, "after activations left")
 
-    @undisturbed
-    def get(self, away: Away) -> torch.Tensor:
+    @defer_interrupts
+    def get(self, away: OffloadedActivation) -> torch.Tensor:
         """The tensor on the device, in new memory."""
         device = self._store.device
         tensor = torch.empty(away.shape, dtype=away.dtype, device=device.torch_device)
@@ -125,7 +125,7 @@ class HostRoom:
             available_bytes=tier.capacity_bytes,
             proven=True,
             remedies=(
-                f"{larger(self._store.limits, _HOST, needed)}, and {size:,} bytes for every further block",
+                f"{suggest_budget(self._store.limits, _HOST, needed)}, and {size:,} bytes for every further block",
                 "fewer blocks whose activations are offloaded: less goes there",
                 f"a smaller batch or sequence: {size:,} bytes go there at a time",
             ),

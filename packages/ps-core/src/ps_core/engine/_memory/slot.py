@@ -15,7 +15,7 @@ import torch
 
 from ps_core._errors import PlanMismatch
 from ps_core._program import Extent
-from ps_core.engine._devices.disk.file import Place
+from ps_core.engine._devices.disk.file import FileExtent
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +30,9 @@ class Slot:
     """``bytes`` of uint8; on the disk they are on ``meta``, so that nobody takes them for contents."""
     extent: Extent | None = None
     stamp: int = -1
-    place: Place | None = None
+    place: FileExtent | None = None
     """On the disk: where in the file."""
-    bounds: dict[Hashable, Bound] = field(default_factory=dict)
+    bounds: dict[Hashable, SlotView] = field(default_factory=dict)
     """What parameters were bound to here, for the next time; goes with the memory."""
 
     def flat(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Bound:
+class SlotView:
     """A parameter's residency: a view of a slot with a storage of its own, whose uses can be counted."""
 
     slot: Slot
@@ -66,7 +66,7 @@ class Bound:
 
 
 @dataclass(slots=True, eq=False)
-class Home:
+class Chunk:
     """One extent: the slot that always exists for it, and its other copies by tier."""
 
     extent: Extent

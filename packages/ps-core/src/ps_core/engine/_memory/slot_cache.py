@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from ps_core.engine._memory.slot import Slot
 
 
-class Spare:
+class SlotCache:
     """Of the compute tier of a store that has no arena; they count as used."""
 
     def __init__(self) -> None:

@@ -12,11 +12,11 @@ from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier, link
 from ps_core._planner.holds import Span, lowest
 from ps_core.engine._devices.device import Device
-from ps_core.engine._devices.disk.file import DiskFile, Place
+from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._memory.slot import Slot
-from ps_core.engine._memory.slot_cache import Spare
-from ps_core.engine._memory.suggestions import Given, TierBudget, larger, options_as
+from ps_core.engine._memory.slot_cache import SlotCache
+from ps_core.engine._memory.suggestions import TierBudget, UserLimits, options_as, suggest_budget
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
@@ -25,7 +25,7 @@ _PIECE_BYTES = 2**20
 """What a shift sets aside at a time."""
 
 
-class Store:
+class TierStore:
     """All tiers of one engine; keeps count of bytes."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Store:
         *,
         poison: bool,
         file: DiskFile | None = None,
-        given: Given | None = None,
+        given: UserLimits | None = None,
         shared: bool = False,
     ) -> None:
         """``shared``: several processes have a shard of the model each, so that groups come and go on any tier."""
@@ -50,7 +50,7 @@ class Store:
         if file is not None:
             device.attach(file)
         self.tiers = tiers
-        self.given = given or Given()
+        self.given = given or UserLimits()
         self.still = len(tiers) == 1 and not shared
         """Nothing ever moves: parameters lie in their homes."""
         self.poison = poison
@@ -77,7 +77,7 @@ class Store:
             self._arena = self._new_arena(tiers[0].capacity_bytes if device.lazy else 0)
         self._taken: list[Slot] = []
         """Of the arena, in order of address."""
-        self.spare = Spare()
+        self.spare = SlotCache()
 
     @property
     def limits(self) -> TierBudget:
@@ -146,7 +146,7 @@ class Store:
             available_bytes=capacity,
             proven=False,
             remedies=(
-                larger(self.limits, tier, needed),
+                suggest_budget(self.limits, tier, needed),
                 "accumulation_steps=2, or as many backward passes as a step has: room for their sums is planned ahead",
                 f"{options_as(self.given, group_bytes=max(1, size // 4))}: less is copied at a time",
             ),
@@ -167,7 +167,7 @@ class Store:
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory.new_empty(0)
 
-    def _leave(self, slot: Slot, place: Place, queue: Queue) -> None:
+    def _leave(self, slot: Slot, place: FileExtent, queue: Queue) -> None:
         """Give a place on the disk back: whoever gets it next writes first, and that comes after all that was here."""
         assert self.file is not None, "a disk tier has a file"
         if self.file.failure is None:

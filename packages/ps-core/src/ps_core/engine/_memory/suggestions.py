@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class UserLimits:
     """What `chunked` was given that memory depends on."""
 
     budget: Budget = field(default_factory=Budget)
@@ -27,7 +27,7 @@ class TierBudget:
     """Sizes of all tiers, for errors that suggest others."""
 
     tiers: tuple[Tier, ...]
-    given: Given
+    given: UserLimits
     device_memory_bytes: tuple[int, int] | None
     """The accelerator's own memory, free and in all; None where it is emulated."""
 
@@ -37,7 +37,7 @@ def size(count: int) -> str:
     return f"{count / MIB:,.1f} MiB" if count >= MIB // 10 else f"{count:,} bytes"
 
 
-def larger(limits: TierBudget, tier: int, needed_bytes: int) -> str:
+def suggest_budget(limits: TierBudget, tier: int, needed_bytes: int) -> str:
     """Write the Budget with which so many bytes of a tier are there, and how much more that is."""
     name, whole = limits.tiers[tier].name, limits.tiers[tier].capacity_bytes
     asked, given, suffix = align_up(needed_bytes), limits.given, ""
@@ -53,7 +53,7 @@ def larger(limits: TierBudget, tier: int, needed_bytes: int) -> str:
     return f"{_code(replace(given.budget, **changed))}: {size(asked - whole)} more{suffix}"
 
 
-def options_as(given: Given, **changed: Any) -> str:
+def options_as(given: UserLimits, **changed: Any) -> str:
     """The Options with other values (any: one for each of its fields)."""
     return _code(replace(given.options, **changed))
 

@@ -9,25 +9,25 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._optim.group_step import Decision, decide
-from ps_core.engine._parameters.state import Gradient, TensorRecord
+from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._optim.group_step import StepDecision, decide
+from ps_core.engine._parameters.state import GradientPlace, ParamState
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """A step that broke off."""
 
-    decision: Decision
+    decision: StepDecision
     left: frozenset[int]
     """The records that it did not come to."""
     asked: tuple[float | None, float]
 
 
-class Deciding:
+class StepDecisions:
     """The decisions of one model's steps."""
 
-    def __init__(self, gradients: GradientKeeper) -> None:
+    def __init__(self, gradients: GradientStore) -> None:
         self._gradients = gradients
         self._begun: _Begun | None = None
 
@@ -36,7 +36,7 @@ class Deciding:
         self._begun = None
 
     @contextmanager
-    def deciding(self, pending: list[TensorRecord], max_norm: float | None, loss_scale: float) -> Iterator[Decision]:
+    def deciding(self, pending: list[ParamState], max_norm: float | None, loss_scale: float) -> Iterator[StepDecision]:
         """The decision, for the length of the step."""
         begun, asked = self._begun, (max_norm, loss_scale)
         self._begun = None
@@ -47,10 +47,10 @@ class Deciding:
         try:
             yield decision
         except BaseException:
-            left = _indices(record for record in pending if record.gradient is not Gradient.NONE)
+            left = _indices(record for record in pending if record.gradient is not GradientPlace.NONE)
             self._begun = _Begun(decision, left, asked)
             raise
 
 
-def _indices(records: Iterable[TensorRecord]) -> frozenset[int]:
+def _indices(records: Iterable[ParamState]) -> frozenset[int]:
     return frozenset(record.index for record in records)

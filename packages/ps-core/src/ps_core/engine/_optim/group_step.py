@@ -19,14 +19,14 @@ from ps_core._program import Kind
 from ps_core.engine._devices.device import Device
 from ps_core.engine._gradients.store import BESIDE_NUMEL, SMALL_NUMEL, beside
 from ps_core.engine._memory.slot import Slot
-from ps_core.engine._optim.settings import Rule, Settings, clip_factor
-from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._optim.settings import Settings, StepRule, clip_factor
+from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
 
-SettingsOf = Callable[[TensorRecord], Settings]
+SettingsOf = Callable[[ParamState], Settings]
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StepDecision:
     """What the step does with every gradient."""
 
     norm: float
@@ -36,8 +36,8 @@ class Decision:
 
 
 def decide(
-    records: Iterable[TensorRecord], parts: Iterable[torch.Tensor], max_norm: float | None, scale: float
-) -> Decision:
+    records: Iterable[ParamState], parts: Iterable[torch.Tensor], max_norm: float | None, scale: float
+) -> StepDecision:
     """The global norm, and what follows from it."""
     total, finite = 0.0, True
     for record, (squares, flag) in zip(records, numbers(list(parts)), strict=True):
@@ -45,8 +45,8 @@ def decide(
         finite = finite and not flag
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
     if not finite or not math.isfinite(norm):
-        return Decision(norm if finite else math.inf, True, 0.0)
-    return Decision(norm, False, clip_factor(norm, max_norm) / scale)
+        return StepDecision(norm if finite else math.inf, True, 0.0)
+    return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
 
 
 def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
@@ -59,10 +59,10 @@ def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StepRun:
     """Neighbouring tensors that one call steps."""
 
-    records: tuple[TensorRecord, ...]
+    records: tuple[ParamState, ...]
     settings: Settings
 
     @property
@@ -70,29 +70,29 @@ class _Run:
         return slice(self.records[0].offset, self.records[-1].offset + self.records[-1].numel)
 
 
-def _runs(group: GroupRecord, settings_of: SettingsOf) -> Iterator[_Run]:
-    run: list[TensorRecord] = []
+def _runs(group: ParamGroup, settings_of: SettingsOf) -> Iterator[_StepRun]:
+    run: list[ParamState] = []
     copied = 0
     for record in group.tensors:
-        if record.gradient is Gradient.NONE:
+        if record.gradient is GradientPlace.NONE:
             if run:
-                yield _Run(tuple(run), settings_of(run[0]))
+                yield _StepRun(tuple(run), settings_of(run[0]))
             run, copied = [], 0
             continue
-        aside = record.numel * (record.gradient is Gradient.ASIDE)
+        aside = record.numel * (record.gradient is GradientPlace.ASIDE)
         if run and (copied + aside > BESIDE_NUMEL or not _alike(run[-1], record, settings_of)):
-            yield _Run(tuple(run), settings_of(run[0]))
+            yield _StepRun(tuple(run), settings_of(run[0]))
             run, copied = [], 0
         run.append(record)
         copied += aside
     if run:
-        yield _Run(tuple(run), settings_of(run[0]))
+        yield _StepRun(tuple(run), settings_of(run[0]))
 
 
-def _alike(one: TensorRecord, other: TensorRecord, settings_of: SettingsOf) -> bool:
+def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
     return (
         one.gradient is other.gradient
-        and (one.gradient is not Gradient.ASIDE or max(one.numel, other.numel) < SMALL_NUMEL)
+        and (one.gradient is not GradientPlace.ASIDE or max(one.numel, other.numel) < SMALL_NUMEL)
         and one.steps == other.steps
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
@@ -102,7 +102,7 @@ def _alike(one: TensorRecord, other: TensorRecord, settings_of: SettingsOf) -> b
 
 def step_group(
     device: Device,
-    group: GroupRecord,
+    group: ParamGroup,
     slots: Mapping[Kind, Slot],
     settings_of: SettingsOf,
     factor: float,
@@ -117,7 +117,7 @@ def step_group(
     moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], _written(slots))
-    overtaken: set[TensorRecord] = set()
+    overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
         span = group.clip(run.span)
         if span.stop > span.start:
@@ -128,20 +128,20 @@ def step_group(
         for record in run.records:
             record.steps += 1
             record.epoch += 1
-            record.payload = Payload.VALID
+            record.payload = SlotContents.VALID
             record.fresh()
             for other in record.others if record.tied else ():  # as memory that they share would be
                 master[other.piece].copy_(master[record.piece])
                 other.epoch += 1
                 overtaken.add(other)
     for record in group.tensors:
-        if (record.payload is not Payload.VALID or record in overtaken) and weight is not None:
+        if (record.payload is not SlotContents.VALID or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
-            record.payload = Payload.VALID
+            record.payload = SlotContents.VALID
     _note_changed(group, slots)
 
 
-def _note_changed(group: GroupRecord, slots: Mapping[Kind, Slot]) -> None:
+def _note_changed(group: ParamGroup, slots: Mapping[Kind, Slot]) -> None:
     """Mark what a step wrote as the newest of its kind; sums are used up."""
     for kind, slot in slots.items():
         if kind is not Kind.ACC:
@@ -157,25 +157,25 @@ def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
     return [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
 
 
-def _gradient(run: _Run, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
+def _gradient(run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
     first = run.records[0]
-    if first.gradient is Gradient.ASIDE:
+    if first.gradient is GradientPlace.ASIDE:
         return beside(run.records)
-    if first.gradient is Gradient.SUMMED:
+    if first.gradient is GradientPlace.SUMMED:
         return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
     assert weight is not None, "only 16-bit weights have gradients over them"
     return weight[span]
 
 
 def _step(
-    run: _Run,
+    run: _StepRun,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     gradient: torch.Tensor,
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
     settings, (master, momentum, variance) = run.settings, rows
-    if settings.kind is Rule.SGD:
+    if settings.kind is StepRule.SGD:
         ps_kernels.sgd_step(
             master,
             momentum if settings.momentum else None,

@@ -9,18 +9,18 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.store import GradientKeeper
-from ps_core.engine._memory.slot import Home, Slot
+from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
-class Updater:
+class OnDemandStepper:
     """Works on homes; nothing of a pass is going on."""
 
-    def __init__(self, residency: Residency, gradients: GradientKeeper, groups: list[GroupRecord]) -> None:
+    def __init__(self, residency: Residency, gradients: GradientStore, groups: list[ParamGroup]) -> None:
         self._residency = residency
         self._store = residency.store
         self._gradients = gradients
@@ -30,7 +30,7 @@ class Updater:
         """Nothing to compare: there is one process."""
 
     def compare_step(
-        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+        self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
         """Nothing to compare: there is one process."""
 
@@ -39,13 +39,13 @@ class Updater:
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Step every group that has a gradient."""
         for group in self._groups:
-            if any(record.gradient is not Gradient.NONE for record in group.tensors):
+            if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
                 self.step_one(group, settings_of, factor)
 
-    def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
+    def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
         kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
-        if any(record.gradient is Gradient.SUMMED for record in group.tensors):
+        if any(record.gradient is GradientPlace.SUMMED for record in group.tensors):
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.homes[Kind.P32].slot.tier)
         slots = self._all_on(group, kinds, tier)
@@ -59,7 +59,7 @@ class Updater:
             if copy is not None and copy is not slots[kind]:
                 group.homes[kind].copies[tier] = copy  # something aliases this memory, and keeps the old values
 
-    def _all_on(self, group: GroupRecord, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
+    def _all_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """The newest bytes of these on a tier; where there is no room for all of them, all is as it was."""
         slots: dict[Kind, Slot] = {}
         try:
@@ -71,7 +71,7 @@ class Updater:
             raise
         return slots
 
-    def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
+    def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
         """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
         home = group.homes[kind]
         self._residency.write_home(home)
@@ -81,7 +81,7 @@ class Updater:
         home.copies.setdefault(tier, slot)  # or the bytes would be nowhere if they cannot be put back
         return self._residency.copy_to(home, slot)
 
-    def _put_back(self, home: Home, slot: Slot) -> None:
+    def _put_back(self, home: Chunk, slot: Slot) -> None:
         """Have what a slot of the moment holds at home."""
         if slot is home.slot:
             return
@@ -95,28 +95,32 @@ class Updater:
         """Give back accumulators that no plan knows of."""
         for group in self._groups:
             home = group.homes.get(Kind.ACC)
-            if home is not None and not home.planned and not any(r.gradient is Gradient.SUMMED for r in group.tensors):
+            if (
+                home is not None
+                and not home.planned
+                and not any(r.gradient is GradientPlace.SUMMED for r in group.tensors)
+            ):
                 self._residency.give_back(home.slot)
                 del group.homes[Kind.ACC]
 
     # Contents.
 
-    @alone
-    def weight(self, record: TensorRecord) -> torch.Tensor:
+    @defer_interrupts_installing
+    def weight(self, record: ParamState) -> torch.Tensor:
         """A copy of the parameter on the CPU as it is computed with."""
-        if record.payload is Payload.VALID:
+        if record.payload is SlotContents.VALID:
             return self._copy(record, record.group.weight)
         return self._copy(record, Kind.P32).to(record.dtype)
 
-    @alone
-    def read(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    @defer_interrupts_installing
+    def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape."""
         if kind is Kind.P32 and Kind.P32 not in record.group.homes:
             return self._copy(record, record.group.weight).float()
         return self._copy(record, kind)
 
     @contextmanager
-    def opened(self, group: GroupRecord, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
+    def opened(self, group: ParamGroup, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
         """One kind of a group as a vector that the host thread may read within the block, and with ``write`` change."""
         home = group.homes[kind]
         memory = self._residency.contents(home)
@@ -128,32 +132,32 @@ class Updater:
             if write:
                 self._residency.changed_at_home(home, memory)
 
-    def _copy(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def _copy(self, record: ParamState, kind: Kind) -> torch.Tensor:
         flat = self._residency.vector(record, kind)
         self._store.device.work(Queue.CPU, f"read {record.name}", (flat,), ())
         target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
         return target.copy_(flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
-    @alone
-    def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    @defer_interrupts_installing
+    def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Replace what a kind holds of a record; of the master: the parameter too, and those that are tied to it."""
         changes_parameter = kind in (Kind.P32, record.group.weight)
         for each in record.tied if changes_parameter and record.tied else [record]:
             self._write(each, kind, value)
 
-    def _write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    def _write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         group = record.group
         kinds = [kind]
         if kind is Kind.P32:
             value = value.to(torch.float32)  # from which 16 bits are rounded, as every step does
             kinds = [each for each in (group.weight, Kind.P32) if each in group.homes]
-            if record.gradient is Gradient.OVER:
+            if record.gradient is GradientPlace.OVER:
                 self._gradients.reclaim(group)
         for each in dict.fromkeys(kinds):
             flat = torch.empty(record.numel, dtype=group.dtype_of(each))
             flat.as_strided(record.shape, record.stride).copy_(value)
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):
-            record.payload = Payload.VALID
+            record.payload = SlotContents.VALID
             record.epoch += 1
             record.group.reading = -1

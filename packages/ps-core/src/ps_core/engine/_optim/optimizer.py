@@ -13,13 +13,13 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._options import SGD, Adam, AdamW, Optimizer
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
-from ps_core.engine._optim.settings import Gradients, Outcome, Rule, Settings
-from ps_core.engine._optim.state_format import Entry, StateFormat, on_cpu
+from ps_core.engine._optim.settings import OptimizerBackend, Outcome, Settings, StepRule
+from ps_core.engine._optim.state_format import StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import TensorRecord
+    from ps_core.engine._parameters.state import ParamState
 
 # What torch's own optimizers keep in a group besides the numbers, as it is when they do what the engine does.
 SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
@@ -42,8 +42,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        gradients: Gradients,
-        records: Sequence[TensorRecord],
+        gradients: OptimizerBackend,
+        records: Sequence[ParamState],
         optimizer: Optimizer,
         *,
         loss_scale: LossScale | None = None,
@@ -53,7 +53,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         _check_max_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self._gradients, self._loss_scale = gradients, loss_scale
-        self._rule = Rule.SGD if isinstance(optimizer, SGD) else Rule.ADAM
+        self._rule = StepRule.SGD if isinstance(optimizer, SGD) else StepRule.ADAM
         self._fixed = FIXED[type(optimizer)]
         self._name = type(optimizer).__name__
         self._outcome: Outcome | None = None
@@ -73,7 +73,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # ---- training ----
 
-    @alone
+    @defer_interrupts_installing
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is refused
         """Update the parameters from the gradients that backward left; nothing if one of them is not finite."""
@@ -97,7 +97,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaler.update(skipped=self._outcome.skipped)
 
-    @alone
+    @defer_interrupts_installing
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
         if not set_to_none:
@@ -138,10 +138,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """True if no gradient comes from backward: what the user assigned was lost to no rounding, and has no scale."""
         return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
 
-    def _records(self) -> Iterator[TensorRecord]:
+    def _records(self) -> Iterator[ParamState]:
         return (record for members in self._members for record in members)
 
-    def settings(self) -> Callable[[TensorRecord], Settings]:
+    def settings(self) -> Callable[[ParamState], Settings]:
         """Each parameter's numbers, as the groups have them now."""
         found = dict(self._settings())
         return lambda record: found[record.name]
@@ -154,7 +154,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             for record in members:
                 yield record.name, settings
 
-    def _check_group(self, index: int, group: dict[str, Any], members: Sequence[TensorRecord]) -> None:
+    def _check_group(self, index: int, group: dict[str, Any], members: Sequence[ParamState]) -> None:
         """What the engine cannot follow must not be passed over."""
         found = group["params"]
         if len(found) != len(members) or any(a is not b.parameter for a, b in zip(found, members, strict=True)):
@@ -172,13 +172,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _read(self, group: dict[str, Any]) -> Settings:
         """Values may be tensors (a learning rate that a compiled loop changes)."""
         lr, decay = _float("lr", group["lr"]), _float("weight_decay", group["weight_decay"])
-        if self._rule is Rule.SGD:
-            return Settings(kind=Rule.SGD, lr=lr, weight_decay=decay, momentum=_float("momentum", group["momentum"]))
+        if self._rule is StepRule.SGD:
+            return Settings(
+                kind=StepRule.SGD, lr=lr, weight_decay=decay, momentum=_float("momentum", group["momentum"])
+            )
         if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
             raise InvalidInput(f"betas must be two numbers when the optimizer steps, found {group['betas']!r}")
         first, second = (_float("betas", beta) for beta in group["betas"])
         return Settings(
-            kind=Rule.ADAM,
+            kind=StepRule.ADAM,
             lr=lr,
             weight_decay=decay,
             betas=(first, second),
@@ -224,14 +226,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             found = found if changed is None else changed
         return found
 
-    def _keys(self, record: TensorRecord, masters: bool | None = None) -> tuple[str, ...]:
+    def _keys(self, record: ParamState, masters: bool | None = None) -> tuple[str, ...]:
         """Names in a parameter's entry of `state_dict` and `state`."""
         if masters is None:
             masters = self.masters_in_state_dict and record.dtype.itemsize < 4
         group = self.param_groups[self._groups_of[record]]
         return self._format.keys(record, momentum=bool(group.get("momentum")), master=masters)
 
-    @alone
+    @defer_interrupts_installing
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` of this, or of torch's optimizer of the same kind and groups, gave.
 
@@ -263,8 +265,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    @alone
-    def _replace(self, entries: Mapping[TensorRecord, Entry]) -> None:
+    @defer_interrupts_installing
+    def _replace(self, entries: Mapping[ParamState, StateEntry]) -> None:
         """Write what was assigned in `state`."""
         for record, entry in entries.items():
             self._format.write(record, entry)
@@ -316,9 +318,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return "\n".join(rows)
 
 
-def _members(optimizer: Optimizer, records: Iterable[TensorRecord]) -> list[list[TensorRecord]]:
+def _members(optimizer: Optimizer, records: Iterable[ParamState]) -> list[list[ParamState]]:
     """The records of each group: first those no `Group` matches."""
-    members: list[list[TensorRecord]] = [[] for _ in range(len(optimizer.groups) + 1)]
+    members: list[list[ParamState]] = [[] for _ in range(len(optimizer.groups) + 1)]
     for record in records:
         matches = (i for i, group in enumerate(optimizer.groups, 1) if group.match(record.name, record.parameter))
         members[next(matches, 0)].append(record)
@@ -330,7 +332,7 @@ def _numbers(source: object) -> dict[str, Any]:
     return {name: value for name in NUMBERS if (value := getattr(source, name, None)) is not None}
 
 
-def _group(source: object, members: Sequence[TensorRecord]) -> dict[str, Any]:
+def _group(source: object, members: Sequence[ParamState]) -> dict[str, Any]:
     # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
     parameters, names = [record.parameter for record in members], [record.name for record in members]
     return {"params": parameters, "param_names": names, **_numbers(source)}

@@ -14,10 +14,10 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import TensorRecord
+    from ps_core.engine._parameters.state import ParamState
 
 
-class Rule(StrEnum):
+class StepRule(StrEnum):
     """The arithmetic of a step."""
 
     ADAM = "adam"
@@ -31,7 +31,7 @@ class Settings:
     What a rule does not use stays at its default, so that equal steps have equal settings.
     """
 
-    kind: Rule
+    kind: StepRule
     lr: float
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.0, 0.0)
@@ -56,42 +56,42 @@ class Outcome:
     """A gradient held infinity or not-a-number, so nothing was changed."""
 
 
-class Gradients(Protocol):
+class OptimizerBackend(Protocol):
     """The engine, as its optimizer sees it. Gradients are as backward made them: they still hold the loss scale."""
 
     def check_usable(self) -> None:
         """Raise where nothing can be trained any more."""
         ...
 
-    def has_gradient(self, record: TensorRecord) -> bool:
+    def has_gradient(self, record: ParamState) -> bool:
         """Whether a gradient waits for the step."""
         ...
 
-    def gradient_norm(self, record: TensorRecord) -> float:
+    def gradient_norm(self, record: ParamState) -> float:
         """Of the stored gradient times its factor."""
         ...
 
-    def scale_gradient(self, record: TensorRecord, factor: float) -> None:
+    def scale_gradient(self, record: ParamState, factor: float) -> None:
         """Have the step multiply by this too."""
         ...
 
-    def discard_gradients(self, records: Iterable[TensorRecord] | None = None) -> None:
+    def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
         """Forget the gradients of these, or of all."""
         ...
 
-    def step(self, settings: Callable[[TensorRecord], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
+    def step(self, settings: Callable[[ParamState], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         ...
 
-    def read_state(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def read_state(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """A copy in fp32 on the CPU, of the parameter's shape. P32: the parameter itself, as the step has it."""
         ...
 
-    def write_state(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         ...
 
-    def load_master(self, record: TensorRecord, value: torch.Tensor) -> None:
+    def load_master(self, record: ParamState, value: torch.Tensor) -> None:
         """Replace the parameter by a master of a state dict, unless other weights were loaded."""
         ...
 

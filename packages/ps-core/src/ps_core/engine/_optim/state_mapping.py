@@ -15,10 +15,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._optim.state_format import Entry, StateFormat
+from ps_core.engine._optim.state_format import StateEntry, StateFormat
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import TensorRecord
+    from ps_core.engine._parameters.state import ParamState
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # C's descriptor, a tensor to the stubs
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
@@ -30,21 +30,21 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
     def __init__(
         self,
         form: StateFormat,
-        records: Sequence[TensorRecord],
-        keys: Callable[[TensorRecord], tuple[str, ...]],
-        replace: Callable[[Mapping[TensorRecord, Entry]], None],
+        records: Sequence[ParamState],
+        keys: Callable[[ParamState], tuple[str, ...]],
+        replace: Callable[[Mapping[ParamState, StateEntry]], None],
     ) -> None:
         """``keys``: names in a parameter's entry; ``replace``: writes checked entries."""
         self._form, self._keys_of, self._replace = form, keys, replace
         self._records = {id(record.parameter): record for record in records}
 
-    def _keys(self, record: TensorRecord) -> tuple[str, ...]:
+    def _keys(self, record: ParamState) -> tuple[str, ...]:
         return self._keys_of(record) if self._stepped() else ()
 
     def _stepped(self) -> bool:
         return any(record.steps for record in self._records.values())
 
-    def _record(self, parameter: object) -> TensorRecord:
+    def _record(self, parameter: object) -> ParamState:
         try:
             return self._records[id(parameter)]
         except KeyError:
@@ -68,7 +68,7 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
-        self._replace({self._record(parameter): Entry(0, {}, None)})
+        self._replace({self._record(parameter): StateEntry(0, {}, None)})
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         rows = self._records.values() if self._stepped() else ()
@@ -93,13 +93,13 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
 
     def clear(self) -> None:
         """Begin as before the first step: all moments are zeros. Masters stay, they are the parameters."""
-        self._replace(dict.fromkeys(self._records.values(), Entry(0, {}, None)))
+        self._replace(dict.fromkeys(self._records.values(), StateEntry(0, {}, None)))
 
     def assign(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
         """Replace everything: parameters without an entry begin as before their first step."""
         if entries is self:
             return
-        found = dict.fromkeys(self._records.values(), Entry(0, {}, None))
+        found = dict.fromkeys(self._records.values(), StateEntry(0, {}, None))
         for parameter, entry in entries.items():
             record = self._record(parameter)
             found[record] = self._form.check(record, entry)
@@ -113,7 +113,7 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
 class ParameterState(MutableMapping[str, Any]):
     """One parameter's entry of ``optimizer.state``; see [Note: written through]."""
 
-    def __init__(self, form: StateFormat, record: TensorRecord, keys: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(self, form: StateFormat, record: ParamState, keys: Callable[[], tuple[str, ...]]) -> None:
         self._form, self._record, self._keys = form, record, keys
 
     def __contains__(self, key: object) -> bool:
@@ -140,7 +140,7 @@ class ParameterState(MutableMapping[str, Any]):
 
     def clear(self) -> None:
         """Begin as before the first step: all moments are zeros."""
-        self._form.write(self._record, Entry(0, {}, None))
+        self._form.write(self._record, StateEntry(0, {}, None))
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Read all values into an ordinary dictionary of ordinary tensors."""

@@ -9,9 +9,9 @@ from torch import nn
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._memory.store import Store
-from ps_core.engine._memory.suggestions import larger, options_as, size
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.suggestions import options_as, size, suggest_budget
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 
 _ACTIVATIONS = ", and what activations take"
 _PARTS = {2: "half", 4: "a quarter of", 8: "an eighth of", 16: "a sixteenth of"}
@@ -19,8 +19,8 @@ _SO_FAR = ", as far as this pass has come"
 
 
 def compute_tier_too_small(
-    store: Store,
-    groups: list[GroupRecord],
+    store: TierStore,
+    groups: list[ParamGroup],
     moment: str,
     needed_bytes: int,
     nonmodel_bytes: int,
@@ -58,7 +58,12 @@ def compute_tier_too_small(
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
         proven=proven,
-        remedies=(larger(store.limits, 0, asked) + unknown, parts, batch, *([held] if store.left_over_bytes else [])),
+        remedies=(
+            suggest_budget(store.limits, 0, asked) + unknown,
+            parts,
+            batch,
+            *([held] if store.left_over_bytes else []),
+        ),
     )
 
 
@@ -71,11 +76,11 @@ def _smaller_batch(missing_bytes: int, nonmodel_bytes: int) -> str:
     return f"a smaller batch or sequence: at most {size(nonmodel_bytes)} less non-model data, not enough by itself"
 
 
-def _largest(group: GroupRecord) -> TensorRecord:
+def _largest(group: ParamGroup) -> ParamState:
     return max(group.tensors, key=lambda record: record.numel)
 
 
-def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
+def _in_parts(store: TierStore, groups: list[ParamGroup], weight: int) -> str:
     """What to do about parameters as large as this group of one: each has to be on the compute tier as a whole."""
     movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
     if not movable:
@@ -91,7 +96,7 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
         if looked_up and read_whole:
             most = min(tiles, record.shape[0])
             told = f"a head that is not {record.name}, in tiles (of ps_models: tied_head=False, head_tiles={most})"
-            said["head"] = Way("", told)
+            said["head"] = Suggestion("", told)
         if looked_up and not group.gathered and store.tiers[0].name == "device":
             said.setdefault("table", on_the_host(record))
         if read_whole and not looked_up:
@@ -100,14 +105,14 @@ def _in_parts(store: Store, groups: list[GroupRecord], weight: int) -> str:
     return ways(list(said.values()) or [in_pieces(_largest(movable[0]))])
 
 
-def _frozen(groups: list[GroupRecord]) -> str:
+def _frozen(groups: list[ParamGroup]) -> str:
     """How that is written, of the largest parameter that is trained."""
     largest = max((group for group in groups if group.trainable), key=lambda group: group.numel, default=groups[0])
     return f"model.get_parameter({_largest(largest).name!r}).requires_grad_(False)"
 
 
 def everything_too_large(
-    store: Store, groups: list[GroupRecord], needed_bytes: int, *, so_far: bool = False
+    store: TierStore, groups: list[ParamGroup], needed_bytes: int, *, so_far: bool = False
 ) -> DoesNotFit:
     """All tiers together cannot hold what is always there. ``so_far``: and a pass that may come to need more."""
     capacity = sum(tier.capacity_bytes for tier in store.tiers)
@@ -133,17 +138,17 @@ def everything_too_large(
     )
 
 
-def _enough(store: Store, groups: list[GroupRecord], needed_bytes: int) -> str:
+def _enough(store: TierStore, groups: list[ParamGroup], needed_bytes: int) -> str:
     """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
     last = len(store.tiers) - 1
     if not last:
-        return larger(store.limits, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
+        return suggest_budget(store.limits, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
     passing = max(_largest(group).numel for group in groups) * 4
-    return larger(store.limits, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
+    return suggest_budget(store.limits, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
 
 
 def group_too_large(
-    store: Store, groups: list[GroupRecord], tier: int, why: DoesNotFit, needed_bytes: int
+    store: TierStore, groups: list[ParamGroup], tier: int, why: DoesNotFit, needed_bytes: int
 ) -> DoesNotFit:
     """A tier with a processor, above a disk, cannot hold at once what a group's step or its weight is made from."""
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
@@ -161,14 +166,14 @@ def group_too_large(
         available_bytes=store.tiers[tier].capacity_bytes,
         proven=why.proven,
         remedies=(
-            larger(store.limits, tier, needed_bytes),
+            suggest_budget(store.limits, tier, needed_bytes),
             smaller,
             f"{_frozen([group])}: before chunked; it has no states then",
         ),
     )
 
 
-def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int) -> DoesNotFit:
+def tables_too_large(store: TierStore, groups: list[ParamGroup], needed_bytes: int) -> DoesNotFit:
     """The host cannot hold the tables that stay there."""
     tier, largest = store.tiers[1], max(groups, key=lambda group: group.chunk_numel)
     return DoesNotFit(
@@ -178,7 +183,7 @@ def tables_too_large(store: Store, groups: list[GroupRecord], needed_bytes: int)
         available_bytes=tier.capacity_bytes,
         proven=True,
         remedies=(
-            larger(store.limits, 1, needed_bytes),
+            suggest_budget(store.limits, 1, needed_bytes),
             f"nn.Embedding in place of HostEmbedding for {largest.name}, whose table may then be on any tier",
             f"{_frozen([largest])}: before chunked; 2 bytes an element (4 in fp32) in place of 16",
         ),
@@ -221,7 +226,7 @@ def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
     )
 
 
-class Way(NamedTuple):
+class Suggestion(NamedTuple):
     """Something to change in a model before `chunked`."""
 
     code: str
@@ -229,33 +234,35 @@ class Way(NamedTuple):
     text: str
 
 
-def ways(found: list[Way]) -> str:
+def ways(found: list[Suggestion]) -> str:
     """One remedy of all these; as code if all are."""
     if not all(way.code for way in found):
         return "; ".join(way.text for way in found)
     return f"{'; '.join(way.code for way in found)}: before chunked; {'; '.join(way.text for way in found)}"
 
 
-def on_the_host(record: TensorRecord) -> Way:
+def on_the_host(record: ParamState) -> Suggestion:
     """Let a table be one of which only rows are on the accelerator."""
     module, text = record.name.rpartition(".")[0], f"HostEmbedding in place of nn.Embedding for {record.name}"
     if record.owners == {nn.Embedding} and module:
         made = f"HostEmbedding.from_embedding(model.get_submodule({module!r}))"
-        return Way(f"model.set_submodule({module!r}, {made})", text)
-    return Way("", text + " (cpu_embedding=True of ps_models)")
+        return Suggestion(f"model.set_submodule({module!r}, {made})", text)
+    return Suggestion("", text + " (cpu_embedding=True of ps_models)")
 
 
-def in_tiles(record: TensorRecord, tiles: int) -> Way:
+def in_tiles(record: ParamState, tiles: int) -> Suggestion:
     """Let the matrix of an ``nn.Linear`` be several parameters."""
     module, tiles = record.name.rpartition(".")[0], min(tiles, record.shape[0])
     if record.owners == {nn.Linear} and module:
         made = f"TiledLinear.from_linear(model.get_submodule({module!r}), {tiles})"
-        return Way(f"model.set_submodule({module!r}, {made})", f"{record.name} in tiles (TiledLinear of ps_models)")
-    return Way(
+        return Suggestion(
+            f"model.set_submodule({module!r}, {made})", f"{record.name} in tiles (TiledLinear of ps_models)"
+        )
+    return Suggestion(
         "", f"{record.name} in tiles, each a parameter (of ps_models: tiles={tiles}, a head's head_tiles={tiles})"
     )
 
 
-def in_pieces(record: TensorRecord) -> Way:
+def in_pieces(record: ParamState) -> Suggestion:
     """What nothing is known of."""
-    return Way("", f"{record.name} cut into several parameters, of which one is used at a time")
+    return Suggestion("", f"{record.name} cut into several parameters, of which one is used at a time")

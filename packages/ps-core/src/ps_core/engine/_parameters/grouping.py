@@ -19,7 +19,7 @@ from ps_core._errors import UnsupportedParameter
 from ps_core._options import Options
 from ps_core._program import Kind, Precision
 from ps_core._units import parse_bytes
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ _PARTS_OF_DEVICE = 16
 """A group is at most this part of the accelerator's budget, lest moves be too coarse for it."""
 
 
-class _Sort(NamedTuple):
+class _GroupKey(NamedTuple):
     """What the parameters of a group have in common."""
 
     trainable: bool
@@ -41,11 +41,11 @@ class _Sort(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class Grouping:
     """Groups, and what every parameter is in them."""
 
-    groups: list[GroupRecord]
-    records: dict[str, TensorRecord]
+    groups: list[ParamGroup]
+    records: dict[str, ParamState]
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -72,7 +72,7 @@ def all_names(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def pack(
+def group_parameters(
     model: nn.Module,
     options: Options,
     precision: Precision,
@@ -81,26 +81,26 @@ def pack(
     device_bytes: int | None,
     tables: Collection[str] = (),
     ties: Collection[Collection[str]] = (),
-) -> Packing:
+) -> Grouping:
     """Groups for a model; nothing is moved or allocated yet.
 
     ``tables`` stay on the host. Parameters of a tie (``ties``, by name) come one after the other, in one group.
     """
-    groups: list[GroupRecord] = []
-    records: dict[str, TensorRecord] = {}
+    groups: list[ParamGroup] = []
+    records: dict[str, ParamState] = {}
     limit = _group_numel(model, options, precision, device_bytes, tables)
-    runs: dict[_Sort, GroupRecord] = {}
+    runs: dict[_GroupKey, ParamGroup] = {}
     places = {name: index for index, (name, _) in enumerate(named(model))}
     owners, names = _owners(model), all_names(model)
     for unit in _units(model, ties):
-        sorts: dict[_Sort, list[_Tied]] = {}
+        sorts: dict[_GroupKey, list[_Tied]] = {}
         for tied in unit:
             every = [each for _, parameter in tied for each in names[id(parameter)]]
             kept = any(fnmatch.fnmatchcase(each, pattern) for each in every for pattern in options.keep_fp32)
             dtype = torch.float32 if kept else DTYPES[precision]
             fixed = 1 if tied[0][0] in tables else 0 if kept and precision is not Precision.FP32 else None
             trainable = training and any(parameter.requires_grad for _, parameter in tied)
-            sorts.setdefault(_Sort(trainable, dtype, fixed), []).append(tied)
+            sorts.setdefault(_GroupKey(trainable, dtype, fixed), []).append(tied)
         for sort, rows in sorts.items():
             whole = _numel(rows) <= limit
             for part in [rows] if whole else [[row] for row in rows]:
@@ -114,15 +114,15 @@ def pack(
                         record.tied = found if len(found) > 1 else []
                         records[record.name] = record
                         group.add(record)
-    return Packing(groups, records)
+    return Grouping(groups, records)
 
 
 def _numel(rows: list[_Tied]) -> int:
     return sum(parameter.numel() for tied in rows for _, parameter in tied)
 
 
-def _group(index: int, sort: _Sort) -> GroupRecord:
-    return GroupRecord(
+def _group(index: int, sort: _GroupKey) -> ParamGroup:
+    return ParamGroup(
         index=index,
         weight=Kind.P32 if sort.dtype is torch.float32 else Kind.P16,
         dtype=sort.dtype,
@@ -141,12 +141,12 @@ def _owners(model: nn.Module) -> dict[int, frozenset[type[nn.Module]]]:
 
 
 def _record(
-    index: int, name: str, parameter: nn.Parameter, sort: _Sort, owners: frozenset[type[nn.Module]]
-) -> TensorRecord:
+    index: int, name: str, parameter: nn.Parameter, sort: _GroupKey, owners: frozenset[type[nn.Module]]
+) -> ParamState:
     stride = parameter.stride()
     if not _dense(parameter):
         stride = torch.empty(parameter.shape, device="meta").stride()
-    return TensorRecord(
+    return ParamState(
         index=index,
         name=name,
         parameter=parameter,

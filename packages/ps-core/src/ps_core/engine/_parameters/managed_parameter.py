@@ -17,27 +17,27 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._parameters.state import ParamState
 
 Function = Callable[..., Any]
 
 
-class Keeper(Protocol):
+class ParameterOwner(Protocol):
     """What a parameter asks of the engine that manages it."""
 
-    def call(self, records: list[TensorRecord], function: Function, args: Any, kwargs: Any) -> Any:
+    def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function once these parameters are where it can read them."""
 
-    def get_gradient(self, record: TensorRecord) -> Any:
+    def get_gradient(self, record: ParamState) -> Any:
         """What ``parameter.grad`` is."""
 
-    def set_gradient(self, record: TensorRecord, value: Any) -> None:
+    def set_gradient(self, record: ParamState, value: Any) -> None:
         """``parameter.grad = value``."""
 
-    def overwrite(self, record: TensorRecord, function: Function, args: Any) -> None:
+    def overwrite(self, record: ParamState, function: Function, args: Any) -> None:
         """A function that would change the parameter in place; raises unless a state dict is being loaded."""
 
-    def detached(self, record: TensorRecord) -> torch.Tensor | None:
+    def detached(self, record: ParamState) -> torch.Tensor | None:
         """A copy for a state dict that is being collected; None: nobody collects one."""
 
 
@@ -102,8 +102,8 @@ _SET_DATA = _descriptor("data").__set__
 class ManagedParameter(nn.Parameter):
     """A parameter whose memory comes and goes."""
 
-    _record: TensorRecord
-    _keeper: Keeper
+    _record: ParamState
+    _keeper: ParameterOwner
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,7 +192,7 @@ def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any)
 
 def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
     """The same with parameters of more than one engine."""
-    keepers: dict[Keeper, list[TensorRecord]] = {}
+    keepers: dict[ParameterOwner, list[ParamState]] = {}
     for parameter in found:
         keepers.setdefault(parameter._keeper, []).append(parameter._record)
     inner, *others = keepers.items()
@@ -214,7 +214,7 @@ def _as_edges(values: Any) -> list[Any]:
         ]
 
 
-def _brought_by(keeper: Keeper, records: list[TensorRecord], func: Function) -> Function:
+def _brought_by(keeper: ParameterOwner, records: list[ParamState], func: Function) -> Function:
     """The function, calling which makes another engine bring its own parameters in as well."""
     return lambda *args, **kwargs: keeper.call(records, func, args, kwargs)
 
@@ -291,19 +291,19 @@ def clear_grad(parameter: nn.Parameter) -> None:
         parameter.grad = None
 
 
-def point_at(parameter: nn.Parameter, data: torch.Tensor) -> None:
+def set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Let the parameter's memory be another tensor's."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = data
 
 
-def changes(parameter: nn.Parameter) -> int:
+def version_of(parameter: nn.Parameter) -> int:
     """How often the parameter was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
 
 
-def plain_value(record: TensorRecord, read: Callable[[TensorRecord], torch.Tensor]) -> torch.Tensor:
+def plain_value(record: ParamState, read: Callable[[ParamState], torch.Tensor]) -> torch.Tensor:
     """Return what a parameter is to hold once it is plain: a copy, or the memory of one that it is tied to."""
     for other in record.others:
         if type(other.parameter) is not ManagedParameter:
@@ -316,7 +316,7 @@ def unmanage(parameter: nn.Parameter, value: torch.Tensor) -> None:
     assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"
     make_plain(parameter)
     del parameter._record, parameter._keeper
-    point_at(parameter, value)
+    set_data(parameter, value)
 
 
 def make_plain(parameter: nn.Parameter) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ps_core.engine._parameters.state import TensorRecord
-from ps_core.engine._support.log import say, warn
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._support.log import log_line, warn
 
 
 class Masters:
@@ -23,26 +23,26 @@ class Masters:
 
     def __init__(
         self,
-        records: Iterable[TensorRecord],
-        read: Callable[[TensorRecord], torch.Tensor],
+        records: Iterable[ParamState],
+        read: Callable[[ParamState], torch.Tensor],
         name: Callable[[], str],
         *,
         speaks: bool,
     ) -> None:
         """``read`` copies a master into CPU memory; ``name`` is the model's; ``speaks``: this process warns."""
         self._read, self._name = read, name
-        self._weights: dict[TensorRecord, torch.dtype] = {}
+        self._weights: dict[ParamState, torch.dtype] = {}
         """Parameters whose weights were loaded, and the type they were loaded in."""
-        self._given: dict[TensorRecord, None] = {}
+        self._given: dict[ParamState, None] = {}
         """Parameters whose masters an optimizer's state gave."""
         self._rounded = {record: None for record in records if _lossy(record, record.given[1])}
         """Parameters whose masters are weights of 16 bits."""
-        self._exchanged: dict[TensorRecord, None] = {}
+        self._exchanged: dict[ParamState, None] = {}
         """Parameters whose weights an optimizer's state changed."""
         self._states_loaded = False
         self._told = self._exchange_told = not speaks
 
-    def weight(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor | None:
+    def weight(self, record: ParamState, value: torch.Tensor) -> torch.Tensor | None:
         """Choose the master that follows from a loaded weight; None: the one that is there stays."""
         dtype, value = value.dtype, value.detach()
         self._weights[record] = dtype
@@ -57,7 +57,7 @@ class Masters:
         self.replaced(record, dtype)
         return value
 
-    def replaced(self, record: TensorRecord, dtype: torch.dtype) -> None:
+    def replaced(self, record: ParamState, dtype: torch.dtype) -> None:
         """Note that weights of this type took the place of a master."""
         self._weights[record] = dtype
         self._given.pop(record, None)
@@ -65,7 +65,7 @@ class Masters:
         if _lossy(record, dtype):
             self._rounded[record] = None
 
-    def master(self, record: TensorRecord, value: torch.Tensor) -> torch.Tensor:
+    def master(self, record: ParamState, value: torch.Tensor) -> torch.Tensor:
         """Choose the master that follows from one of an optimizer's state."""
         present = self._read(record)
         agreed = _agreed(present, value, self._weights.get(record, record.dtype))
@@ -91,7 +91,7 @@ class Masters:
         names, told = _names(self._exchanged), self._exchange_told
         if names and not told:
             self._exchange_told = True
-            say(
+            log_line(
                 f"{self._name()}: the optimizer's state that was loaded holds fp32 masters that are not the model's "
                 f"weights rounded less ({len(names)} parameters, {names[0]!r} first): the parameters are those masters "
                 "now. Should the weights stay, call model.load_state_dict with them: weights that were loaded do"
@@ -123,11 +123,11 @@ class Masters:
         )
 
 
-def _names(records: Iterable[TensorRecord]) -> list[str]:
+def _names(records: Iterable[ParamState]) -> list[str]:
     return [record.name for record in sorted(records, key=lambda each: each.index)]
 
 
-def _lossy(record: TensorRecord, dtype: torch.dtype) -> bool:
+def _lossy(record: ParamState, dtype: torch.dtype) -> bool:
     """True if weights of this type hold less than the parameter's master does."""
     return record.trainable and record.dtype.itemsize < 4 and dtype.itemsize < 4
 

@@ -10,17 +10,17 @@ from torch import nn
 
 from ps_core._program import Kind
 from ps_core.engine._devices.disk.file import blocks
-from ps_core.engine._memory.slot import Home
-from ps_core.engine._memory.store import Store
+from ps_core.engine._memory.slot import Chunk
+from ps_core.engine._memory.store import TierStore
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, tables_too_large
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, changes, clear_grad, point_at
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, clear_grad, set_data, version_of
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
-_Extent: TypeAlias = tuple[GroupRecord, Kind]
+_Extent: TypeAlias = tuple[ParamGroup, Kind]
 
 
-def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
+def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
     """The kinds of a group that have a home.
 
     Shards, and tables on the host, always have sums in fp32, for nothing else could hold their gradients.
@@ -32,12 +32,12 @@ def kinds_of(group: GroupRecord, *, accumulates: bool) -> tuple[Kind, ...]:
     return (*kinds, Kind.ACC) if sums else kinds
 
 
-def bytes_of(group: GroupRecord, kind: Kind) -> int:
+def bytes_of(group: ParamGroup, kind: Kind) -> int:
     """Bytes of one kind of a group's chunks."""
     return group.shard_numel * group.dtype_of(kind).itemsize
 
 
-def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
+def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
     """Reserve homes: below the compute tier as far as that reaches, the first groups above it if need be."""
     last = len(store.tiers) - 1
     if last:
@@ -50,7 +50,7 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
     everything = sum(sizes.values()) + store.tiers[0].capacity_bytes - top + store.fixed_bytes
     if sum(sizes.values()) > below + (top if last else 0):
         raise everything_too_large(store, groups, everything)
-    resident: set[GroupRecord] = set()
+    resident: set[ParamGroup] = set()
     for group in rest:
         if last and sum(sizes[each] for each in rest if each not in resident) > below:
             resident.add(group)
@@ -59,7 +59,7 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
     lower = [
         (group, kind) for group in rest if group not in resident for kind in kinds_of(group, accumulates=accumulates)
     ]
-    tiers = _spread(store, lower, max(sizes.values(), default=0)) if last else dict.fromkeys(lower, 0)
+    tiers = _assign_tiers(store, lower, max(sizes.values(), default=0)) if last else dict.fromkeys(lower, 0)
     if tiers is None:
         raise everything_too_large(store, groups, everything)
     if store.file is not None:
@@ -72,7 +72,7 @@ def place(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None
             raise everything_too_large(store, groups, everything)
 
 
-def _place_fixed(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> int:
+def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> int:
     """What never moves: on the compute tier from its end down, or on the host; the end of what is left of the first."""
     top = store.tiers[0].capacity_bytes
     below = [group for group in groups if group.on_host]
@@ -92,7 +92,7 @@ def _place_fixed(store: Store, groups: list[GroupRecord], *, accumulates: bool) 
     return top
 
 
-def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
+def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
     """The tier of each of these below the compute tier: weights first as high as they go; None: there is no room.
 
     Where the disk is needed, the tier above it keeps room for one group to pass through.
@@ -112,7 +112,7 @@ def _spread(store: Store, extents: list[_Extent], largest: int) -> dict[_Extent,
     return found
 
 
-def _check_compute_tier(store: Store, groups: list[GroupRecord], *, accumulates: bool) -> None:
+def _check_compute_tier(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
     """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
     pinned = sum(
         bytes_of(group, kind) for group in groups if group.fixed == 0 for kind in kinds_of(group, accumulates=False)
@@ -129,18 +129,18 @@ def _check_compute_tier(store: Store, groups: list[GroupRecord], *, accumulates:
         raise compute_tier_too_small(store, groups, where, pinned + needed, 0, proven=True)
 
 
-def _reserve(store: Store, group: GroupRecord, kind: Kind, tier: int, offset: int = -1) -> None:
+def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset: int = -1) -> None:
     size = bytes_of(group, kind)
     slot = store.reserve(tier, size, offset)
     if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
         store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
-    home = Home(group.extent(kind), size, slot, planned=True)
+    home = Chunk(group.extent(kind), size, slot, planned=True)
     home.changed(slot)
     group.homes[kind] = home
 
 
-def fill(
-    records: dict[str, TensorRecord], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], keeper: Any
+def copy_in_values(
+    records: dict[str, ParamState], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], keeper: Any
 ) -> None:
     """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
     for name, parameter, value in values:
@@ -152,8 +152,8 @@ def fill(
             adopt(record, parameter, keeper)
 
 
-@alone
-def _write(record: TensorRecord, value: torch.Tensor, keeper: Any) -> None:
+@defer_interrupts_installing
+def _write(record: ParamState, value: torch.Tensor, keeper: Any) -> None:
     group = record.group
     for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
         home, dtype = group.homes[kind], group.dtype_of(kind)
@@ -165,13 +165,13 @@ def _write(record: TensorRecord, value: torch.Tensor, keeper: Any) -> None:
             keeper.residency.replace(record, kind, flat)
 
 
-@alone
-def adopt(record: TensorRecord, parameter: nn.Parameter, keeper: Any) -> None:
+@defer_interrupts_installing
+def adopt(record: ParamState, parameter: nn.Parameter, keeper: Any) -> None:
     """Let a plain parameter be a managed one."""
     clear_grad(parameter)
-    point_at(parameter, record.placeholder)
+    set_data(parameter, record.placeholder)
     parameter.__class__ = ManagedParameter
     assert isinstance(parameter, ManagedParameter), "its class has just been changed"
     parameter._record, parameter._keeper = record, keeper
     record.parameter = parameter
-    record.version = changes(parameter)
+    record.version = version_of(parameter)

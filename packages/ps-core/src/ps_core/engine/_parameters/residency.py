@@ -14,12 +14,12 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.slot import Bound, Home, Slot
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.managed_parameter import changes, point_at
-from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
-from ps_core.engine._parameters.uncounted_writes import Exposed
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._memory.slot import Chunk, Slot, SlotView
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.managed_parameter import set_data, version_of
+from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.uncounted_writes import ExposedParameters
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 _BESIDE_BYTES = 2**16
 
@@ -27,19 +27,19 @@ _BESIDE_BYTES = 2**16
 class Residency:
     """Which groups are on the compute tier, and which parameters point there."""
 
-    def __init__(self, store: Store, groups: list[GroupRecord], watcher: TransferObserver) -> None:
+    def __init__(self, store: TierStore, groups: list[ParamGroup], watcher: TransferObserver) -> None:
         self.store = store
         self.groups = groups
         self.watcher = watcher
-        self.owners: dict[int, TensorRecord] = {}
+        self.owners: dict[int, ParamState] = {}
         """By the address of a storage: whose residency it is."""
-        self.tampered: list[TensorRecord] = []
+        self.tampered: list[ParamState] = []
         """Parameters that left with changes in place, which are lost; to be told of at the next occasion."""
-        self.exposed = Exposed(self)
+        self.exposed = ExposedParameters(self)
 
     # Parameters.
 
-    def bind(self, record: TensorRecord) -> Bound:
+    def bind(self, record: ParamState) -> SlotView:
         """Let the parameter be its part of its group's copy on the compute tier."""
         if record.bound is not None:
             return record.bound
@@ -48,57 +48,57 @@ class Residency:
         assert slot is not None, "a group is brought in before its parameters are bound"
         bound = slot.bounds.get(record)
         if bound is not None:
-            point_at(record.parameter, bound.view)
+            set_data(record.parameter, bound.view)
         else:
             bound = _bound(record, slot)
-        if changes(record.parameter) != record.version:  # by an alias of memory where it was before
-            record.version = changes(record.parameter)
+        if version_of(record.parameter) != record.version:  # by an alias of memory where it was before
+            record.version = version_of(record.parameter)
             self.tampered.append(record)
         record.bound = bound
         self.owners[bound.storage._cdata] = record
         return bound
 
-    def unbind(self, record: TensorRecord) -> None:
+    def unbind(self, record: ParamState) -> None:
         """Let the parameter be nowhere."""
         bound = record.bound
         if bound is not None:
             self._check_untouched(record, bound.slot)
-            point_at(record.parameter, record.placeholder)
+            set_data(record.parameter, record.placeholder)
             del self.owners[bound.storage._cdata]
             record.bound = None
 
-    def _check_untouched(self, record: TensorRecord, slot: Slot) -> None:
+    def _check_untouched(self, record: ParamState, slot: Slot) -> None:
         """Notice a change in place that nobody was told of; the copy that has it is not to be used."""
         if self.exposed.bounds:
             self.exposed.check(record)
-        if changes(record.parameter) != record.version:
+        if version_of(record.parameter) != record.version:
             self.tampered.append(record)
             self.undo_changes(record, slot)
 
-    def expose(self, group: GroupRecord) -> None:
+    def expose(self, group: ParamGroup) -> None:
         """Note that somebody holds on to memory of a group when its pass ends."""
         for record in group.tensors:
             if record.bound is not None and record.bound.aliased:
                 self.exposed.add(record)
 
-    def take_tampered(self) -> list[TensorRecord]:
+    def take_tampered(self) -> list[ParamState]:
         """Return the parameters whose changes in place are lost, and forget about them."""
         found, self.tampered = self.tampered, []
         return found
 
-    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+    def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Do without what was written to a slot: another copy has the parameter as it was, or else its master."""
-        record.version, home = changes(record.parameter), record.group.home
+        record.version, home = version_of(record.parameter), record.group.home
         if self._copies_besides(home, slot):
             slot.stamp = -1
-        elif record.group.weight is Kind.P16 and record.group.trainable and record.payload is Payload.VALID:
+        elif record.group.weight is Kind.P16 and record.group.trainable and record.payload is SlotContents.VALID:
             self.rebuild(record.group, [record])
 
-    def _copies_besides(self, home: Home, slot: Slot) -> list[Slot]:
+    def _copies_besides(self, home: Chunk, slot: Slot) -> list[Slot]:
         """The newest copies but for this one."""
         return [each for each in (home.slot, *home.copies.values()) if each is not slot and each.stamp == home.stamp]
 
-    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a parameter's elements in a slot, and those they were made from; None: there is no other copy."""
         group, own = record.group, self.part_of(slot, record, record.dtype)
         if copies := self._copies_besides(group.home, slot):
@@ -109,7 +109,7 @@ class Residency:
 
     # Groups.
 
-    def bring(self, group: GroupRecord) -> Slot:
+    def bring(self, group: ParamGroup) -> Slot:
         """Have the newest weight on the compute tier, where there must be room for it."""
         home = group.home
         slot = home.newest(0)
@@ -119,7 +119,7 @@ class Residency:
             home.copies[0] = self.store.reserve(0, home.bytes)
         return self.copy_to(home, home.copies[0])
 
-    def copy_to(self, home: Home, slot: Slot) -> Slot:
+    def copy_to(self, home: Chunk, slot: Slot) -> Slot:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
         source, queue = self._source(home), None
         apart = abs(source.tier - slot.tier)
@@ -164,12 +164,12 @@ class Residency:
                 device.wait(queue, device.record(other))
         self.watcher.waited(time.perf_counter() - started)
 
-    def write_home(self, home: Home) -> None:
+    def write_home(self, home: Chunk) -> None:
         """Have the newest bytes at home; but not on a disk that failed."""
         if home.dirty and not (home.slot.place is not None and self.broken):
             self.copy_to(home, home.slot)
 
-    def _source(self, home: Home) -> Slot:
+    def _source(self, home: Chunk) -> Slot:
         """A slot with the newest bytes; where a disk that failed had the only ones, this raises that again."""
         if not home.alive:
             self.check_disk()
@@ -185,7 +185,7 @@ class Residency:
         """Whether nothing can be written to the disk tier any more."""
         return self.store.file is not None and self.store.file.failure is not None
 
-    def drop(self, group: GroupRecord) -> bool:
+    def drop(self, group: ParamGroup) -> bool:
         """Take a group's copy off the compute tier, saved at home if it is the newest; False if it is held on to."""
         home = group.home
         slot = home.copies.get(0)
@@ -211,7 +211,7 @@ class Residency:
         if slot.offset >= 0:
             self.store.trim(slot.offset)
 
-    def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
+    def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Make these payloads the parameters again, from the masters."""
         home, master = group.home, group.homes[Kind.P32]
         if group.weight is Kind.P32 or not records:
@@ -229,7 +229,7 @@ class Residency:
             whole[record.span].copy_(values[record.span])
         home.changed(target)
 
-    def at_home(self, home: Home) -> Slot:
+    def at_home(self, home: Chunk) -> Slot:
         """The home slot, holding the newest bytes, for the host thread to work on."""
         self.write_home(home)
         self.await_all(Queue.CPU)
@@ -237,8 +237,8 @@ class Residency:
 
     # For the host thread. What is on the disk is read and written there, without a slot.
 
-    @alone
-    def contents(self, home: Home) -> torch.Tensor:
+    @defer_interrupts_installing
+    def contents(self, home: Chunk) -> torch.Tensor:
         """An extent's newest bytes, for the host thread: where they lie, or from the disk."""
         if home.slot.place is None:
             return self.at_home(home).memory[: home.bytes]
@@ -248,14 +248,14 @@ class Residency:
             return source.memory[: home.bytes]
         return self._read(source, 0, home.bytes)
 
-    @alone
-    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+    @defer_interrupts_installing
+    def changed_at_home(self, home: Chunk, memory: torch.Tensor) -> None:
         """What `contents` gave was changed."""
         if home.slot.place is not None:
             self._write(home.slot, 0, memory)
         home.changed(home.slot)
 
-    def _near(self, home: Home) -> Slot:
+    def _near(self, home: Chunk) -> Slot:
         """The newest bytes of an extent with a home on the disk, there or in host memory."""
         source = self._source(home)
         if source.place is None and source.tier == 0 and self.store.tiers[0].name != "host":
@@ -263,7 +263,7 @@ class Residency:
             return home.slot if not home.dirty else source
         return source
 
-    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """A parameter's newest elements of a kind, to be read by the host thread: where they lie, or from the disk."""
         group = record.group
         home = group.homes[kind]
@@ -272,7 +272,7 @@ class Residency:
         self.await_all(Queue.CPU)
         return self.part_of(self._near(home), record, group.dtype_of(kind))
 
-    def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+    def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
         """A parameter's elements in some slot: a view, or where that is on the disk a copy in host memory."""
         if slot.place is None:
             return slot.flat(dtype, record.group.chunk_numel)[record.span]
@@ -287,7 +287,7 @@ class Residency:
         self.watcher.moved(slot.tier, slot.tier - 1, size)
         return memory
 
-    def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Change a parameter's elements of a kind at home, for good."""
         group = record.group
         home, dtype = group.homes[kind], group.dtype_of(kind)
@@ -329,7 +329,7 @@ def _nothing() -> None:
     """Whoever reads waits at once, and hears of a failure there."""
 
 
-def _bound(record: TensorRecord, slot: Slot) -> Bound:
+def _bound(record: ParamState, slot: Slot) -> SlotView:
     """The parameter's part of a slot, where it is from now on."""
     first = record.offset * record.dtype.itemsize
     with torch.inference_mode(False):  # or it could never be saved for backward
@@ -337,6 +337,6 @@ def _bound(record: TensorRecord, slot: Slot) -> Bound:
         own = from_dlpack(to_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize]))
         view = own.view(record.dtype).as_strided(record.shape, record.stride)
     del own
-    point_at(record.parameter, view)
+    set_data(record.parameter, view)
     storage = view.untyped_storage()
-    return Bound(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))
+    return SlotView(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))

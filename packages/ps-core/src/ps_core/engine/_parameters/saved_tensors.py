@@ -19,12 +19,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ps_core.engine._memory.slot import Bound
-from ps_core.engine._parameters.state import TensorRecord
-from ps_core.engine._support.interrupts import undisturbed
+from ps_core.engine._memory.slot import SlotView
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._support.interrupts import defer_interrupts
 
 
-class Kept(Enum):
+class AliasPolicy(Enum):
     """Parameters that are given to a call as aliases of their memory."""
 
     NONE = ""
@@ -32,25 +32,25 @@ class Kept(Enum):
     ALL = "all"
 
     def __bool__(self) -> bool:
-        return self is not Kept.NONE
+        return self is not AliasPolicy.NONE
 
 
 class Fetcher(Protocol):
     """What unpacking asks of the engine."""
 
-    def fetch(self, record: TensorRecord) -> Bound:
+    def fetch(self, record: ParamState) -> SlotView:
         """The record's residency, brought in if need be."""
 
     def check_placeholder(self, storage: torch.UntypedStorage) -> None:
         """Raise if a storage is what a parameter has while it is elsewhere."""
 
 
-class Handle:
+class SavedParameterRef:
     """A saved view of a parameter, without its memory."""
 
     __slots__ = ("_held", "epoch", "offset", "record", "shape", "stride")
 
-    def __init__(self, record: TensorRecord, view: torch.Tensor) -> None:
+    def __init__(self, record: ParamState, view: torch.Tensor) -> None:
         self.record = record
         self.epoch = record.epoch
         self.shape = view.shape
@@ -59,7 +59,7 @@ class Handle:
         self._held = record.token
 
 
-Packed: TypeAlias = torch.Tensor | Handle | tuple[torch.Tensor, int]
+Packed: TypeAlias = torch.Tensor | SavedParameterRef | tuple[torch.Tensor, int]
 """Others are kept with their version, and not as themselves: a result that its own operator keeps would hold the
 operator, and that the result, for ever if no backward pass comes."""
 
@@ -68,7 +68,7 @@ class SavedTensors:
     """The pair of hooks of one engine."""
 
     def __init__(
-        self, fetcher: Fetcher, owners: Mapping[int, TensorRecord], count: Callable[[torch.Tensor], None]
+        self, fetcher: Fetcher, owners: Mapping[int, ParamState], count: Callable[[torch.Tensor], None]
     ) -> None:
         """``count``: add a tensor to the non-model bytes."""
         self._fetcher, self._count = fetcher, count
@@ -93,7 +93,7 @@ class SavedTensors:
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return pair is not None and bool(pair[0] == self.pack)
 
-    @undisturbed
+    @defer_interrupts
     def push(self) -> None:
         """Make ours the innermost pair, unless another is active."""
         if not active():
@@ -101,14 +101,14 @@ class SavedTensors:
             context.__enter__()
             self._pushed.append(context)
 
-    def kept_by_others(self) -> Kept:
+    def kept_by_others(self) -> AliasPolicy:
         """Which parameters another pair would be given themselves, and keep, if they were saved now."""
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if pair is None or pair[0] == self.pack:
-            return Kept.NONE
-        return Kept.FROZEN if getattr(pair[0], "__module__", "") == checkpoint.__name__ else Kept.ALL
+            return AliasPolicy.NONE
+        return AliasPolicy.FROZEN if getattr(pair[0], "__module__", "") == checkpoint.__name__ else AliasPolicy.ALL
 
-    @undisturbed
+    @defer_interrupts
     def pop_to(self, depth: int) -> None:
         """Undo every `push` since there were so many."""
         while len(self._pushed) > depth:
@@ -124,7 +124,7 @@ class SavedTensors:
             if storage.nbytes() < tensor.nbytes and 0 in tensor.stride():
                 self._fetcher.check_placeholder(storage)
         elif record.dtype is tensor.dtype:
-            return Handle(record, tensor)
+            return SavedParameterRef(record, tensor)
         if self._counts:
             self._count(tensor)
         return tensor.detach(), tensor._version
@@ -139,7 +139,7 @@ class SavedTensors:
                     f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
                 )
             return tensor
-        if not isinstance(packed, Handle):
+        if not isinstance(packed, SavedParameterRef):
             return packed
         record = packed.record
         if packed.epoch != record.epoch:

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from ps_core._program import Extent, Kind
-from ps_core.engine._memory.slot import Bound, Home
+from ps_core.engine._memory.slot import Chunk, SlotView
 
 TAIL_NUMEL = 64
 """A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
 
 
-class Payload(Enum):
+class SlotContents(Enum):
     """What a record's part of the weight holds; see [Note: payload and gradient]."""
 
     VALID = auto()
@@ -35,7 +35,7 @@ class Payload(Enum):
     LOST = auto()
 
 
-class Gradient(Enum):
+class GradientPlace(Enum):
     """Where a record's gradient is; see [Note: payload and gradient]."""
 
     NONE = auto()
@@ -45,7 +45,7 @@ class Gradient(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class TensorRecord:
+class ParamState:
     """One parameter under management."""
 
     index: int
@@ -63,11 +63,11 @@ class TensorRecord:
     """What modules it is a parameter of."""
     offset: int = 0
     """First element in its group."""
-    group: GroupRecord = field(init=False)
+    group: ParamGroup = field(init=False)
     placeholder: torch.Tensor = field(init=False)
-    bound: Bound | None = None
-    payload: Payload = Payload.VALID
-    gradient: Gradient = Gradient.NONE
+    bound: SlotView | None = None
+    payload: SlotContents = SlotContents.VALID
+    gradient: GradientPlace = GradientPlace.NONE
     aside: torch.Tensor | None = None
     waiting: bool = False
     """The gradient aside may go over the payload as soon as nothing needs that any more."""
@@ -86,13 +86,13 @@ class TensorRecord:
     """Held by every saved tensor that will want this parameter."""
     token_uses: int = 0
     """How often it is held by nobody."""
-    unit: list[TensorRecord] = field(default_factory=list)
+    unit: list[ParamState] = field(default_factory=list)
     """The parameters of its compiled block, which backward wants together; empty: it is in none."""
     epoch: int = 0
     """Changes with every step that changes the parameter."""
     version: int = 0
     """What PyTorch counts of changes in place; any change is the user's."""
-    tied: list[TensorRecord] = field(default_factory=list)
+    tied: list[ParamState] = field(default_factory=list)
     """The parameters that had the same memory, this one among them, all in one group; empty: there are no others."""
 
     def __post_init__(self) -> None:
@@ -128,18 +128,18 @@ class TensorRecord:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     @property
-    def first(self) -> TensorRecord:
+    def first(self) -> ParamState:
         """The first parameter of its tie; itself, where there is none."""
         return self.tied[0] if self.tied else self
 
     @property
-    def others(self) -> list[TensorRecord]:
+    def others(self) -> list[ParamState]:
         """The other parameters of its tie, which are to have the same elements at all times."""
         return [other for other in self.tied if other is not self]
 
     def fresh(self) -> None:
         """Forget the gradient (the payload is another matter)."""
-        self.gradient = Gradient.NONE
+        self.gradient = GradientPlace.NONE
         self.aside = None
         self.waiting = False
         self.factor = 1.0
@@ -150,7 +150,7 @@ class TensorRecord:
 
 
 @dataclass(slots=True, eq=False)
-class GroupRecord:
+class ParamGroup:
     """One group: whole tensors that move together, and where each kind of its chunks lives."""
 
     index: int
@@ -161,9 +161,9 @@ class GroupRecord:
     fixed: int | None = None
     """The tier where all of it is for good, outside every plan: the compute tier (parameters kept in fp32), or the
     host's (tables, of which only rows leave it). None: it moves."""
-    tensors: list[TensorRecord] = field(default_factory=list)
+    tensors: list[ParamState] = field(default_factory=list)
     numel: int = 0
-    homes: dict[Kind, Home] = field(default_factory=dict)
+    homes: dict[Kind, Chunk] = field(default_factory=dict)
     reading: int = -1
     """Serial number of the last moment that reads it."""
     gaining: int = -1
@@ -183,7 +183,7 @@ class GroupRecord:
         """Whether that is the host's, so that it never comes to the compute tier."""
         return self.fixed == 1
 
-    def add(self, record: TensorRecord) -> None:
+    def add(self, record: ParamState) -> None:
         """Append a tensor."""
         record.group, record.offset = self, self.numel
         self.tensors.append(record)
@@ -207,7 +207,7 @@ class GroupRecord:
         return slice(start, stop)
 
     @property
-    def home(self) -> Home:
+    def home(self) -> Chunk:
         """The weight's, as parameters are bound to it."""
         return self.homes[Kind.FULL if self.gathered else self.weight]
 

@@ -12,22 +12,22 @@ import weakref
 import torch
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._parameters.state import ParamState
 
 
 class StateCopies:
     """Track the copies that one model's state dicts hold."""
 
     def __init__(self) -> None:
-        self._made: dict[TensorRecord, torch.Tensor] = {}
+        self._made: dict[ParamState, torch.Tensor] = {}
         """For the state dict that is being made; tied parameters share theirs, as plain ones would."""
-        self._given: list[tuple[TensorRecord, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+        self._given: list[tuple[ParamState, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
 
-    def get(self, record: TensorRecord) -> torch.Tensor | None:
+    def get(self, record: ParamState) -> torch.Tensor | None:
         """Return the copy that the state dict that is being made has already."""
         return self._made.get(record.first)
 
-    def add(self, record: TensorRecord, copy: torch.Tensor) -> torch.Tensor:
+    def add(self, record: ParamState, copy: torch.Tensor) -> torch.Tensor:
         """Note a copy, and return it."""
         counter = copy.detach()
         counter.data = torch.empty(0, dtype=copy.dtype)
@@ -39,7 +39,7 @@ class StateCopies:
         """Note that no state dict is being made any more."""
         self._made.clear()
 
-    def drop(self, record: TensorRecord) -> None:
+    def drop(self, record: ParamState) -> None:
         """Do without the copy of a parameter that changes."""
         self._made.pop(record.first, None)
 

@@ -22,9 +22,9 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.slot import Bound, Home, Slot
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
+from ps_core.engine._memory.slot import Chunk, Slot, SlotView
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
 
 _PIECE_NUMEL = 2**18
 """So many elements are compared at a time: where one side has to be rounded or fetched, the copy stays small."""
@@ -34,35 +34,35 @@ _BITS = {2: torch.int16, 4: torch.int32}
 class SlotMoves(Protocol):
     """What is asked of the residency that has the parameters' slots."""
 
-    tampered: list[TensorRecord]
+    tampered: list[ParamState]
     """Parameters whose changes in place are lost, and not yet told of."""
 
     @property
-    def store(self) -> Store:
+    def store(self) -> TierStore:
         """The tiers."""
 
-    def copy_to(self, home: Home, slot: Slot) -> Slot:
+    def copy_to(self, home: Chunk, slot: Slot) -> Slot:
         """Fill a slot with a chunk's newest bytes."""
 
-    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+    def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Do without what was written to a slot."""
 
-    def sides(self, record: TensorRecord, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a parameter's elements in a slot, and in what these were made from."""
 
     def await_all(self, queue: Queue) -> None:
         """Let the queue's next work wait for all other queues."""
 
 
-class Exposed:
+class ExposedParameters:
     """The exposed memory of one engine; in ordinary training there is none."""
 
     def __init__(self, residency: SlotMoves) -> None:
         self._residency = residency
-        self.bounds: dict[int, tuple[TensorRecord, Bound, torch.Tensor | None]] = {}
+        self.bounds: dict[int, tuple[ParamState, SlotView, torch.Tensor | None]] = {}
         """By the address of the storage; empty in ordinary training, which has to ask nothing else."""
 
-    def add(self, record: TensorRecord) -> None:
+    def add(self, record: ParamState) -> None:
         """Note that code outside of the model has, or had, the memory where a parameter is now."""
         bound = record.bound
         assert bound is not None, "only memory that a parameter has can be exposed"
@@ -70,7 +70,7 @@ class Exposed:
             before = bound.view.detach().to("cpu", copy=True) if record.group.gathered else None
             self.bounds[bound.storage._cdata] = (record, bound, before)
 
-    def forget(self, group: GroupRecord) -> None:
+    def forget(self, group: ParamGroup) -> None:
         """Do without the memory of a group's copy, which other groups may be given from now on."""
         if self.bounds:
             self.bounds = {key: row for key, row in self.bounds.items() if row[0].group is not group}
@@ -80,7 +80,7 @@ class Exposed:
         self.bounds.clear()
 
     @torch.no_grad()
-    def check(self, record: TensorRecord | None = None, *, ended: bool = False) -> None:
+    def check(self, record: ParamState | None = None, *, ended: bool = False) -> None:
         """Keep or refuse what was written: to one parameter, or to all; ``ended``: where no alias is left."""
         for key, (owner, bound, before) in list(self.bounds.items()):
             alive = bound.aliased if bound is owner.bound else bound.outlived
@@ -91,13 +91,13 @@ class Exposed:
             if bound.slot.memory.numel():
                 self._check(owner, bound, before, alive=alive)
 
-    def _check(self, record: TensorRecord, bound: Bound, before: torch.Tensor | None, *, alive: bool) -> None:
+    def _check(self, record: ParamState, bound: SlotView, before: torch.Tensor | None, *, alive: bool) -> None:
         residency, home, slot = self._residency, record.group.home, bound.slot
         group = record.group
         if slot.stamp != home.stamp:
             if alive and home.copies.get(slot.tier) is slot and not group.gathered:
                 residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
-        elif record.payload is Payload.VALID and (
+        elif record.payload is SlotContents.VALID and (
             self._differs(record, slot) if before is None else not _same(bound.view, before)
         ):
             if group.gathered or (group.trainable and group.weight is Kind.P16):
@@ -109,7 +109,7 @@ class Exposed:
                     flat[other.span].copy_(flat[record.span])
                 home.changed(slot)
 
-    def _differs(self, record: TensorRecord, slot: Slot) -> bool:
+    def _differs(self, record: ParamState, slot: Slot) -> bool:
         """Return True if a parameter's elements in a slot differ from those that they were copied from."""
         mine, source = self._residency.sides(record, slot)
         if source is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, point_at
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, set_data
 
 
-def bring_along(model: nn.Module, device: torch.device) -> None:
+def move_unmanaged(model: nn.Module, device: torch.device) -> None:
     """Move it there, as ``model.to(device)`` would."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -19,4 +19,4 @@ def bring_along(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved[id(buffer)]
     for parameter in model.parameters():
         if not isinstance(parameter, ManagedParameter) and parameter.device != device:
-            point_at(parameter, parameter.detach().to(device))
+            set_data(parameter, parameter.detach().to(device))

@@ -20,8 +20,8 @@ import torch
 from ps_core._errors import RanksDiverged
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.settings import Settings
-from ps_core.engine._parameters.state import Gradient, TensorRecord
-from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._parameters.state import GradientPlace, ParamState
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 
 _SHOWN = 2
 """Notes that a message tells in words."""
@@ -30,7 +30,7 @@ _SHOWN = 2
 class Alike:
     """Notes of one rank, compared with the others'."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: AsyncCollectives) -> None:
         self._together = together
         self._clear()
 
@@ -55,7 +55,7 @@ class Alike:
             self._together.agree(f"what was done between passes, first: {first}", text)
 
     def compare_step(
-        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+        self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
         """Raise `RanksDiverged` unless all ranks noted the same, and step by the same numbers."""
         settings = [settings_of(record) for record in records]
@@ -65,7 +65,7 @@ class Alike:
             "the loss scale": str(loss_scale),
             "steps so far": _runs(record.steps for record in records),
             "requires_grad": _runs(record.parameter.requires_grad for record in records),
-            "which parameters have gradients": _runs(record.gradient is not Gradient.NONE for record in records),
+            "which parameters have gradients": _runs(record.gradient is not GradientPlace.NONE for record in records),
             "what was done between passes": self._text(),
         }
         self._clear()

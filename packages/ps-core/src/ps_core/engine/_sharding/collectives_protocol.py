@@ -18,7 +18,7 @@ class Pending(Protocol):
         """Return when its result may be read and its buffers reused."""
 
 
-class Carrier(Protocol):
+class StagingCopier(Protocol):
     """Work on a device's memory, in the order of a stream."""
 
     @property
@@ -37,7 +37,7 @@ class Carrier(Protocol):
         """Block until everything launched is done."""
 
 
-class Buffers(Protocol):
+class BufferCollectives(Protocol):
     """Collectives of large buffers."""
 
     def all_gather(self, into: torch.Tensor | None, shard: torch.Tensor, what: str, takers: Collection[int]) -> None:
@@ -56,17 +56,17 @@ class Buffers(Protocol):
         """A reduce-scatter of what some processes have, of this type; ``source``: None unless this is one of them."""
 
 
-class Bench(Buffers, Protocol):
+class CollectiveSession(BufferCollectives, Protocol):
     """What a job does when its turn has come: one thing after another, the same on every process."""
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Everybody's few bytes, as many from each, in the order of the processes."""
 
-    def by_way_of(self, carrier: Carrier) -> Buffers:
+    def by_way_of(self, carrier: StagingCopier) -> BufferCollectives:
         """The same for a device's memory: under way on the carrier's stream when they return."""
 
 
-class Together(Collectives[torch.Tensor], Protocol):
+class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     """Collectives that run beside the computation; see `ps_dist.TorchCollectives`."""
 
     @property
@@ -81,7 +81,7 @@ class Together(Collectives[torch.Tensor], Protocol):
     def process(self) -> int:
         """This one, among all that do the same things, copies of the model included."""
 
-    def start(self, job: Callable[[Bench], None]) -> Pending:
+    def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
         """Have a job done when its turn comes, by the thread that talks to the other processes."""
 
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:

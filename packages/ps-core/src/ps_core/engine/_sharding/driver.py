@@ -17,23 +17,23 @@ import torch
 
 from ps_core._errors import RanksDiverged, UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core.engine._execution.components import Parts
-from ps_core.engine._execution.on_demand import Demand
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
-from ps_core.engine._sharding.collective_order import Staged, Step, Turns
-from ps_core.engine._sharding.collectives_protocol import Together
-from ps_core.engine._sharding.gradients import ShardGradients, ShardUpdater
-from ps_core.engine._sharding.headroom import Space
-from ps_core.engine._sharding.in_flight import GatherWatcher, Steps
-from ps_core.engine._sharding.negotiation import Talks
-from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._execution.components import Components
+from ps_core.engine._execution.on_demand import OnDemandDriver
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._sharding.collective_order import CollectiveOp, CollectiveOrder, StagedGradients
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.gradients import ShardedGradients, ShardedStepper
+from ps_core.engine._sharding.headroom import GatherHeadroom
+from ps_core.engine._sharding.in_flight import GatherWatcher, InFlightCollectives
+from ps_core.engine._sharding.negotiation import Negotiator
+from ps_core.engine._sharding.residency import ShardedResidency
 from ps_core.engine._sharding.schedule import (
-    Act,
-    Entry,
-    Room,
-    Turn,
-    Word,
+    Collective,
+    Headroom,
+    Proposal,
+    ProposalKind,
+    ScheduledCollective,
     gathered_once,
     holders,
     next_schedule,
@@ -43,41 +43,41 @@ _TRAINING, _LATE = 1, 2
 """Kinds of passes: bits. A late one begins with backward, for a graph that an earlier pass left."""
 
 
-def sharded(
-    store: Store,
-    groups: list[GroupRecord],
+def sharded_components(
+    store: TierStore,
+    groups: list[ParamGroup],
     watcher: GatherWatcher,
-    together: Together,
+    together: AsyncCollectives,
     *,
     overwrites: bool,
     prefetch: int | None,
-) -> Parts:
+) -> Components:
     """The engine's rooms for a process that has a shard of the model."""
-    residency = ShardResidency(store, groups, watcher, together)
-    gradients = ShardGradients(residency, together, overwrites=overwrites)
-    updater = ShardUpdater(residency, gradients, groups)
-    return Parts(residency, gradients, updater, ShardDriver(residency, gradients, together, watcher, prefetch))
+    residency = ShardedResidency(store, groups, watcher, together)
+    gradients = ShardedGradients(residency, together, overwrites=overwrites)
+    updater = ShardedStepper(residency, gradients, groups)
+    return Components(residency, gradients, updater, ShardedDriver(residency, gradients, together, watcher, prefetch))
 
 
-class ShardDriver(Demand):
+class ShardedDriver(OnDemandDriver):
     """Drives every pass of a shared model."""
 
     def __init__(
         self,
-        residency: ShardResidency,
-        gradients: ShardGradients,
-        together: Together,
+        residency: ShardedResidency,
+        gradients: ShardedGradients,
+        together: AsyncCollectives,
         watcher: GatherWatcher,
         prefetch: int | None,
     ) -> None:
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher = residency, gradients, watcher
-        self._turns = Turns(together, residency.groups, residency.beside)
-        self._steps = Steps(residency, gradients, self._turns)
-        self._talks = Talks(residency, self._steps, self._turns, together.process)
-        self._space = Space(residency, self._steps, self._talks, prefetch)
+        self._turns = CollectiveOrder(together, residency.groups, residency.beside)
+        self._steps = InFlightCollectives(residency, gradients, self._turns)
+        self._talks = Negotiator(residency, self._steps, self._turns, together.process)
+        self._space = GatherHeadroom(residency, self._steps, self._talks, prefetch)
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
-        self._schedules: dict[int, list[Entry]] = {}
+        self._schedules: dict[int, list[ScheduledCollective]] = {}
         """By kind of pass."""
         self._expected: dict[int, dict[int, int]] = {}
         """Tensors of each group that got gradients in the last pass of a kind, as bits."""
@@ -99,7 +99,7 @@ class ShardDriver(Demand):
 
     # Moments.
 
-    def begin(self, reads: list[TensorRecord], gains: list[GroupRecord], name: str) -> None:
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Have what the moment reads, and keep nothing else (or everything, where there is plenty of room)."""
         backward = torch._C._current_graph_task_id() != -1
         self._open(backward=backward)
@@ -125,7 +125,7 @@ class ShardDriver(Demand):
         training = self.training or backward
         kind = _TRAINING * training + _LATE * backward
         self._turns.open([], 0)
-        _, words = self._talks.say(Turn.HELLO, kind)
+        _, words = self._talks.say(ProposalKind.HELLO, kind)
         kinds = [word.arg for word in words]
         if len({each & _TRAINING for each in kinds}) > 1:
             raise RanksDiverged(f"the ranks do different things: {_who(kinds)}; every rank must do the same passes")
@@ -134,7 +134,7 @@ class ShardDriver(Demand):
         self._on, self._bound, self._touched = True, False, 0
         self._used.clear()
 
-    def _note(self, groups: list[GroupRecord], *, backward: bool) -> None:
+    def _note(self, groups: list[ParamGroup], *, backward: bool) -> None:
         """Which gradients may still come."""
         began, self._backward = backward and not self._backward, self._backward or backward
         touched = self._touched
@@ -145,7 +145,7 @@ class ShardDriver(Demand):
             self._turns.expect(self._trainable if late else touched & self._trainable)
         self._touched = touched
 
-    def _have(self, group: GroupRecord, name: str) -> None:
+    def _have(self, group: ParamGroup, name: str) -> None:
         """Have a group gathered."""
         if group.home.newest(0) is not None and group not in self._steps.ahead:
             return
@@ -159,7 +159,7 @@ class ShardDriver(Demand):
                 step = self._follow_to(group, name)
             if step is None:
                 self._clear_way(group.home.bytes)
-                self._talks.ask(Turn.GATHER, group.index)
+                self._talks.ask(ProposalKind.GATHER, group.index)
             else:
                 self._talks.wait(step)
         step = self._steps.ahead.pop(group, None)
@@ -167,9 +167,9 @@ class ShardDriver(Demand):
             self._used.add(step.index)
         self._watcher.fetched(early=early)
 
-    def _follow_to(self, group: GroupRecord, name: str) -> Step | None:
+    def _follow_to(self, group: ParamGroup, name: str) -> CollectiveOp | None:
         """Follow the schedule to where a group is gathered; None: it is not there, or cannot be followed so far yet."""
-        place, step = self._turns.find(Act(Turn.GATHER, group.index)), None
+        place, step = self._turns.find(Collective(ProposalKind.GATHER, group.index)), None
         while place is not None and self._turns.prepared <= place:
             if not self._turns.following:
                 self._talks.wait(self._steps.on_way[0])
@@ -182,11 +182,11 @@ class ShardDriver(Demand):
                 return None
         return step
 
-    def _prepare(self, position: int, *, wanted: bool) -> Step | None:
+    def _prepare(self, position: int, *, wanted: bool) -> CollectiveOp | None:
         """Follow the schedule by one; None: this cannot be said yet."""
         act, mine = self._turns.schedule[position]
         group = self._shards.groups[act.group]
-        if act.turn is Turn.SUM:
+        if act.turn is ProposalKind.SUM:
             if not self._turns.settled(group):
                 return None
             step = self._make_sum(group, position)
@@ -205,20 +205,20 @@ class ShardDriver(Demand):
         while self._turns.following:
             act, mine = self._turns.schedule[self._turns.prepared]
             group = self._shards.groups[act.group]
-            if act.turn is Turn.GATHER and self._wants(group, mine=mine) and not self._may_come_ahead(group):
+            if act.turn is ProposalKind.GATHER and self._wants(group, mine=mine) and not self._may_come_ahead(group):
                 return
             there = group in self._in or group in self._steps.ahead
-            if act.turn is Turn.GATHER and mine and there and not self._keeps:
+            if act.turn is ProposalKind.GATHER and mine and there and not self._keeps:
                 return  # it is there for a use before this one, and may go in between
             if self._prepare(self._turns.prepared, wanted=False) is None:
                 return
 
-    def _wants(self, group: GroupRecord, *, mine: bool) -> bool:
+    def _wants(self, group: ParamGroup, *, mine: bool) -> bool:
         """Whether this process will use a gather of the schedule, as far as it can tell."""
         there = group in self._steps.ahead or group.home.newest(0) is not None
         return mine and not there and not self._bound
 
-    def _may_come_ahead(self, group: GroupRecord) -> bool:
+    def _may_come_ahead(self, group: ParamGroup) -> bool:
         """Whether a group may be gathered before it is used."""
         if self._shards.unknown:
             return False
@@ -246,14 +246,14 @@ class ShardDriver(Demand):
         self._talks.settle()
         self._shards.risers.sink_all(missing_bytes)
 
-    def _let_go(self, group: GroupRecord) -> None:
+    def _let_go(self, group: ParamGroup) -> None:
         self._shards.drop(group)
         self._in.pop(group, None)
         group.reading = -1
 
     # Gradients.
 
-    def take(self, record: TensorRecord, gradient: torch.Tensor) -> bool:
+    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient beside its group's others; the last one lets the sum begin."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
@@ -278,18 +278,18 @@ class ShardDriver(Demand):
             self._advance()
         return True
 
-    def _is_usual(self, group: GroupRecord, staged: Staged) -> bool:
+    def _is_usual(self, group: ParamGroup, staged: StagedGradients) -> bool:
         """Whether these are the tensors that got gradients the last time."""
         usual = self._expected.get(-1 if self._kind is None else self._kind, {}).get(group.index)
         return usual is not None and usual == sum(1 << record.index for record in staged.records)
 
-    def _stage(self, group: GroupRecord) -> Staged:
+    def _stage(self, group: ParamGroup) -> StagedGradients:
         self._clear_way(group.home.bytes)
         slot = self._steps.reserve(group.home.bytes, f"gradients of {group.name}")
-        staged = self._steps.staged[group] = Staged(slot)
+        staged = self._steps.staged[group] = StagedGradients(slot)
         return staged
 
-    def _make_sum(self, group: GroupRecord, position: int | None) -> Step:
+    def _make_sum(self, group: ParamGroup, position: int | None) -> CollectiveOp:
         """Ready to sum, once no more than so many sums are under way."""
         while (earlier := self._steps.too_many_sums()) is not None:
             self._talks.wait(earlier)
@@ -330,10 +330,10 @@ class ShardDriver(Demand):
         """Do what others want, until all are at the end of the pass."""
         self._turns.end()
         while True:
-            choice, words = self._talks.say(Turn.END, room=self._space.beyond())
-            if choice.turn is Turn.END:
+            choice, words = self._talks.say(ProposalKind.END, room=self._space.beyond())
+            if choice.turn is ProposalKind.END:
                 break
-            if choice.turn is Turn.FOLLOW:
+            if choice.turn is ProposalKind.FOLLOW:
                 self._bound = True
                 while self._turns.prepared < choice.arg:
                     self._prepare(self._turns.prepared, wanted=False)
@@ -351,18 +351,18 @@ class ShardDriver(Demand):
             self._talks.wait(self._steps.on_way[0])
         self._learn(words)
 
-    def _learn(self, words: Sequence[Word]) -> None:
+    def _learn(self, words: Sequence[Proposal]) -> None:
         """What was done is the schedule of the next pass of the kind."""
         done = self._turns.done
-        first = self._keeps is None and any(each.act.turn is Turn.SUM for each in done)
+        first = self._keeps is None and any(each.act.turn is ProposalKind.SUM for each in done)
         if first:
             room = min(word.room for word in words)
-            self._keeps, self._hoists = room == Room.ALL, room >= Room.NEXT
+            self._keeps, self._hoists = room == Headroom.ALL, room >= Headroom.NEXT
         if self._kind is not None:
             self._schedules[self._kind] = next_schedule(done, self._used, hoist=self._hoists)
             expected = self._expected[self._kind] = dict[int, int]()
             for each in done:
-                if each.act.turn is Turn.SUM:
+                if each.act.turn is ProposalKind.SUM:
                     expected[each.act.group] = expected.get(each.act.group, 0) | each.tensors
         if first and self._keeps:
             self._schedules = {kind: gathered_once(entries) for kind, entries in self._schedules.items()}

@@ -17,49 +17,49 @@ import torch
 import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.store import GradientKeeper, measured, measured_spans
-from ps_core.engine._memory.slot import Home, Slot
+from ps_core.engine._gradients.store import GradientStore, measured, measured_spans
+from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, numbers
-from ps_core.engine._optim.on_demand_step import Updater
-from ps_core.engine._parameters.state import Gradient, GroupRecord, Payload, TensorRecord
+from ps_core.engine._optim.on_demand_step import OnDemandStepper
+from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
 from ps_core.engine._sharding.alike import Alike, checksum
-from ps_core.engine._sharding.collectives_protocol import Together
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.promotion import low_tier
-from ps_core.engine._sharding.residency import ShardResidency
+from ps_core.engine._sharding.residency import ShardedResidency
 
 _CUT_NUMEL = 1 << 18
 """Elements of a sum on the disk that are read, added to and written at a time."""
 
 
-class ShardGradients(GradientKeeper):
+class ShardedGradients(GradientStore):
     """Sums over processes; see [Note: who sums what when] in `driver` and [Note: where sums lie]."""
 
-    def __init__(self, residency: ShardResidency, together: Together, *, overwrites: bool) -> None:
+    def __init__(self, residency: ShardedResidency, together: AsyncCollectives, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
         self._shards, self._together = residency, together
         self.alike = Alike(together)
         self._over_weights = overwrites
-        self._fresh: set[TensorRecord] = set()
+        self._fresh: set[ParamState] = set()
         """Those whose gradient is on its way, and is nowhere yet."""
-        self._measured: dict[TensorRecord, torch.Tensor] = {}
+        self._measured: dict[ParamState, torch.Tensor] = {}
         """This process's part of the norm, where it was taken when the sum came."""
 
-    def announce(self, record: TensorRecord) -> None:
+    def announce(self, record: ParamState) -> None:
         """A gradient is on its way."""
         record.part = None
         self._measured.pop(record, None)
-        if record.gradient is Gradient.NONE:
-            record.gradient = Gradient.SUMMED
+        if record.gradient is GradientPlace.NONE:
+            record.gradient = GradientPlace.SUMMED
             self._fresh.add(record)
 
-    def discard(self, records: list[TensorRecord]) -> None:
+    def discard(self, records: list[ParamState]) -> None:
         """As for one process; the other ranks must forget the same."""
         if records:
             names = ", ".join(record.name for record in records)
             self.alike.note(f"{len(records)} gradients were forgotten", names)
         super().discard(records)
 
-    def scale(self, record: TensorRecord, factor: float) -> None:
+    def scale(self, record: ParamState, factor: float) -> None:
         """As for one process; the other ranks must scale alike."""
         self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
@@ -68,20 +68,20 @@ class ShardGradients(GradientKeeper):
         """Everything that was announced has come."""
         self._fresh.clear()
 
-    def dtype(self, group: GroupRecord) -> torch.dtype:
+    def dtype(self, group: ParamGroup) -> torch.dtype:
         """What sums over processes are rounded to."""
         return group.dtype if self._goes_over(group) else torch.float32
 
-    def _goes_over(self, group: GroupRecord) -> bool:
+    def _goes_over(self, group: ParamGroup) -> bool:
         return self._over_weights and group.weight is Kind.P16
 
-    def _empty(self, group: GroupRecord) -> Home | None:
+    def _empty(self, group: ParamGroup) -> Chunk | None:
         """What the next sum of a group fills; None: there is one already, to which it is added."""
-        if any(each.gradient is not Gradient.NONE and each not in self._fresh for each in group.tensors):
+        if any(each.gradient is not GradientPlace.NONE and each not in self._fresh for each in group.tensors):
             return None
         return group.homes[Kind.P16] if self._goes_over(group) else self.accumulator(group)
 
-    def direct(self, group: GroupRecord) -> Slot | None:
+    def direct(self, group: ParamGroup) -> Slot | None:
         """Where the sum over processes may be put as it is, if there is such a place on the compute tier."""
         home = self._empty(group)
         if home is None or home.slot.tier:
@@ -90,7 +90,7 @@ class ShardGradients(GradientKeeper):
             _lose(group)
         return home.slot
 
-    def add_shard(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
+    def add_shard(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Take the sum over processes of this shard, which lies on the compute tier."""
         home = self._empty(group)
         if home is None:
@@ -102,20 +102,20 @@ class ShardGradients(GradientKeeper):
                 self._measure_all(records, slot)
             self._fill(home, slot)
             for record in records:
-                record.gradient = Gradient.OVER if over else Gradient.SUMMED
-                record.payload = Payload.OVER if over else Payload.VALID
+                record.gradient = GradientPlace.OVER if over else GradientPlace.SUMMED
+                record.payload = SlotContents.OVER if over else SlotContents.VALID
         self._fresh.difference_update(records)
 
-    def nothing_came(self, group: GroupRecord) -> None:
+    def nothing_came(self, group: ParamGroup) -> None:
         """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
 
         What processes ask of each other later goes by payloads, so they may not depend on where shards are.
         """
-        if all(each.gradient is Gradient.NONE for each in group.tensors):
+        if all(each.gradient is GradientPlace.NONE for each in group.tensors):
             for record in group.tensors:
-                record.payload = Payload.VALID
+                record.payload = SlotContents.VALID
 
-    def _fill(self, home: Home, slot: Slot) -> None:
+    def _fill(self, home: Chunk, slot: Slot) -> None:
         """Have at home what a slot holds."""
         home.changed(slot)
         if slot is not home.slot:
@@ -124,7 +124,7 @@ class ShardGradients(GradientKeeper):
             self._shards.check_disk()
             del home.copies[slot.tier]
 
-    def _add(self, group: GroupRecord, records: list[TensorRecord], slot: Slot) -> None:
+    def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Add to what there is, in fp32."""
         self.reclaim(group)
         home, kind = self.accumulator(group), self.dtype(group)
@@ -145,7 +145,7 @@ class ShardGradients(GradientKeeper):
         if stage is not slot:
             self._shards.give_back(stage)
 
-    def _cut(self, home: Home, span: slice) -> Iterator[slice]:
+    def _cut(self, home: Chunk, span: slice) -> Iterator[slice]:
         """The whole of it in memory, pieces on the disk."""
         step = _CUT_NUMEL if home.slot.place is not None else max(1, span.stop - span.start)
         for start in range(span.start, span.stop, step):
@@ -159,35 +159,35 @@ class ShardGradients(GradientKeeper):
         self._shards.watcher.moved(0, tier, slot.bytes)
         return stage
 
-    def reclaim(self, group: GroupRecord) -> None:
+    def reclaim(self, group: ParamGroup) -> None:
         """Move gradients that lie over the weight into the sums, and have the weight back."""
-        over = [record for record in group.tensors if record.gradient is Gradient.OVER]
-        gone = [record for record in group.tensors if record.payload is not Payload.VALID]
+        over = [record for record in group.tensors if record.gradient is GradientPlace.OVER]
+        gone = [record for record in group.tensors if record.payload is not SlotContents.VALID]
         if over:
             source, target = group.homes[Kind.P16], self.accumulator(group)
             for part in self._cut(target, slice(0, group.shard_numel)):
                 self._shards.save(target, part, self._shards.load(source, part))
             for record in over:
-                record.gradient = Gradient.SUMMED
+                record.gradient = GradientPlace.SUMMED
         self._shards.rebuild(group, gone)
         for record in gone:
-            record.payload = Payload.VALID
+            record.payload = SlotContents.VALID
 
-    def _tier_of_sums(self, group: GroupRecord) -> int:
+    def _tier_of_sums(self, group: ParamGroup) -> int:
         """Below, whatever has risen: room was only found for what is there in every step."""
         return low_tier(group.homes[Kind.P32])
 
     # Norms.
 
-    def measure(self, record: TensorRecord, flat: torch.Tensor | None = None) -> torch.Tensor:
+    def measure(self, record: ParamState, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Sum of squares and non-finite flag of the whole gradient; the first to ask has all of them taken."""
         if record.part is None:
             rows = [each for group in self._residency.groups for each in group.tensors]
-            self.parts([each for each in rows if each.gradient is not Gradient.NONE])
+            self.parts([each for each in rows if each.gradient is not GradientPlace.NONE])
         assert record.part is not None, "it is among them"
         return record.part
 
-    def parts(self, records: list[TensorRecord]) -> list[torch.Tensor]:
+    def parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """The same for these; sums over shards in the order of the shards, in double precision."""
         missing = [record for record in records if record.part is None]
         if missing:
@@ -199,11 +199,11 @@ class ShardGradients(GradientKeeper):
                 record.part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
         return [record.part for record in records if record.part is not None]
 
-    def _measure_homes(self, records: list[TensorRecord]) -> None:
+    def _measure_homes(self, records: list[ParamState]) -> None:
         """Where they lie, in one call for each group; what is on the disk is read one by one."""
-        rows: dict[Home, list[TensorRecord]] = {}
+        rows: dict[Chunk, list[ParamState]] = {}
         for record in records:
-            home = record.group.homes[Kind.P16 if record.gradient is Gradient.OVER else Kind.ACC]
+            home = record.group.homes[Kind.P16 if record.gradient is GradientPlace.OVER else Kind.ACC]
             rows.setdefault(home, []).append(record)
         for home, found in rows.items():
             if home.slot.place is None:
@@ -211,27 +211,27 @@ class ShardGradients(GradientKeeper):
             else:
                 self._measured.update({each: measured(self._shards.load(home, each.piece)) for each in found})
 
-    def _measure_all(self, records: list[TensorRecord], slot: Slot) -> None:
+    def _measure_all(self, records: list[ParamState], slot: Slot) -> None:
         """While it is on the compute tier."""
         group = records[0].group
         self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
         self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
 
-    def _measure_pieces(self, records: list[TensorRecord], flat: torch.Tensor) -> None:
+    def _measure_pieces(self, records: list[ParamState], flat: torch.Tensor) -> None:
         spans = [(each.piece.start, each.piece.stop) for each in records]
         self._measured.update(zip(records, measured_spans(flat, spans), strict=True))
 
 
-def _lose(group: GroupRecord) -> None:
+def _lose(group: ParamGroup) -> None:
     """The shard of the weight is not the weight any more."""
     for record in group.tensors:
-        record.payload = Payload.LOST
+        record.payload = SlotContents.LOST
 
 
-class ShardUpdater(Updater):
+class ShardedStepper(OnDemandStepper):
     """Steps this process's shards."""
 
-    def __init__(self, residency: ShardResidency, gradients: ShardGradients, groups: list[GroupRecord]) -> None:
+    def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, groups: list[ParamGroup]) -> None:
         super().__init__(residency, gradients, groups)
         self._shards, self._alike = residency, gradients.alike
 
@@ -240,28 +240,28 @@ class ShardUpdater(Updater):
         self._alike.compare()
 
     def compare_step(
-        self, records: Sequence[TensorRecord], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+        self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
         """Raise `RanksDiverged` unless all ranks are about to do the same step."""
         self._alike.compare_step(records, settings_of, max_norm, loss_scale)
 
-    def weight(self, record: TensorRecord) -> torch.Tensor:
+    def weight(self, record: ParamState) -> torch.Tensor:
         """As for one process."""
         self.compare()
         return super().weight(record)
 
-    def read(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """As for one process."""
         self.compare()
         return super().read(record, kind)
 
-    def write(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """As for one process; the other ranks must write the same."""
         of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
         self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
 
-    def step_one(self, group: GroupRecord, settings_of: SettingsOf, factor: float) -> None:
+    def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard, once there is room for it where its master is."""
         while not self._store.work_tier(group.homes[Kind.P32].slot.tier):
             missing = [home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier]
@@ -269,16 +269,16 @@ class ShardUpdater(Updater):
                 break
         super().step_one(group, settings_of, factor)
 
-    def _on(self, group: GroupRecord, kind: Kind, tier: int) -> Slot:
+    def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
         home = group.homes[kind]
         below = home.copies.get(tier)
         if below is None or home.slot.tier == tier:
             return super()._on(group, kind, tier)
-        if kind is group.weight and all(record.gradient is Gradient.SUMMED for record in group.tensors):
+        if kind is group.weight and all(record.gradient is GradientPlace.SUMMED for record in group.tensors):
             return below  # all of it is written
         return self._residency.copy_to(home, below)
 
-    def _put_back(self, home: Home, slot: Slot) -> None:
+    def _put_back(self, home: Chunk, slot: Slot) -> None:
         if slot.tier == low_tier(home) != home.slot.tier:  # the place that it keeps below
             self._residency.write_home(home)
         else:

@@ -1,15 +1,15 @@
 """What there is room for on this process's compute tier: groups ahead of need, gradients and sums, all groups at once.
 
-Nobody is told, but for what all agree on after a first pass (`Space.beyond`); so no result depends on it.
+Nobody is told, but for what all agree on after a first pass (`GatherHeadroom.beyond`); so no result depends on it.
 """
 
 from __future__ import annotations
 
-from ps_core.engine._parameters.state import GroupRecord
-from ps_core.engine._sharding.in_flight import Steps
-from ps_core.engine._sharding.negotiation import Talks
-from ps_core.engine._sharding.residency import ShardResidency
-from ps_core.engine._sharding.schedule import Room, Turn
+from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._sharding.in_flight import InFlightCollectives
+from ps_core.engine._sharding.negotiation import Negotiator
+from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.schedule import Headroom, ProposalKind
 
 _MARGIN = 2
 """Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""
@@ -17,15 +17,17 @@ _AHEAD = 2
 """Groups gathered ahead of need, as long as there are shards that had better have the room."""
 
 
-class Space:
+class GatherHeadroom:
     """Decides by what is there, and by what passes took so far."""
 
-    def __init__(self, residency: ShardResidency, steps: Steps, talks: Talks, prefetch: int | None) -> None:
+    def __init__(
+        self, residency: ShardedResidency, steps: InFlightCollectives, talks: Negotiator, prefetch: int | None
+    ) -> None:
         self._shards, self._steps, self._talks, self._prefetch = residency, steps, talks, prefetch
         self._store = residency.store
         self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
 
-    def has_ahead(self, group: GroupRecord, *, trains: bool, keeps: bool) -> bool:
+    def has_ahead(self, group: ParamGroup, *, trains: bool, keeps: bool) -> bool:
         """Whether there is room for a group that is not needed yet.
 
         ``trains``: a backward pass may come. ``keeps``: there was room for all groups at once.
@@ -56,7 +58,7 @@ class Space:
                 continue
             if not self._steps.staged or bound:
                 return
-            self._talks.ask(Turn.SUM, min(group.index for group in self._steps.staged))
+            self._talks.ask(ProposalKind.SUM, min(group.index for group in self._steps.staged))
 
     def _swell_bytes(self, *, backward: bool) -> int:
         """How much higher the tide may get before more is wanted: on the way back it falls from moment to moment."""
@@ -66,17 +68,17 @@ class Space:
 
     def _wait_for_sum(self) -> bool:
         """Wait for one that is under way, if there is any."""
-        under_way = next((step for step in self._steps.on_way if step.act.turn is Turn.SUM), None)
+        under_way = next((step for step in self._steps.on_way if step.act.turn is ProposalKind.SUM), None)
         if under_way is not None:
             self._talks.wait(under_way)
         return under_way is not None
 
-    def beyond(self) -> Room:
+    def beyond(self) -> Headroom:
         """What more there is room for than passes took so far."""
         store, groups = self._store, self._shards.groups
         states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
         besides = _MARGIN * (store.peak_bytes[0] - states)
         if states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes:
-            return Room.ALL
+            return Headroom.ALL
         ahead = self._prefetch != 0 and store.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
-        return Room.NEXT if ahead else Room.TIGHT
+        return Headroom.NEXT if ahead else Headroom.TIGHT

@@ -14,11 +14,11 @@ from ps_core._units import align_up
 from ps_core.engine._memory.observer import TransferObserver
 from ps_core.engine._memory.slot import Slot
 from ps_core.engine._parameters.errors import compute_tier_too_small
-from ps_core.engine._parameters.state import GroupRecord
-from ps_core.engine._sharding.collective_order import Staged, Step, Turns
-from ps_core.engine._sharding.gradients import ShardGradients
-from ps_core.engine._sharding.residency import ShardResidency
-from ps_core.engine._sharding.schedule import Act, Turn
+from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._sharding.collective_order import CollectiveOp, CollectiveOrder, StagedGradients
+from ps_core.engine._sharding.gradients import ShardedGradients
+from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.schedule import Collective, ProposalKind
 
 _ON_WAY = 2
 """Sums that may be on their way at once: each holds a group's memory."""
@@ -31,35 +31,35 @@ class GatherWatcher(TransferObserver, Protocol):
         """A group was wanted and had to be gathered; ``early``: that had begun already."""
 
 
-class Steps:
+class InFlightCollectives:
     """What this process has under way."""
 
-    def __init__(self, residency: ShardResidency, gradients: ShardGradients, turns: Turns) -> None:
+    def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, turns: CollectiveOrder) -> None:
         self._shards, self._sums, self._turns = residency, gradients, turns
         self._store = residency.store
-        self.staged: dict[GroupRecord, Staged] = {}
-        self.ahead: dict[GroupRecord, Step] = {}
+        self.staged: dict[ParamGroup, StagedGradients] = {}
+        self.ahead: dict[ParamGroup, CollectiveOp] = {}
         """Gathers that were begun (and may be over), and whose group nobody has used yet."""
-        self.on_way: deque[Step] = deque()
+        self.on_way: deque[CollectiveOp] = deque()
         """In the order in which they are done."""
         self._records = {record.index: record for group in residency.groups for record in group.tensors}
 
     # Gathers.
 
-    def gather(self, group: GroupRecord, position: int | None, *, wanted: bool) -> Step:
+    def gather(self, group: ParamGroup, position: int | None, *, wanted: bool) -> CollectiveOp:
         """Ready to gather a group, or only to give this process's shard."""
-        act, name = Act(Turn.GATHER, group.index), f"gather {group.name}"
+        act, name = Collective(ProposalKind.GATHER, group.index), f"gather {group.name}"
         if wanted:
             slot, whole, own = self._shards.begin_gather(group)
-            step = Step(act, group, position, own, whole, slot=slot)
+            step = CollectiveOp(act, group, position, own, whole, slot=slot)
             self.ahead[group] = step
             self._store.device.work(Queue.COLL, name, (own,), (whole,))
         else:
-            step = Step(act, group, position, torch.empty(0))
+            step = CollectiveOp(act, group, position, torch.empty(0))
             self.offer(step)
         return step
 
-    def offer(self, step: Step) -> None:
+    def offer(self, step: CollectiveOp) -> None:
         """Have this process's shard ready for those who gather; again, where its place is to be used otherwise."""
         self.finds_hole(step.group.homes[step.group.weight].bytes)
         step.shard, lent = self._shards.offered(step.group, changing=self.sum_on_way(step.group) is not None)
@@ -68,17 +68,17 @@ class Steps:
 
     # Sums.
 
-    def sum(self, group: GroupRecord, position: int | None, *, gives: bool, alone: bool = True) -> Step:
+    def sum(self, group: ParamGroup, position: int | None, *, gives: bool, alone: bool = True) -> CollectiveOp:
         """Ready to sum a group's gradients over processes.
 
         ``gives``: what is staged goes into it. ``alone``: no other sum of the group is under way.
         """
-        act, nothing = Act(Turn.SUM, group.index), torch.empty(0)
-        step = Step(act, group, position, nothing, staged=self.staged.pop(group) if gives else None)
+        act, nothing = Collective(ProposalKind.SUM, group.index), torch.empty(0)
+        step = CollectiveOp(act, group, position, nothing, staged=self.staged.pop(group) if gives else None)
         self.fill_in(step, alone=alone)
         return step
 
-    def fill_in(self, step: Step, *, alone: bool = True) -> None:
+    def fill_in(self, step: CollectiveOp, *, alone: bool = True) -> None:
         """Give a sum the memory it needs."""
         group, staged = step.group, step.staged
         name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
@@ -94,9 +94,9 @@ class Steps:
         step.shard, step.scratch, step.slot = target.flat(kind, numel), scratch.memory, target
         step.slots = (scratch,) if direct else (scratch, target)
 
-    def take_apart(self, step: Step) -> None:
+    def take_apart(self, step: CollectiveOp) -> None:
         """Do without the memory of a step that was left: a sum is filled in again, a gather asked for again."""
-        if step.act.turn is Turn.SUM:
+        if step.act.turn is ProposalKind.SUM:
             slots = step.slots
             step.slot, step.slots = None, ()
         elif step.whole is not None:
@@ -114,15 +114,15 @@ class Steps:
             self._shards.lend(slot)
         self._store.free_spare()
 
-    def sum_bytes(self, group: GroupRecord) -> int:
+    def sum_bytes(self, group: ParamGroup) -> int:
         """The room that a sum takes besides the gradients, at most."""
         shard = group.shard_numel * self._sums.dtype(group).itemsize
         return self._scratch_bytes(group) + max(align_up(shard), 128)
 
-    def _scratch_bytes(self, group: GroupRecord) -> int:
+    def _scratch_bytes(self, group: ParamGroup) -> int:
         return max(align_up(min(self._shards.beside.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
 
-    def _clear(self, group: GroupRecord, staged: Staged, whole: torch.Tensor) -> None:
+    def _clear(self, group: ParamGroup, staged: StagedGradients, whole: torch.Tensor) -> None:
         """Zeros where there is no gradient."""
         gaps = [record.span for record in group.tensors if record not in staged.records]
         for gap in (*gaps, slice(group.numel, group.chunk_numel)):
@@ -130,13 +130,13 @@ class Steps:
                 self._store.device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
                 whole[gap].zero_()
 
-    def sum_on_way(self, group: GroupRecord) -> Step | None:
+    def sum_on_way(self, group: ParamGroup) -> CollectiveOp | None:
         """The sum of a group that is not over."""
-        return next((step for step in self.on_way if step.group is group and step.act.turn is Turn.SUM), None)
+        return next((step for step in self.on_way if step.group is group and step.act.turn is ProposalKind.SUM), None)
 
-    def too_many_sums(self) -> Step | None:
+    def too_many_sums(self) -> CollectiveOp | None:
         """The sum to be waited for before another one is begun."""
-        sums = [step for step in self.on_way if step.act.turn is Turn.SUM]
+        sums = [step for step in self.on_way if step.act.turn is ProposalKind.SUM]
         return sums[0] if len(sums) >= _ON_WAY else None
 
     # What is over.
@@ -147,7 +147,7 @@ class Steps:
             step = self.on_way.popleft()
             if step.index >= 0:
                 self._shards.beside.after(step.over)
-            if step.act.turn is Turn.SUM:
+            if step.act.turn is ProposalKind.SUM:
                 records = [self._records[index] for index in _bits(step.tensors)]
                 for record in records:
                     self._sums.announce(record)
@@ -161,7 +161,7 @@ class Steps:
             for slot in (*step.slots, *((step.staged.slot,) if step.staged is not None else ())):
                 self._shards.lend(slot)
 
-    def wait(self, step: Step) -> bool:
+    def wait(self, step: CollectiveOp) -> bool:
         """Wait for a step; False: it was left, for all do something else first."""
         started = time.perf_counter()
         assert step.pending is not None, "it was begun"

@@ -15,17 +15,17 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._options import Optimizer
 from ps_core.engine._devices.device import Device
-from ps_core.engine._parameters.grouping import Packing
+from ps_core.engine._parameters.grouping import Grouping
 from ps_core.engine._sharding.alike import checksum
-from ps_core.engine._sharding.collectives_protocol import Together
-from ps_core.engine._support.log import say
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._support.log import log_line
 
 Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
 """Of `initial_values`."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Alone:
+class SingleProcess:
     """One process that has all of the model."""
 
     sharers = 1
@@ -33,7 +33,7 @@ class Alone:
     def check(self, device: Device) -> None:
         """Anything goes."""
 
-    def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
+    def share(self, packing: Grouping, optimizer: Optimizer | None, how: str) -> None:
         """There is nobody to share with."""
 
     def values(self, values: Values) -> Values:
@@ -41,10 +41,10 @@ class Alone:
         return values
 
 
-class Joining:
+class GroupJoin:
     """One process on its way into the group."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: AsyncCollectives) -> None:
         self._together = together
         self.sharers = together.local_ranks
         """Processes that divide this computer's memory."""
@@ -57,7 +57,7 @@ class Joining:
             # Before anybody asks how much memory is free: connections take some.
             words = self._together.reach(device.torch_device)
             if words is not None and self._together.process == 0:
-                say(words)
+                log_line(words)
 
     def _check_cards(self, device: Device) -> None:
         """Refuse that processes share a card while others are idle."""
@@ -69,14 +69,14 @@ class Joining:
             )
         node = blake2b(computer().encode(), digest_size=6).digest()
         mine = (int.from_bytes(node, "little"), device.torch_device.index, torch.cuda.device_count())
-        found = crowded(self._together.all_values(mine, "which process has which device"))
+        found = shared_card_error(self._together.all_values(mine, "which process has which device"))
         if found is not None:
             raise InvalidInput(
                 f"device={str(device.torch_device)!r}: {found}; before chunked(...) call "
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or give each process its own 'cuda:0', 'cuda:1'"
             )
 
-    def share(self, packing: Packing, optimizer: Optimizer | None, how: str) -> None:
+    def share(self, packing: Grouping, optimizer: Optimizer | None, how: str) -> None:
         """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
         for group in packing.groups:
             group.gathered, group.fixed = True, None
@@ -120,7 +120,7 @@ def computer() -> str:
     return f"{boot} {node_name()}"
 
 
-def crowded(rows: Sequence[Sequence[float]]) -> str | None:
+def shared_card_error(rows: Sequence[Sequence[float]]) -> str | None:
     """Who shares a card where there is one for each. A row a process: its computer, its card, how many it sees."""
     for node, card, seen in rows:
         here = [rank for rank, row in enumerate(rows) if row[0] == node]

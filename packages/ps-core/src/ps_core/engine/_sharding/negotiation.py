@@ -10,19 +10,29 @@ from dataclasses import replace
 
 import torch
 
-from ps_core.engine._sharding.collective_order import Step, Turns
-from ps_core.engine._sharding.in_flight import Steps
-from ps_core.engine._sharding.residency import ShardResidency
-from ps_core.engine._sharding.schedule import Act, Choice, Room, Turn, Word, holders, is_settled
+from ps_core.engine._sharding.collective_order import CollectiveOp, CollectiveOrder
+from ps_core.engine._sharding.in_flight import InFlightCollectives
+from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.schedule import (
+    Collective,
+    Decision,
+    Headroom,
+    Proposal,
+    ProposalKind,
+    holders,
+    is_settled,
+)
 
 
-class Talks:
+class Negotiator:
     """The training thread's end of taking turns."""
 
-    def __init__(self, residency: ShardResidency, steps: Steps, turns: Turns, me: int) -> None:
+    def __init__(
+        self, residency: ShardedResidency, steps: InFlightCollectives, turns: CollectiveOrder, me: int
+    ) -> None:
         self._shards, self._steps, self._turns, self._me = residency, steps, turns, me
 
-    def say(self, turn: Turn, arg: int = 0, room: int = Room.TIGHT) -> tuple[Choice, Sequence[Word]]:
+    def say(self, turn: ProposalKind, arg: int = 0, room: int = Headroom.TIGHT) -> tuple[Decision, Sequence[Proposal]]:
         """Say a word; what all do next."""
         while True:
             pending = self._turns.speak(turn, arg, room)
@@ -32,12 +42,12 @@ class Talks:
                 return self._turns.take_choice()
             self.resolve()  # the word was not said: others had something in mind before
 
-    def ask(self, turn: Turn, arg: int) -> None:
+    def ask(self, turn: ProposalKind, arg: int) -> None:
         """Say what is not to be had by following; something is done then, if perhaps not that yet."""
         choice, words = self.say(turn, arg)
         self.serve(choice, words)
 
-    def wait(self, step: Step) -> None:
+    def wait(self, step: CollectiveOp) -> None:
         """Until a step is done."""
         while not self._steps.wait(step):
             if self._turns.parked:
@@ -50,20 +60,20 @@ class Talks:
         choice, words = self._turns.take_choice()
         self.serve(choice, words)
 
-    def serve(self, choice: Choice, words: Sequence[Word]) -> None:
+    def serve(self, choice: Decision, words: Sequence[Proposal]) -> None:
         """Do what all chose out of order; steps that were left for it come after it."""
         group = self._shards.groups[choice.arg]
-        if choice.turn is Turn.SUM and not is_settled(words, choice.arg):
-            self._turns.speak(Turn.READY).wait()
+        if choice.turn is ProposalKind.SUM and not is_settled(words, choice.arg):
+            self._turns.speak(ProposalKind.READY).wait()
             _, words = self._turns.take_choice()
-        act, left = Act(choice.turn, choice.arg), list(self._steps.on_way)
+        act, left = Collective(choice.turn, choice.arg), list(self._steps.on_way)
         same = [step for step in left if step.act == act]
-        needed = self._steps.sum_bytes(group) if act.turn is Turn.SUM else group.homes[group.weight].bytes
+        needed = self._steps.sum_bytes(group) if act.turn is ProposalKind.SUM else group.homes[group.weight].bytes
         if not self._steps.finds_hole(needed):
             for each in reversed(left):
                 if each not in same:
                     self._steps.take_apart(each)
-        if act.turn is Turn.GATHER:
+        if act.turn is ProposalKind.GATHER:
             takes = self._me in self._turns.takers(act, words)
             old = next((step for step in same if step.whole is not None), None) if takes else None
             step = self._steps.gather(group, None, wanted=takes) if old is None else self._instead(old)
@@ -71,7 +81,7 @@ class Talks:
             gives = self._me in holders(words, group.index)
             step = self._instead(same[0]) if same else self._steps.sum(group, None, gives=gives)
             for each in left:  # the sum may take the place of the weight's shard
-                if each.act == Act(Turn.GATHER, group.index) and each.whole is None and not each.slots:
+                if each.act == Collective(ProposalKind.GATHER, group.index) and each.whole is None and not each.slots:
                     self._steps.offer(each)
         step.words = words
         self._steps.on_way.appendleft(step)
@@ -79,16 +89,16 @@ class Talks:
         if left:
             self.wait(step)
         for each in left:
-            if each.act.turn is Turn.SUM and each.slot is None:
+            if each.act.turn is ProposalKind.SUM and each.slot is None:
                 self._steps.fill_in(each)
             self._turns.submit(each)
 
-    def _instead(self, old: Step) -> Step:
+    def _instead(self, old: CollectiveOp) -> CollectiveOp:
         """A step of the schedule done before its turn; when that comes there is nothing left for it."""
         step = replace(old, position=None, pending=None)
         old.whole = old.slot = old.staged = None
         old.slots = ()
-        if old.act.turn is Turn.GATHER:
+        if old.act.turn is ProposalKind.GATHER:
             assert old.position is not None, "only such are left"
             self._turns.leave(old.position)
             self._steps.ahead[old.group] = step

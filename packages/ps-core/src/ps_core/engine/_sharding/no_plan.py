@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core.engine._execution.no_plan import Unguided
-from ps_core.engine._sharding.driver import ShardDriver
-from ps_core.engine._sharding.residency import ShardResidency
-from ps_core.engine._support.interrupts import alone
-from ps_core.engine._tracing.batch_shape import Largest, batch_of
+from ps_core.engine._execution.no_plan import NoPlanScheduler
+from ps_core.engine._sharding.driver import ShardedDriver
+from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._support.interrupts import defer_interrupts_installing
+from ps_core.engine._tracing.batch_shape import LargestBatch, batch_of
 
 
-class Unplanned(Unguided):
+class ShardedScheduler(NoPlanScheduler):
     """Frees promoted shards, and gathers nothing early, before a larger batch."""
 
-    def __init__(self, residency: ShardResidency, driver: ShardDriver, *, training: bool) -> None:
+    def __init__(self, residency: ShardedResidency, driver: ShardedDriver, *, training: bool) -> None:
         super().__init__(driver, training=training)
         self._residency, self._driver = residency, driver
-        self._largest = {trains: Largest() for trains in (True, False)}
+        self._largest = {trains: LargestBatch() for trains in (True, False)}
         self._most_forwards = 0
 
     def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -34,6 +34,6 @@ class Unplanned(Unguided):
             self._make_way(missing_bytes)
             residency.note_larger_batch()
 
-    @alone
+    @defer_interrupts_installing
     def _make_way(self, missing_bytes: int) -> None:
         self._driver.make_way(missing_bytes)

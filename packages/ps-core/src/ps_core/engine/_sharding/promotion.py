@@ -20,20 +20,20 @@ import torch
 
 from ps_core._program import Kind
 from ps_core._simulate.cluster import FRAGMENTATION
-from ps_core.engine._memory.reserve import spare_bytes
-from ps_core.engine._memory.slot import Home, Slot
+from ps_core.engine._memory.reserve import bytes_to_reserve
+from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GroupRecord
+from ps_core.engine._parameters.state import ParamGroup
 
 _WEIGHTS, _SUMS, _STATES = range(3)
-_Unit: TypeAlias = tuple[Home, ...]
+_Unit: TypeAlias = tuple[Chunk, ...]
 """Homes of one group that rise and sink at once."""
 
 
-class Risers:
+class ShardPromoter:
     """Homes that lie at the top of the compute tier's memory."""
 
-    def __init__(self, residency: Residency, groups: list[GroupRecord]) -> None:
+    def __init__(self, residency: Residency, groups: list[ParamGroup]) -> None:
         self._residency, self._store, self._groups = residency, residency.store, groups
         self._risen: list[_Unit] = []
         """In the order in which they came up."""
@@ -95,7 +95,7 @@ class Risers:
         self._risen.append(unit)
         return True
 
-    def sink(self, size: int, in_use: Collection[GroupRecord] = ()) -> int:
+    def sink(self, size: int, in_use: Collection[ParamGroup] = ()) -> int:
         """Take so many bytes back, but none of groups in use by a collective; return how many it came to."""
         done = 0
         for unit in reversed(list(self._risen)):
@@ -107,7 +107,7 @@ class Risers:
                 done += sum(self._lower(home) for home in unit)
         return done
 
-    def give_in(self, size: int, in_use: Collection[GroupRecord]) -> int:
+    def give_in(self, size: int, in_use: Collection[ParamGroup]) -> int:
         """The same amid a pass, which shows that all else needs more than was known."""
         done = self.sink(size, in_use)
         if done:
@@ -117,10 +117,10 @@ class Risers:
     def sink_all(self, missing_bytes: int) -> None:
         """Take everything back; so much was asked for in vain, if any, and more is to be left free from now on."""
         if missing_bytes:
-            self._spare_bytes += spare_bytes(missing_bytes, self._store.tiers[0].capacity_bytes)
+            self._spare_bytes += bytes_to_reserve(missing_bytes, self._store.tiers[0].capacity_bytes)
         self.sink(self._store.risen_bytes)
 
-    def _lower(self, home: Home) -> int:
+    def _lower(self, home: Chunk) -> int:
         risen, below = home.slot, home.copies[low_tier(home)]
         if below.stamp != home.stamp:
             self._residency.copy_to(home, below)
@@ -132,12 +132,12 @@ class Risers:
         return risen.bytes
 
 
-def low_tier(home: Home) -> int:
+def low_tier(home: Chunk) -> int:
     """Where a home is, or where it goes back to."""
     return max((home.slot.tier, *home.copies))
 
 
-def _units(group: GroupRecord, *, apart: bool) -> Iterator[tuple[int, _Unit]]:
+def _units(group: ParamGroup, *, apart: bool) -> Iterator[tuple[int, _Unit]]:
     """What of a group rises at once, and how soon; ``apart``: every home by itself."""
     homes = {kind: home for kind, home in group.homes.items() if kind is not Kind.FULL}
     ranks = {kind: _WEIGHTS if kind is group.weight else _SUMS if kind is Kind.ACC else _STATES for kind in homes}

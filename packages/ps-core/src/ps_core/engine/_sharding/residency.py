@@ -17,36 +17,38 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.slot import Bound, Home, Slot
-from ps_core.engine._memory.store import Store
-from ps_core.engine._parameters.managed_parameter import changes
+from ps_core.engine._memory.slot import Chunk, Slot, SlotView
+from ps_core.engine._memory.store import TierStore
+from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GroupRecord, Payload, TensorRecord
-from ps_core.engine._sharding.collectives_protocol import Together
-from ps_core.engine._sharding.promotion import Risers
+from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.promotion import ShardPromoter
 from ps_core.engine._sharding.streams import beside
 
 
-class ShardResidency(Residency):
+class ShardedResidency(Residency):
     """Gathers groups; see [Note: shards]."""
 
-    def __init__(self, store: Store, groups: list[GroupRecord], watcher: TransferObserver, together: Together) -> None:
+    def __init__(
+        self, store: TierStore, groups: list[ParamGroup], watcher: TransferObserver, together: AsyncCollectives
+    ) -> None:
         super().__init__(store, groups, watcher)
         self._together = together
-        self._held: list[tuple[Slot, dict[Hashable, Bound]]] = []
+        self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
         """Copies that count as gone, but for their memory."""
-        self.risers = Risers(self, groups)
+        self.risers = ShardPromoter(self, groups)
         self.forwards = 0
         """So many have begun in this pass, whose activations wait for backward."""
         self.unknown = False
         """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
-        self._whole: tuple[Home, int, torch.Tensor] | None = None
+        self._whole: tuple[Chunk, int, torch.Tensor] | None = None
         """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
         self.beside = beside(self, together)
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
-            group.homes[Kind.FULL] = Home(group.extent(Kind.FULL), size, nowhere)
+            group.homes[Kind.FULL] = Chunk(group.extent(Kind.FULL), size, nowhere)
 
     def note_forward(self, *, trains: bool) -> int:
         """Note that a forward pass begins; return how many of this pass wait for backward."""
@@ -61,7 +63,7 @@ class ShardResidency(Residency):
         """Note that the pass is over."""
         self.forwards, self.unknown = 0, False
 
-    def begin_gather(self, group: GroupRecord) -> tuple[Slot, torch.Tensor, torch.Tensor]:
+    def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
         home = group.home
         slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes, group.tensors[0]))
@@ -72,16 +74,16 @@ class ShardResidency(Residency):
         self._copy_shard(group, own)
         return slot, whole, own
 
-    def end_gather(self, group: GroupRecord, slot: Slot) -> None:
+    def end_gather(self, group: ParamGroup, slot: Slot) -> None:
         """What `begin_gather` gave was filled."""
         slot.extent, slot.stamp = group.home.extent, group.home.stamp
 
-    def offered(self, group: GroupRecord, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
+    def offered(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
         """This process's shard for others to gather: where it lies, or else in a slot to be given back.
 
         ``changing``: it may be written before they have it.
         """
-        source, valid = group.homes[group.weight].source(), all(r.payload is Payload.VALID for r in group.tensors)
+        source, valid = group.homes[group.weight].source(), all(r.payload is SlotContents.VALID for r in group.tensors)
         if valid and self.beside.reaches(source) and not changing:
             self.beside.before()
             return source.flat(group.dtype, group.shard_numel), None
@@ -90,17 +92,17 @@ class ShardResidency(Residency):
         self._copy_shard(group, own)
         return own, slot
 
-    def _copy_shard(self, group: GroupRecord, own: torch.Tensor) -> None:
+    def _copy_shard(self, group: ParamGroup, own: torch.Tensor) -> None:
         """Put this process's shard into its place, where the collective may read it."""
         home, place = group.homes[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
         self.check_disk()
-        if all(record.payload is Payload.VALID for record in group.tensors):
+        if all(record.payload is SlotContents.VALID for record in group.tensors):
             self.copy_to(home, place)
         else:
             self._cast_shard(group, place)
         self.beside.before()
 
-    def _cast_shard(self, group: GroupRecord, place: Slot) -> None:
+    def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
         """The same from the master, while gradients lie over the weight."""
         values = self.shard(group.homes[Kind.P32]).view(torch.float32)
         near = group.homes[Kind.P32].slot.tier == 0 or self.store.tiers[0].name == "host"
@@ -113,11 +115,11 @@ class ShardResidency(Residency):
             self._arrived(self._launch(target, place, place.bytes))
             self.give_back(target)
 
-    def drop(self, group: GroupRecord) -> bool:
+    def drop(self, group: ParamGroup) -> bool:
         """Let the gathered copy go; there is nothing to write back."""
         slot = group.home.copies.pop(0, None)
         if slot is not None:
-            bounds: dict[Hashable, Bound] = {
+            bounds: dict[Hashable, SlotView] = {
                 record: record.bound for record in group.tensors if record.bound is not None
             }
             for record in group.tensors:
@@ -140,7 +142,7 @@ class ShardResidency(Residency):
 
     # Memory for a while; see `_memory.slot_cache`.
 
-    def borrow(self, size: int, record: TensorRecord | None = None) -> Slot:
+    def borrow(self, size: int, record: ParamState | None = None) -> Slot:
         """A slot on the compute tier; best that in which this parameter was."""
         with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
             return self.store.spare.take(size, record) or self.store.reserve(0, size)
@@ -152,18 +154,18 @@ class ShardResidency(Residency):
         else:
             self.store.spare.put(slot)
 
-    def undo_changes(self, record: TensorRecord, slot: Slot) -> None:
+    def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Gather anew what was written to; the shard is as it was."""
-        record.version = changes(record.parameter)
+        record.version = version_of(record.parameter)
         slot.stamp = -1
 
     # For the host thread: this process's part, where it lies or from the disk.
 
-    def shard(self, home: Home) -> torch.Tensor:
+    def shard(self, home: Chunk) -> torch.Tensor:
         """This process's newest bytes of an extent."""
         return super().contents(home)
 
-    def load(self, home: Home, span: slice) -> torch.Tensor:
+    def load(self, home: Chunk, span: slice) -> torch.Tensor:
         """Of these, some elements."""
         group = self.groups[home.extent.index]
         dtype = group.dtype_of(home.extent.kind)
@@ -172,7 +174,7 @@ class ShardResidency(Residency):
         self.await_all(Queue.CPU)
         return self._elements(self._near(home), span, dtype, group.shard_numel)
 
-    def save(self, home: Home, span: slice, values: torch.Tensor) -> None:
+    def save(self, home: Chunk, span: slice, values: torch.Tensor) -> None:
         """Change them at home; where they lie in memory, ``values`` may be what `load` gave."""
         group = self.groups[home.extent.index]
         dtype = group.dtype_of(home.extent.kind)
@@ -188,7 +190,7 @@ class ShardResidency(Residency):
                 self._write(home.slot, span.start * dtype.itemsize, source)
         self._changed(home)
 
-    def part_of(self, slot: Slot, record: TensorRecord, dtype: torch.dtype) -> torch.Tensor:
+    def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
         """This process's elements of a parameter in a slot that holds a shard."""
         return self._elements(slot, record.piece, dtype, record.group.shard_numel)
 
@@ -198,19 +200,19 @@ class ShardResidency(Residency):
         size = (span.stop - span.start) * dtype.itemsize
         return self._read(slot, span.start * dtype.itemsize, size).view(dtype)
 
-    def _changed(self, home: Home) -> None:
+    def _changed(self, home: Chunk) -> None:
         home.changed(home.slot)
         group = self.groups[home.extent.index]
         if home.extent.kind is group.weight:
             group.home.stamp += 1  # what was gathered is old now
 
-    def replace(self, record: TensorRecord, kind: Kind, value: torch.Tensor) -> None:
+    def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Change this process's elements of a parameter, all of which are given."""
         group, piece = record.group, record.piece
         start = group.rank * group.shard_numel + piece.start - record.offset
         self.save(group.homes[kind], piece, value[start : start + piece.stop - piece.start])
 
-    def rebuild(self, group: GroupRecord, records: list[TensorRecord]) -> None:
+    def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
         slot = group.home.copies.get(0)
         if slot is not None:
@@ -221,14 +223,14 @@ class ShardResidency(Residency):
 
     # All processes' parts: every process asks for the same at once, and gets the whole.
 
-    def vector(self, record: TensorRecord, kind: Kind) -> torch.Tensor:
+    def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """All elements of a parameter of a kind."""
         home = record.group.homes[kind]
         if self._whole is None or self._whole[0] is not home or self._whole[1] != home.stamp:
             self._whole = (home, home.stamp, self.contents(home).view(record.group.dtype_of(kind)))
         return self._whole[2][record.span]
 
-    def contents(self, home: Home) -> torch.Tensor:
+    def contents(self, home: Chunk) -> torch.Tensor:
         """All of a group's bytes of a kind, put together."""
         group, shard = self.groups[home.extent.index], self.shard(home)
         self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
@@ -236,7 +238,7 @@ class ShardResidency(Residency):
         self._together.start_all_gather(whole, shard.cpu(), f"{home.extent.kind.value} of {group.name}").wait()
         return whole
 
-    def changed_at_home(self, home: Home, memory: torch.Tensor) -> None:
+    def changed_at_home(self, home: Chunk, memory: torch.Tensor) -> None:
         """What `contents` gave was changed: keep this process's part."""
         group = self.groups[home.extent.index]
         dtype, numel = group.dtype_of(home.extent.kind), group.shard_numel
@@ -245,5 +247,3 @@ class ShardResidency(Residency):
     def forget(self) -> None:
         """Nobody reads any more."""
         self._whole = None
-
-

@@ -24,7 +24,7 @@ WINDOW = 62
 _HEAD = "<BB?qQ"
 
 
-class Turn(IntEnum):
+class ProposalKind(IntEnum):
     """What a process would have next."""
 
     HELLO = 0
@@ -41,18 +41,18 @@ class Turn(IntEnum):
     """To tell what it has for a sum that is taken early."""
 
 
-class Act(NamedTuple):
+class Collective(NamedTuple):
     """A collective: the gather or the sum of a group."""
 
-    turn: Turn
+    turn: ProposalKind
     group: int
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class Proposal:
     """What one process says; sets are bits of whole numbers."""
 
-    turn: Turn
+    turn: ProposalKind
     arg: int = 0
     """FOLLOW: the first position that it does not follow; GATHER, SUM: the group; HELLO: the kind of pass."""
     wants: int = 0
@@ -64,7 +64,7 @@ class Word:
     tensors: int = 0
     """The tensors whose gradients these are."""
     room: int = 0
-    """How much it has: `Room`."""
+    """How much it has: `Headroom`."""
     backward: bool = False
     """Whether it is on its way back."""
 
@@ -75,7 +75,7 @@ class Word:
         return head + b"".join(mask.to_bytes(_bytes(count), "little") for mask, count in masks)
 
     @classmethod
-    def unpack(cls, text: bytes, groups: int, tensors: int) -> Word:
+    def unpack(cls, text: bytes, groups: int, tensors: int) -> Proposal:
         """What `pack` gave."""
         turn, room, backward, arg, wants = struct.unpack_from(_HEAD, text)
         start, masks = struct.calcsize(_HEAD), []
@@ -83,14 +83,14 @@ class Word:
             masks.append(int.from_bytes(text[start : start + _bytes(count)], "little"))
             start += _bytes(count)
         staged, settled, present = masks
-        return cls(Turn(turn), arg, wants, staged, settled, present, room, backward)
+        return cls(ProposalKind(turn), arg, wants, staged, settled, present, room, backward)
 
 
 def _bytes(bits: int) -> int:
     return -(-bits // 8)
 
 
-class Room(IntEnum):
+class Headroom(IntEnum):
     """What a process has room for, beyond what a pass took in which nothing was fetched ahead."""
 
     TIGHT = 0
@@ -100,68 +100,76 @@ class Room(IntEnum):
     """All groups at once."""
 
 
-class Choice(NamedTuple):
+class Decision(NamedTuple):
     """What all do next."""
 
-    turn: Turn
+    turn: ProposalKind
     arg: int = 0
 
 
-def choose(words: Sequence[Word], ahead: int) -> Choice:
+def choose(words: Sequence[Proposal], ahead: int) -> Decision:
     """What follows from everybody's words; ``ahead``: groups whose sums are still to come in the schedule."""
-    if all(word.turn is words[0].turn for word in words) and words[0].turn in (Turn.HELLO, Turn.END, Turn.READY):
-        return Choice(words[0].turn)
+    if all(word.turn is words[0].turn for word in words) and words[0].turn in (
+        ProposalKind.HELLO,
+        ProposalKind.END,
+        ProposalKind.READY,
+    ):
+        return Decision(words[0].turn)
     staged, settled = 0, -1
     for word in words:
         staged |= word.staged
-        settled &= -1 if word.turn is Turn.END else word.settled
+        settled &= -1 if word.turn is ProposalKind.END else word.settled
     due = staged & settled & ~ahead
     if due:
-        return Choice(Turn.SUM, _lowest(due))
-    for turn in (Turn.SUM, Turn.GATHER):
+        return Decision(ProposalKind.SUM, _lowest(due))
+    for turn in (ProposalKind.SUM, ProposalKind.GATHER):
         asking = [word for word in words if word.turn is turn]
         if asking:
-            return Choice(turn, min(asking, key=_behind).arg)
-    return Choice(Turn.FOLLOW, min(word.arg for word in words if word.turn is Turn.FOLLOW))
+            return Decision(turn, min(asking, key=_behind).arg)
+    return Decision(ProposalKind.FOLLOW, min(word.arg for word in words if word.turn is ProposalKind.FOLLOW))
 
 
-def _behind(word: Word) -> tuple[bool, int]:
+def _behind(word: Proposal) -> tuple[bool, int]:
     """Who is least far comes first, so that what more than one want is gathered for all of them."""
     return word.backward, -word.arg if word.backward else word.arg
 
 
-def is_settled(words: Sequence[Word], group: int) -> bool:
+def is_settled(words: Sequence[Proposal], group: int) -> bool:
     """Whether nobody will have more for a group's sum than it has."""
-    return all(word.turn is Turn.END or word.settled >> group & 1 for word in words)
+    return all(word.turn is ProposalKind.END or word.settled >> group & 1 for word in words)
 
 
 def _lowest(mask: int) -> int:
     return (mask & -mask).bit_length() - 1
 
 
-def takers(words: Sequence[Word], act: Act, schedule: Sequence[Act], base: int, position: int | None) -> list[int]:
+def takers(
+    words: Sequence[Proposal], act: Collective, schedule: Sequence[Collective], base: int, position: int | None
+) -> list[int]:
     """Who gets a gather: at a position of the schedule, or (None) where it was asked for out of order.
 
     ``base``: where all were in the schedule when they said their words.
     """
     found = []
     for process, word in enumerate(words):
-        if word.turn is Turn.FOLLOW:
+        if word.turn is ProposalKind.FOLLOW:
             asked = [place for place in _places(word, base) if schedule[place] == act]
             wanted = bool(asked) if position is None else position in asked
         else:
-            wanted = position is None and word.turn is Turn.GATHER and word.arg == act.group
+            wanted = position is None and word.turn is ProposalKind.GATHER and word.arg == act.group
         if wanted:
             found.append(process)
     return found
 
 
-def _places(word: Word, base: int) -> list[int]:
+def _places(word: Proposal, base: int) -> list[int]:
     """The positions of the gathers that a process will use."""
     return [place for place in range(base, word.arg) if word.wants >> place - base & 1]
 
 
-def givers(words: Sequence[Word], act: Act, schedule: Sequence[Act], base: int, position: int | None) -> list[int]:
+def givers(
+    words: Sequence[Proposal], act: Collective, schedule: Sequence[Collective], base: int, position: int | None
+) -> list[int]:
     """Who has something for a sum; positions as for `takers`.
 
     Where the schedule has another sum of the group behind the words, what anybody had went into that.
@@ -171,12 +179,12 @@ def givers(words: Sequence[Word], act: Act, schedule: Sequence[Act], base: int, 
     return holders(words, act.group)
 
 
-def holders(words: Sequence[Word], group: int) -> list[int]:
+def holders(words: Sequence[Proposal], group: int) -> list[int]:
     """Who has gradients of a group that were not summed yet."""
     return [process for process, word in enumerate(words) if word.staged >> group & 1]
 
 
-def tensors_of(words: Sequence[Word]) -> int:
+def tensors_of(words: Sequence[Proposal]) -> int:
     """Whose gradients anybody has."""
     union = 0
     for word in words:
@@ -184,50 +192,52 @@ def tensors_of(words: Sequence[Word]) -> int:
     return union
 
 
-class Done(NamedTuple):
+class CompletedCollective(NamedTuple):
     """A collective that took place."""
 
-    act: Act
+    act: Collective
     planned: bool
     """By the schedule."""
     tensors: int = 0
     """What was summed."""
 
 
-class Entry(NamedTuple):
+class ScheduledCollective(NamedTuple):
     """A collective of the schedule."""
 
-    act: Act
+    act: Collective
     mine: bool
     """Whether this process used what was gathered; the others do not know."""
 
 
-def next_schedule(done: Sequence[Done], used: Collection[int], *, hoist: bool) -> list[Entry]:
+def next_schedule(
+    done: Sequence[CompletedCollective], used: Collection[int], *, hoist: bool
+) -> list[ScheduledCollective]:
     """The schedule after a pass; ``used``: which of the gathers this process used.
 
     ``hoist``: a gather that was asked for goes before the sums that it came after, to be begun while the gradients for
     those are still computed.
     """
-    made: list[Entry] = []
+    made: list[ScheduledCollective] = []
     run = 0
     for index, (act, planned, _) in enumerate(done):
-        gather = act.turn is Turn.GATHER
+        gather = act.turn is ProposalKind.GATHER
         place = len(made) - (run if hoist and gather and not planned else 0)
-        made.insert(place, Entry(act, gather and index in used))
+        made.insert(place, ScheduledCollective(act, gather and index in used))
         run = 0 if gather else run + 1
     return made
 
 
-def gathered_once(schedule: Sequence[Entry]) -> list[Entry]:
+def gathered_once(schedule: Sequence[ScheduledCollective]) -> list[ScheduledCollective]:
     """The schedule where groups stay until their gradients leave."""
     mine: dict[int, bool] = {}
     for act, is_mine in schedule:
-        if act.turn is Turn.GATHER:
+        if act.turn is ProposalKind.GATHER:
             mine[act.group] = mine.get(act.group, False) or is_mine
     made = []
     for act, _ in schedule:
-        if act.turn is Turn.SUM:
-            made.append(Entry(act, mine=False))
+        if act.turn is ProposalKind.SUM:
+            made.append(ScheduledCollective(act, mine=False))
         elif act.group in mine:
-            made.append(Entry(act, mine.pop(act.group)))
+            made.append(ScheduledCollective(act, mine.pop(act.group)))
     return made

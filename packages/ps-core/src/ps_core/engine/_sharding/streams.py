@@ -1,13 +1,13 @@
 """How collectives are ordered with the rest of a device's work.
 
 [Note: two threads]
-Collectives are done by a thread of their own. Where the processor computes (`InMemory`), that thread reads and writes
-memory as the host thread does: all that was launched must be over before a collective is begun. On an accelerator
-(`OnStream`) it launches on a stream that is nobody else's, `Queue.COLL`. A step comes with events of all other queues,
-which the stream waits for; behind a collective the thread records an event, which the other queues wait for when the
-step is taken in. So the host thread waits for neither. Memory of a step is given back, or used for something else, only
-after it was taken in; and nothing of the other queues may wait for what *may* be under way on the stream, or they would
-wait for collectives that were begun ahead of need.
+Collectives are done by a thread of their own. Where the processor computes (`BlockingCollectives`), that thread reads
+and writes memory as the host thread does: all that was launched must be over before a collective is begun. On an
+accelerator (`StreamCollectives`) it launches on a stream that is nobody else's, `Queue.COLL`. A step comes with events
+of all other queues, which the stream waits for; behind a collective the thread records an event, which the other queues
+wait for when the step is taken in. So the host thread waits for neither. Memory of a step is given back, or used for
+something else, only after it was taken in; and nothing of the other queues may wait for what *may* be under way on the
+stream, or they would wait for collectives that were begun ahead of need.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ps_core._plan import Queue
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Device, Event
 from ps_core.engine._memory.slot import Slot
-from ps_core.engine._memory.store import Store
+from ps_core.engine._memory.store import TierStore
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GroupRecord
-from ps_core.engine._sharding.collectives_protocol import Bench, Buffers, Together
+from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, BufferCollectives, CollectiveSession
 
 MOST_STAGING_BYTES = 32 * 2**20
 """Of the host's memory, for each process; what does not fit goes in pieces."""
@@ -36,7 +36,7 @@ _CUT_NUMEL = 64
 _OTHERS = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
 
 
-class Beside(Protocol):
+class CollectiveOrdering(Protocol):
     """The order of one process's collectives and its other work. See [Note: two threads]."""
 
     def before(self) -> None:
@@ -45,7 +45,7 @@ class Beside(Protocol):
     def ready(self) -> Sequence[Event]:
         """What a collective that is submitted now must come after."""
 
-    def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
+    def begin(self, bench: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """By the other thread, before a collective; what it is to be done with."""
 
     def end(self) -> Event | None:
@@ -61,10 +61,10 @@ class Beside(Protocol):
         """Whether a collective can read this memory."""
 
 
-class InMemory:
+class BlockingCollectives:
     """The processor computes, and does collectives too."""
 
-    def __init__(self, residency: Residency, together: Together) -> None:
+    def __init__(self, residency: Residency, together: AsyncCollectives) -> None:
         self._residency, self._together = residency, together
         self._device = residency.store.device
 
@@ -77,7 +77,7 @@ class InMemory:
         """Nothing: it was waited for."""
         return ()
 
-    def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
+    def begin(self, bench: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """As it is."""
         return bench
 
@@ -100,10 +100,10 @@ class InMemory:
         return slot.place is None
 
 
-class OnStream:
+class StreamCollectives:
     """An accelerator computes; collectives go by way of the host's memory, unless cards can do them by themselves."""
 
-    def __init__(self, store: Store, groups: list[GroupRecord], together: Together) -> None:
+    def __init__(self, store: TierStore, groups: list[ParamGroup], together: AsyncCollectives) -> None:
         self._device, self._together = store.device, together
         least = max((together.staging_bytes(_CUT_NUMEL, group.dtype) for group in groups), default=1)
         whole = max((together.staging_bytes(group.shard_numel, group.dtype) for group in groups), default=1)
@@ -111,7 +111,7 @@ class OnStream:
         self.staging = store.reserve(1, align_up(max(least, min(whole, room)))) if whole else None
         """Of the host's tier, for as long as the engine lives; None: nothing goes that way."""
         memory = torch.empty(0, dtype=torch.uint8) if self.staging is None else self.staging.memory
-        self._carrier = Carrier(store.device, memory)
+        self._carrier = DeviceStaging(store.device, memory)
 
     def before(self) -> None:
         """The stream will wait."""
@@ -120,7 +120,7 @@ class OnStream:
         """Everything that was launched so far."""
         return [self._device.record(queue) for queue in (*_OTHERS, Queue.CPU)]
 
-    def begin(self, bench: Bench, ready: Sequence[Event]) -> Buffers:
+    def begin(self, bench: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """Let the stream wait."""
         self._device.adopt()
         for event in ready:
@@ -146,7 +146,7 @@ class OnStream:
         return slot.place is None and (self.staging is not None or slot.tier == 0)
 
 
-class Carrier:
+class DeviceStaging:
     """What the thread of collectives launches with, on its stream; used by that thread alone."""
 
     def __init__(self, device: Device, staging: torch.Tensor) -> None:
@@ -170,7 +170,11 @@ class Carrier:
         self._device.wait(Queue.CPU, self._device.record(Queue.COLL))
 
 
-def beside(residency: Residency, together: Together) -> Beside:
+def beside(residency: Residency, together: AsyncCollectives) -> CollectiveOrdering:
     """As the device is."""
     store = residency.store
-    return OnStream(store, residency.groups, together) if store.device.beside else InMemory(residency, together)
+    return (
+        StreamCollectives(store, residency.groups, together)
+        if store.device.beside
+        else BlockingCollectives(residency, together)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ps_core.engine._support.phase_timer import Clock
+from ps_core.engine._support.phase_timer import PhaseTimer
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Counters:
     """Passes that ran by the plan to their end."""
     steps: int = 0
     skipped: int = 0
-    clock: Clock = field(default_factory=Clock)
+    clock: PhaseTimer = field(default_factory=PhaseTimer)
 
     def moved(self, source: int, target: int, size: int) -> None:
         """Bytes went from one tier to another."""

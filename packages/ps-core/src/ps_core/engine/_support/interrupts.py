@@ -4,12 +4,12 @@ A Python signal handler may run between any two instructions, and that for Ctrl-
 the engine does between two of the model's operations is over soon, so it is let finish first.
 
 [Note: whose handler]
-Ours asks whether an `undisturbed` function runs, and calls the one that was there at once or afterwards. It is put in
-when a pass begins (or something rare, as a step), and taken out when all that it was put in for has ended: notebooks
+Ours asks whether a `defer_interrupts` function runs, and calls the one that was there at once or afterwards. It is put
+in when a pass begins (or something rare, as a step), and taken out when all that it was put in for has ended: notebooks
 set theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
 
 [Note: when it waits]
-While an `undisturbed` function runs; at its very first instruction, where it does not count as running yet (so that
+While a `defer_interrupts` function runs; at its very first instruction, where it does not count as running yet (so that
 what tidies up after one interrupt is not broken off by the next); and within a `callback`, whose exceptions Python
 prints and forgets: there an interrupt would be lost. It then comes at the end of the next undisturbed function.
 """
@@ -87,8 +87,8 @@ _STATE = _State()
 _HANDLER = _STATE.handle
 
 
-def put_in() -> None:
-    """Have interrupts ask first, until `take_out`. Only a handler that is Python's can be asked for."""
+def install() -> None:
+    """Have interrupts ask first, until `uninstall`. Only a handler that is Python's can be asked for."""
     _STATE.users += 1
     try:
         if threading.get_ident() == _MAIN:
@@ -105,7 +105,7 @@ def _install() -> None:
         signal.signal(signal.SIGINT, _HANDLER)
 
 
-def take_out() -> None:
+def uninstall() -> None:
     """One of those it was put in for has ended; with the last, the handler is given back that was there."""
     _STATE.users -= 1
     if threading.get_ident() == _MAIN:
@@ -116,7 +116,7 @@ def _begins(function: Any) -> None:  # any: functools' type for what it wraps do
     _FIRST.add(function.__code__)
 
 
-def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
     """A function that an interrupt does not break off; the interrupt comes when it has returned."""
 
     @functools.wraps(function)
@@ -135,8 +135,8 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def alone(function: Callable[P, R]) -> Callable[P, R]:
-    """As `undisturbed`, for what is called rarely and perhaps outside of a pass: the handler is put in for it."""
+def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
+    """As `defer_interrupts`, for what is called rarely and perhaps outside of a pass: the handler is put in for it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

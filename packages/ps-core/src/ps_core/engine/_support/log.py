@@ -11,7 +11,7 @@ LOGGER = logging.getLogger("ps_core")
 """Silence it, or send it elsewhere, as any logger; as long as nobody has set up logging it goes to stderr."""
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """One line at level INFO."""
     _tell(logging.INFO, text)
 

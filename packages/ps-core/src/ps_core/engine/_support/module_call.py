@@ -14,17 +14,17 @@ from typing import Any
 from torch import nn
 
 Call = Callable[..., Any]
-PLACE = "_compiled_call_impl"
+COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
-class Around:
+class ModuleCallWrapper:
     """Stands around one module's calls until it is removed."""
 
     def __init__(self, module: nn.Module, around: Callable[[Call, Any, Mapping[str, Any]], Any]) -> None:
         self._module = weakref.ref(module)
         self._around = around
         self._compiled: Call | None = compiled_call(module)
-        setattr(module, PLACE, self)
+        setattr(module, COMPILED_CALL_ATTRIBUTE, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by ``nn.Module`` in place of the module."""
@@ -39,7 +39,7 @@ class Around:
     def in_place(self) -> bool:
         """Whether it still stands where it was put."""
         module = self._module()
-        return module is not None and vars(module).get(PLACE) is self
+        return module is not None and vars(module).get(COMPILED_CALL_ATTRIBUTE) is self
 
     def remove(self) -> None:
         """Leave the module as it was (or as somebody else made it since)."""
@@ -47,12 +47,12 @@ class Around:
         if module is None or not self.in_place:
             return
         if self._compiled is None:
-            delattr(module, PLACE)
+            delattr(module, COMPILED_CALL_ATTRIBUTE)
         else:
-            setattr(module, PLACE, self._compiled)
+            setattr(module, COMPILED_CALL_ATTRIBUTE, self._compiled)
 
 
 def compiled_call(module: nn.Module) -> Call | None:
     """What ``module.compile()`` left there."""
-    found: Call | None = vars(module).get(PLACE)
-    return found._compiled if isinstance(found, Around) else found
+    found: Call | None = vars(module).get(COMPILED_CALL_ATTRIBUTE)
+    return found._compiled if isinstance(found, ModuleCallWrapper) else found

@@ -9,7 +9,7 @@ from types import MappingProxyType
 PHASES = ("forward", "backward", "step", "stalled")
 
 
-class Clock:
+class PhaseTimer:
     """Seconds by phase; a step's are its passes' since the step before."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ _MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._cal
 
 
 @dataclass(slots=True)
-class Batch:
+class BatchShape:
     """What the root module was last called with."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -32,29 +32,29 @@ class Batch:
         """Elements of all tensors."""
         return sum(map(math.prod, self.shapes))
 
-    def covers(self, other: Batch | None) -> bool:
+    def covers(self, other: BatchShape | None) -> bool:
         """Return whether no size of another batch is larger, so that a plan for this one is good for it."""
         if other is None or self.dimensions != other.dimensions:
             return False
         pairs = zip(self.shapes, other.shapes, strict=True)
         return all(b <= a for mine, yours in pairs for a, b in zip(mine, yours, strict=True))
 
-    def joined(self, other: Batch) -> Batch:
+    def joined(self, other: BatchShape) -> BatchShape:
         """Return the smallest batch that covers both, which have the same dimensions."""
         pairs = zip(self.shapes, other.shapes, strict=True)
         shapes = tuple(tuple(map(max, mine, yours)) for mine, yours in pairs)
-        return Batch(shapes, max(self.tokens, other.tokens))
+        return BatchShape(shapes, max(self.tokens, other.tokens))
 
 
-class Largest:
+class LargestBatch:
     """How large batches have been at most."""
 
     def __init__(self) -> None:
         self._numel = 0
-        self._batches: dict[tuple[int, ...], Batch] = {}
+        self._batches: dict[tuple[int, ...], BatchShape] = {}
         """The smallest batch that covers all of the same dimensions so far."""
 
-    def grows(self, batch: Batch) -> bool:
+    def grows(self, batch: BatchShape) -> bool:
         """Note a batch; return whether any size of it, or their product, is larger than in all before."""
         known, numel = self._batches.get(batch.dimensions), batch.numel
         grows = known is None or not known.covers(batch) or numel > self._numel
@@ -63,11 +63,11 @@ class Largest:
         return grows
 
 
-def batch_of(args: Any, kwargs: Any) -> Batch:
+def batch_of(args: Any, kwargs: Any) -> BatchShape:
     """Of the arguments of a call."""
     tensors = list(tensors_of((args, kwargs)))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    return Batch(shapes, max((_tokens(tensor) for tensor in tensors), default=0))
+    return BatchShape(shapes, max((_tokens(tensor) for tensor in tensors), default=0))
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 import torch
 
 from ps_core._errors import InvalidInput, PatrickStarError
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 _TORCH = str(Path(torch.__file__).parent)
 _SAID_BYTES = 2000
@@ -66,7 +66,7 @@ class _Child:
         self._number = 0
         self._answer: IO[bytes] | None = None
 
-    @alone
+    @defer_interrupts_installing
     def start(self, work: Callable[[], str], said: IO[bytes]) -> None:
         """Have it do the work and write the outcome."""
         reader, writer = os.pipe()
@@ -96,7 +96,7 @@ class _Child:
                 return b"".join(parts)
             parts.append(part)
 
-    @alone
+    @defer_interrupts_installing
     def wait(self) -> int:
         """Its exit status; it has nothing more to say."""
         number, self._number = self._number, 0
@@ -104,7 +104,7 @@ class _Child:
             self._answer.close()
         return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
-    @alone
+    @defer_interrupts_installing
     def end(self) -> None:
         """Have it gone, if it is not."""
         if self._number:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ps_core._trace import Amounts, Moment, Phase
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._parameters import managed_parameter
 from ps_core.engine._tracing.op_costs import amounts_of
 
@@ -37,7 +37,7 @@ _NO_TOUCH = (
 
 
 @dataclass(slots=True)
-class _Beat:
+class _FakeMoment:
     """One moment."""
 
     backward: bool
@@ -65,7 +65,7 @@ class _Handle:
     offset: int
 
 
-class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """The tide of fake tensors, cut into moments."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], unit_of: Callable[[str], int] | None) -> None:
@@ -79,8 +79,8 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         self._storages = [parameter.untyped_storage() for parameter in self._parameters]
         self._owners = {storage._cdata: index for index, storage in enumerate(self._storages)}
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
-        self._beats: list[_Beat] = []
-        self._before = _Beat(False, "", frozenset(), frozenset())
+        self._beats: list[_FakeMoment] = []
+        self._before = _FakeMoment(False, "", frozenset(), frozenset())
         """Takes what comes before the first moment."""
         each: Any  # no longer what its type says
         for each in self._parameters:
@@ -109,11 +109,11 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
         beat.grads[index] = None
         parameter.grad = None
 
-    def _begin(self, first: int, reads: frozenset[int]) -> _Beat:
+    def _begin(self, first: int, reads: frozenset[int]) -> _FakeMoment:
         held = self.close()
         backward = _in_backward()
         name = f"{'backward' if backward else 'forward'} of {_owner(self._names[first]) or self._names[first]}"
-        beat = _Beat(backward, name, reads, held)
+        beat = _FakeMoment(backward, name, reads, held)
         if not self._beats:
             beat.amounts = self._before.amounts
         self._beats.append(beat)
@@ -148,7 +148,7 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
             )
         return tuple(found)
 
-    def _reads(self, beat: _Beat) -> dict[int, None]:
+    def _reads(self, beat: _FakeMoment) -> dict[int, None]:
         """What it touched or kept, and the first parameter of each unit that it was begun for without touching it."""
         reads = dict.fromkeys((*beat.touched, *sorted(beat.held)))
         kept = beat.reads - {self._units[index] for index in reads}
@@ -199,7 +199,7 @@ class Recorder(Tide):  # type: ignore[no-untyped-call]  # torch's __init_subclas
 class FakeParameter(FakeTensor):
     """A fake parameter that tells a recorder of every function it is given to, also where backward recomputes."""
 
-    _recorder: Recorder
+    _recorder: FakePassRecorder
     _away: bool = False
     """Whether it is a table that stays on the host: lookups make rows, and nothing of it comes."""
 

@@ -23,7 +23,7 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Precision
 from ps_core._trace import Tensor, Trace
 from ps_core.engine._tracing.child import ChildFailed, in_child
-from ps_core.engine._tracing.fake_recorder import Recorder
+from ps_core.engine._tracing.fake_recorder import FakePassRecorder
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,7 +37,7 @@ class NoLoss(InvalidInput):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class FakePassOptions:
     """What a fake pass is to do."""
 
     training: bool = True
@@ -75,7 +75,7 @@ def trace(
     if precision is not None and precision not in _DTYPES:
         raise InvalidInput(f"precision must be one of {', '.join(Precision)}, found {precision!r}")
     dtype = None if precision is None else _DTYPES[precision]
-    wanted = Wanted(
+    wanted = FakePassOptions(
         training=training,
         loss=loss,
         unit_of=unit_of,
@@ -92,7 +92,7 @@ def trace(
         ) from error
 
 
-def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Wanted) -> Trace:
+def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: FakePassOptions) -> Trace:
     """One pass on fake tensors. It ruins the model and whatever its code touches: see [Note: where it happens]."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     named = dict(model.named_parameters())
@@ -103,7 +103,7 @@ def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         _become_fake(name, buffer, fake_mode, None)
     inputs = {id(tensor): _fake(tensor, fake_mode, wanted.input_dtype) for tensor in _tensors((args, dict(kwargs)))}
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: inputs[id(tensor)], (args, dict(kwargs)))
-    recorder = Recorder(named, wanted.unit_of)
+    recorder = FakePassRecorder(named, wanted.unit_of)
     away = {name for name in named if wanted.stays_on_host is not None and wanted.stays_on_host(name)}
     for name, parameter in named.items():
         if name in away:

@@ -11,10 +11,10 @@ from torch import nn
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Amounts, Phase, Trace
-from ps_core.engine._parameters.state import TensorRecord
+from ps_core.engine._parameters.state import ParamState
 from ps_core.engine._tracing.child import ChildFailed, WorkRaised, in_child
-from ps_core.engine._tracing.fake_trace import NoLoss, Wanted, fake_pass
-from ps_core.engine._tracing.moments import Beat, Recording
+from ps_core.engine._tracing.fake_trace import FakePassOptions, NoLoss, fake_pass
+from ps_core.engine._tracing.moments import MomentRecord, PassRecording
 
 _TIMEOUT_S = 120.0
 _MOST_CHARACTERS = 240
@@ -31,15 +31,15 @@ class ReturnsNoLoss(NotForeseen):
         super().__init__("the model returns no loss")
 
 
-def foresee(
+def estimate_first_pass(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    records: list[TensorRecord],
+    records: list[ParamState],
     plain: Callable[[], None],
     cast: torch.dtype | None,
-) -> Recording:
+) -> PassRecording:
     """Return the moments of a training pass, from a pass on fake tensors in a copy of this process.
 
     `NotForeseen` where there can be none. ``plain`` takes the engine's hooks off; it is called in the copy only. Once
@@ -48,7 +48,7 @@ def foresee(
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise NotForeseen("CUDA has begun in this process, so no copy of it can trace the model")
     record_of = {record.name: record for record in records}
-    wanted = Wanted(
+    wanted = FakePassOptions(
         unit_of=lambda name: record_of[name].group.index if name in record_of else -1,
         dtype_of=lambda name: record_of[name].dtype if name in record_of else torch.float32,
         input_dtype=cast,
@@ -80,9 +80,9 @@ def _shortened(error: Exception) -> str:
     return textwrap.shorten(str(error), _MOST_CHARACTERS, placeholder=" ...")
 
 
-def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording:
+def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecording:
     found = [record_of.get(tensor.name) for tensor in trace.tensors]
-    recording, above, besides = Recording(), 0, Amounts()
+    recording, above, besides = PassRecording(), 0, Amounts()
     for moment in trace.moments:
         reads = [record for index in moment.reads if (record := found[index]) is not None]
         grads = [record for index in moment.grads if (record := found[index]) is not None]
@@ -97,7 +97,7 @@ def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording
                 above, besides = _add(recording.beats[-1], above, besides)
             continue
         recording.beats.append(
-            Beat(
+            MomentRecord(
                 moment.phase is Phase.BACKWARD,
                 tuple(groups),
                 tuple(gains),
@@ -113,7 +113,7 @@ def _as_recording(trace: Trace, record_of: dict[str, TensorRecord]) -> Recording
     return recording
 
 
-def _add(beat: Beat, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
+def _add(beat: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
     """More of a moment; nothing is left of it."""
     assert beat.work is not None, "a fake pass counts it"
     beat.nonmodel_bytes, beat.work = max(beat.nonmodel_bytes, nonmodel_bytes), beat.work.plus(work)

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ps_core._trace import Amounts, Moment, Phase, Tensor, Trace
-from ps_core.engine._parameters.state import GroupRecord, TensorRecord
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 
 
 @dataclass(slots=True)
-class Beat:
+class MomentRecord:
     """One moment."""
 
     backward: bool
@@ -39,10 +39,10 @@ class Beat:
 
 
 @dataclass(slots=True)
-class Recording:
+class PassRecording:
     """The moments of one pass."""
 
-    beats: list[Beat] = field(default_factory=list)
+    beats: list[MomentRecord] = field(default_factory=list)
     regular: bool = True
     """One forward, then one backward, and nothing in between."""
     training: bool = True
@@ -51,13 +51,13 @@ class Recording:
     """A moment took more of the compute tier than its plan had left for it."""
 
     def begin(
-        self, *, backward: bool, reads: list[GroupRecord], gains: list[GroupRecord], held: list[TensorRecord]
-    ) -> Beat:
+        self, *, backward: bool, reads: list[ParamGroup], gains: list[ParamGroup], held: list[ParamState]
+    ) -> MomentRecord:
         """A moment begins."""
         if not backward and self.beats and self.beats[-1].backward:
             self.regular = False
         first = (reads or gains)[0]
-        beat = Beat(
+        beat = MomentRecord(
             backward,
             tuple(group.index for group in reads),
             tuple(group.index for group in gains),
@@ -79,7 +79,7 @@ class Recording:
         return self.regular and ended and (not self.training or any(beat.grads for beat in self.beats))
 
     def trace(
-        self, model: str, records: list[TensorRecord], groups: list[GroupRecord], constant_bytes: int, tokens: int
+        self, model: str, records: list[ParamState], groups: list[ParamGroup], constant_bytes: int, tokens: int
     ) -> Trace:
         """The trace of this pass over these parameters; ``constant_bytes`` of non-model data are always there."""
         tensors = tuple(
@@ -107,7 +107,7 @@ class Recording:
             )
         return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)
 
-    def _work(self, records: list[TensorRecord], tokens: int) -> Iterator[float]:
+    def _work(self, records: list[ParamState], tokens: int) -> Iterator[float]:
         """Operations of each moment: 2 a token and element in forward, 4 in backward, wherever that comes first.
 
         What backward holds on to was recomputed there: 2 more.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ps_core.engine._devices.cpu.race_check import Range
-from ps_core.engine._devices.disk.file import Place
+from ps_core.engine._devices.disk.file import FileExtent
 
 _DISK = 1 << 62
 """The disk's first byte among the addresses: beyond all memory."""
@@ -27,7 +27,7 @@ class _Place:
     """Its bytes, where this device made it; while they are in use."""
 
 
-class Places:
+class AddressNames:
     """The storages that were seen: their names, what is touched of them, and which were given back."""
 
     def __init__(self, forget: Callable[[int, int], None]) -> None:
@@ -72,7 +72,7 @@ class Places:
             ranges.append((start, start + (steps + 1) * tensor.element_size()))
         return ranges
 
-    def on_disk(self, place: Place, start: int, count: int) -> list[Range]:
+    def on_disk(self, place: FileExtent, start: int, count: int) -> list[Range]:
         """What is touched of the disk tier's file, as addresses."""
         ranges, at, end = [], 0, start + count
         for offset, size in place.ranges:

@@ -20,15 +20,15 @@ import torch
 
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._devices.cpu.addresses import Places
-from ps_core.engine._devices.cpu.faults import Fault
-from ps_core.engine._devices.cpu.race_check import START, Clock, History, Ordering, Range
-from ps_core.engine._devices.cpu.slow_links import Links
+from ps_core.engine._devices.cpu.addresses import AddressNames
+from ps_core.engine._devices.cpu.faults import InjectedFault
+from ps_core.engine._devices.cpu.race_check import START, Clock, History, RaceDetector, Range
+from ps_core.engine._devices.cpu.slow_links import ThrottledLinks
 from ps_core.engine._devices.device import Event
-from ps_core.engine._devices.disk.file import DiskFile, Place
+from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.pages import give_back_pages
 from ps_core.engine._devices.disk.streams import DiskEvent, DiskQueues
-from ps_core.engine._devices.tensor_bytes import Tide
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_kernels import PinnedArena
 
 
@@ -44,7 +44,7 @@ class _Mark:
     """When the links will have carried what comes before it."""
 
 
-class StandIn:
+class CpuDevice:
     """A `Device` whose tier 0 is host memory.
 
     With neither ``check``, ``seed`` nor ``link_bytes_per_s``, a copy is a copy and events cost nothing. ``fault``
@@ -58,7 +58,7 @@ class StandIn:
         name: str = "emulated",
         check: bool = False,
         seed: int | None = None,
-        fault: Fault | None = None,
+        fault: InjectedFault | None = None,
         link_bytes_per_s: float | None = None,
     ) -> None:
         if fault is not None and not check and seed is None:
@@ -70,10 +70,10 @@ class StandIn:
         self.lazy, self.beside = True, False
         self.machine = None
         history = History()
-        self._places = Places(history.forget)
-        self._ordering = Ordering(self._places.name, history) if check else None
+        self._places = AddressNames(history.forget)
+        self._ordering = RaceDetector(self._places.name, history) if check else None
         self._delays = None if seed is None else _Delays(seed)
-        self._links = None if link_bytes_per_s is None else Links(link_bytes_per_s)
+        self._links = None if link_bytes_per_s is None else ThrottledLinks(link_bytes_per_s)
         self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)
         self._plain = not check and seed is None and link_bytes_per_s is None
         self._done = [_Mark(queue) for queue in Queue]
@@ -81,9 +81,9 @@ class StandIn:
         self._disk = DiskQueues()
         """Without a file where order is checked or copies are delayed: the host thread reads and writes then."""
 
-    def tide(self) -> Tide:
+    def tide(self) -> TensorBytesTracker:
         """A count of the tensors on the CPU."""
-        return Tide()
+        return TensorBytesTracker()
 
     def memory_bytes(self) -> None:
         """A budget says how much it has."""
@@ -140,7 +140,7 @@ class StandIn:
         if self._ordering is None and self._delays is None:
             self._disk.attach(file)
 
-    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+    def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
         """Launch a read from the disk tier."""
         assert self._file is not None, "a disk tier is attached before it is used"
         if self._disk.serve(Queue.DISK_R):
@@ -150,7 +150,7 @@ class StandIn:
         self._launch(Queue.DISK_R, "disk read", (), (target,), (from_disk, ()))
         self._later(Queue.DISK_R, partial(self._file.read, place, start, self._places.bytes_of(target)))
 
-    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+    def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
         """Launch a write to the disk tier."""
         assert self._file is not None, "a disk tier is attached before it is used"
         if self._disk.serve(Queue.DISK_W):
@@ -257,9 +257,9 @@ class StandIn:
 
 
 class _Saboteur:
-    """Carries out a `Fault`."""
+    """Carries out a `InjectedFault`."""
 
-    def __init__(self, fault: Fault, seed: int) -> None:
+    def __init__(self, fault: InjectedFault, seed: int) -> None:
         self._fault = fault
         self._random = Random(seed)
         self._last = [_Mark(queue) for queue in Queue]
@@ -268,9 +268,9 @@ class _Saboteur:
         return queue is self._fault.waiting and event.queue is self._fault.recorded
 
     def record(self, mark: _Mark) -> _Mark:
-        if self._fault is Fault.LOST_EVENT and self._random.random() < 0.25:
+        if self._fault is InjectedFault.LOST_EVENT and self._random.random() < 0.25:
             return _Mark(mark.queue)
-        if self._fault is Fault.STALE_EVENT:
+        if self._fault is InjectedFault.STALE_EVENT:
             self._last[mark.queue], mark = mark, self._last[mark.queue]
         return mark
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from ps_core._plan import Queue
 
 
-class Fault(StrEnum):
+class InjectedFault(StrEnum):
     """An ordering bug: waits of one queue for events of another that are ignored, or events that come out wrong.
 
     Each member's docstring says what goes wrong.
@@ -18,7 +18,7 @@ class Fault(StrEnum):
     recorded: Queue | None
     """On which queue the events that it waits for were recorded."""
 
-    def __new__(cls, value: str, waiting: Queue | None, recorded: Queue | None, meaning: str) -> Fault:
+    def __new__(cls, value: str, waiting: Queue | None, recorded: Queue | None, meaning: str) -> InjectedFault:
         member = str.__new__(cls, value)
         member._value_ = value
         member.waiting, member.recorded, member.__doc__ = waiting, recorded, meaning

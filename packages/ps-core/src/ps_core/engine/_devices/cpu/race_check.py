@@ -137,7 +137,7 @@ def _joined(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
         yield last
 
 
-class Ordering:
+class RaceDetector:
     """The clocks of all queues, and the history of all bytes. See [Note: clocks]."""
 
     def __init__(self, place: Callable[[int, int], str], history: History) -> None:

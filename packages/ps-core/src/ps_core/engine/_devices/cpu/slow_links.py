@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ps_core._plan import Queue
 
 
-class Links:
+class ThrottledLinks:
     """Copies up and down take as long as they would at some rate, each direction on its own.
 
     Bytes move at once; it is the event behind them that is ready late, and the host thread, which computes too, that

@@ -29,11 +29,11 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
-from ps_core.engine._devices.cuda.memory import AllocatorTide, HostMemory, Owned
-from ps_core.engine._devices.cuda.out_of_memory import Observer
-from ps_core.engine._devices.cuda.runtime import RawEvent, Runtime, Stream, TorchRuntime
+from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations, PinnedBlockCache
+from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
+from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, TorchRuntime
 from ps_core.engine._devices.device import Event
-from ps_core.engine._devices.disk.file import DiskFile, Place
+from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
 
 
@@ -65,7 +65,7 @@ class CudaEvent:
 class CudaDevice:
     """A `Device`; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
 
-    def __init__(self, runtime: Runtime, *, pin: bool = True) -> None:
+    def __init__(self, runtime: CudaRuntime, *, pin: bool = True) -> None:
         self.name = "cuda"
         self.torch_device = runtime.torch_device
         self.lazy = False
@@ -76,18 +76,18 @@ class CudaDevice:
         """Behind all that one of these was given; None: it was given more since."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
-        self._owned = Owned()
-        self._host = HostMemory(runtime, self._after_copies, pin=pin)
+        self._owned = EngineAllocations()
+        self._host = PinnedBlockCache(runtime, self._after_copies, pin=pin)
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
-        runtime.watch_failures(Observer(self, self._owned, self._missing_bytes))
+        runtime.watch_failures(OutOfMemoryObserver(self, self._owned, self._missing_bytes))
 
     # Memory.
 
-    def tide(self) -> AllocatorTide:
+    def tide(self) -> AllocatorBytesTracker:
         """What the allocator has given to others."""
-        return AllocatorTide(self._runtime, lambda: self._owned.bytes)
+        return AllocatorBytesTracker(self._runtime, lambda: self._owned.bytes)
 
     @property
     def machine(self) -> Machine:
@@ -130,11 +130,11 @@ class CudaDevice:
         """Have a disk tier; its threads read into pinned memory and write from it."""
         self._disk.attach(file)
 
-    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+    def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
         """Launch a read."""
         self._disk.streams.read(target, place, start, lost)
 
-    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+    def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
         """Launch a write."""
         self._disk.streams.write(place, start, source)
 

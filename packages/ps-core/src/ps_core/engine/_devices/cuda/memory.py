@@ -11,14 +11,14 @@ from types import TracebackType
 
 import torch
 
-from ps_core.engine._devices.cuda.runtime import Allocated, Runtime
+from ps_core.engine._devices.cuda.runtime import Allocated, CudaRuntime
 from ps_kernels import PinnedArena
 
 _SPARES = 8
 """Blocks of host memory that are kept for another of their size."""
 
 
-class Owned:
+class EngineAllocations:
     """What of the device's memory is the engine's. Tensors end on any thread, so each is entered by itself."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Owned:
         weakref.finalize(memory.untyped_storage(), self._sizes.pop, key).atexit = False
 
 
-class HostMemory:
+class PinnedBlockCache:
     """Host memory of exact sizes.
 
     Pinning takes as long as many copies, and undoing it waits for the whole device; a plan takes and gives back the
@@ -45,7 +45,7 @@ class HostMemory:
     ended before anybody writes to a block that is given back now: copies from it may still be on their way.
     """
 
-    def __init__(self, runtime: Runtime, mark: Callable[[], Callable[[], None]], *, pin: bool) -> None:
+    def __init__(self, runtime: CudaRuntime, mark: Callable[[], Callable[[], None]], *, pin: bool) -> None:
         self._runtime, self._mark, self._pin = runtime, mark, pin
         self._spares: deque[tuple[PinnedArena, Callable[[], None]]] = deque()
 
@@ -78,14 +78,14 @@ class HostMemory:
                 self._spares.popleft()[1]()
 
 
-class AllocatorTide:
+class AllocatorBytesTracker:
     """The tide as PyTorch's allocator knows it: whatever is allocated besides the engine's own.
 
     What was allocated before the engine came does not count; if some of that goes, as a model that is packed does, the
     mark below which nothing counts goes down with it. Everything is known on the host: reading waits for nothing.
     """
 
-    def __init__(self, runtime: Runtime, owned_bytes: Callable[[], int]) -> None:
+    def __init__(self, runtime: CudaRuntime, owned_bytes: Callable[[], int]) -> None:
         self._runtime, self._owned_bytes = runtime, owned_bytes
         self._base_bytes = self._others(runtime.allocated().now)
         self._peak_bytes = 0
@@ -121,7 +121,7 @@ class AllocatorTide:
         self._runtime.reset_peak()
         return peak
 
-    def paused(self) -> AllocatorTide:
+    def paused(self) -> AllocatorBytesTracker:
         """Leave out what the engine does meanwhile: its memory comes and goes, and is known."""
         return self
 

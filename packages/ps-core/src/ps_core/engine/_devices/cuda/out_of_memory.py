@@ -8,7 +8,7 @@ import torch
 
 from ps_core._errors import DeviceOutOfMemory
 from ps_core._units import format_bytes
-from ps_core.engine._devices.cuda.memory import Owned
+from ps_core.engine._devices.cuda.memory import EngineAllocations
 from ps_core.engine._devices.device import Device
 
 
@@ -16,10 +16,10 @@ class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
     """Memory ran out on a device that an engine uses; whoever expects PyTorch's own error gets that too."""
 
 
-class Observer:
+class OutOfMemoryObserver:
     """Hears of memory that ran out, for as long as the device lives; the allocator never lets go of it."""
 
-    def __init__(self, device: Device, owned: Owned, missing_bytes: list[int]) -> None:
+    def __init__(self, device: Device, owned: EngineAllocations, missing_bytes: list[int]) -> None:
         """``missing_bytes``: one figure, the most that was asked for in vain."""
         self._index = device.torch_device.index
         self._owned, self._missing_bytes = owned, missing_bytes

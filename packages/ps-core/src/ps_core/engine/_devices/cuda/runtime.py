@@ -43,7 +43,7 @@ Failure = Callable[[int, int, int, int], None]
 allocation."""
 
 
-class Runtime(Protocol):
+class CudaRuntime(Protocol):
     """One device."""
 
     torch_device: torch.device

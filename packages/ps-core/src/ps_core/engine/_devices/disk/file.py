@@ -33,7 +33,7 @@ import torch
 
 from ps_core._errors import InvalidInput, TierFailure
 from ps_core._units import align_up
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 BLOCK_BYTES = 4096
 _GUARD_BYTES = 2**20
@@ -46,7 +46,7 @@ Call: TypeAlias = Callable[[int, list[Any], int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileExtent:
     """Where a slot lies: offsets and sizes of its ranges, all whole blocks, in order."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ def blocks(size: int) -> int:
     return align_up(size, BLOCK_BYTES)
 
 
-class Piece(NamedTuple):
+class IoRequest(NamedTuple):
     """One call of the system: so many bytes at a place of the file, from or to an address."""
 
     offset: int
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 class DiskFile:
     """A file of slots. Its methods may be called on any thread, but `reserve` and `free`."""
 
-    @alone
+    @defer_interrupts_installing
     def __init__(self, directory: str) -> None:
         self.name, self._file, self.direct = _open(directory)
         self._close = weakref.finalize(self, os.close, self._file)
@@ -108,7 +108,7 @@ class DiskFile:
         self.bytes, self._size = start + more, size
         self._give((start, more))
 
-    def reserve(self, size: int) -> Place:
+    def reserve(self, size: int) -> FileExtent:
         """Room for a slot: in one piece if possible."""
         missing = blocks(size)
         self.prepare(missing - sum(free for _, free in self._free))
@@ -123,9 +123,9 @@ class DiskFile:
                 self._give((offset + taken, free - taken))
             ranges.append((offset, taken))
             missing -= taken
-        return Place(tuple(ranges), size)
+        return FileExtent(tuple(ranges), size)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: FileExtent) -> None:
         """Take a slot's room back."""
         for each in place.ranges:
             self._give(each)
@@ -141,7 +141,7 @@ class DiskFile:
 
     # Contents.
 
-    def read(self, place: Place, start: int, target: torch.Tensor) -> None:
+    def read(self, place: FileExtent, start: int, target: torch.Tensor) -> None:
         """Fill host memory from a slot's bytes behind ``start``."""
         self.check_process()
         try:
@@ -154,7 +154,7 @@ class DiskFile:
             for piece in pieces(place, start, target):
                 _overlay(piece, offset, memory)
 
-    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+    def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
         """Write host memory to a slot behind ``start``."""
         self.check_process()
         if self.failure is not None:
@@ -166,20 +166,20 @@ class DiskFile:
         """Note that something else went wrong than reading and writing."""
         self._failed(error if isinstance(error, TierFailure) else self._described(f"{type(error).__name__}: {error}"))
 
-    def rescue(self, place: Place, start: int, source: torch.Tensor) -> None:
+    def rescue(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
         """Keep in memory what could not be written."""
         source = source.clone()
         for piece in pieces(place, start, source):
             first = piece.address - source.data_ptr()
             self._rescued.append((piece.offset, source[first : first + piece.bytes]))
 
-    def _covered(self, place: Place, start: int, target: torch.Tensor) -> bool:
+    def _covered(self, place: FileExtent, start: int, target: torch.Tensor) -> bool:
         """Whether all of this is in memory."""
         kept = [(offset, offset + memory.numel()) for offset, memory in self._rescued]
         wanted = [(piece.offset, piece.offset + piece.bytes) for piece in pieces(place, start, target)]
         return all(any(first <= a and b <= end for first, end in kept) for a, b in wanted)
 
-    def read_piece(self, piece: Piece) -> None:
+    def read_piece(self, piece: IoRequest) -> None:
         """Read one piece."""
         if self._straight(piece):
             self._all(os.preadv, "read", piece.offset, piece.address, piece.bytes)
@@ -189,7 +189,7 @@ class DiskFile:
         self._all(os.preadv, "read", first, buffer, size)
         ctypes.memmove(piece.address, buffer + piece.offset - first, piece.bytes)
 
-    def write_piece(self, piece: Piece) -> None:
+    def write_piece(self, piece: IoRequest) -> None:
         """Write one piece, leaving alone what else is in its blocks."""
         if self._straight(piece):
             self._all(os.pwritev, "write", piece.offset, piece.address, piece.bytes)
@@ -203,7 +203,7 @@ class DiskFile:
         ctypes.memmove(buffer + piece.offset - first, piece.address, piece.bytes)
         self._all(os.pwritev, "write", first, buffer, size)
 
-    def _straight(self, piece: Piece) -> bool:
+    def _straight(self, piece: IoRequest) -> bool:
         """Whether no buffer is needed."""
         return not self.direct or not (piece.offset | piece.address | piece.bytes) % BLOCK_BYTES
 
@@ -317,7 +317,7 @@ def _reopened(name: str) -> int | None:
     return file if worked else None
 
 
-def pieces(place: Place, start: int, memory: torch.Tensor) -> Iterator[Piece]:
+def pieces(place: FileExtent, start: int, memory: torch.Tensor) -> Iterator[IoRequest]:
     """What has to be read or written for memory that stands for a slot's bytes behind ``start``."""
     assert memory.dtype is torch.uint8, "memory is taken as bytes"
     assert memory.is_contiguous(), "memory is one stretch of bytes"
@@ -327,18 +327,18 @@ def pieces(place: Place, start: int, memory: torch.Tensor) -> Iterator[Piece]:
         while first < stop:
             here = offset + first - at
             count = min(stop - first, _PIECE_BYTES - here % _PIECE_BYTES)
-            yield Piece(here, address + first, count, first + count == place.bytes)
+            yield IoRequest(here, address + first, count, first + count == place.bytes)
             first += count
         at += size
 
 
-def _blocks(piece: Piece) -> tuple[int, int]:
+def _blocks(piece: IoRequest) -> tuple[int, int]:
     """The blocks that a piece touches: where they begin, and their size."""
     first = piece.offset - piece.offset % BLOCK_BYTES
     return first, align_up(piece.offset + piece.bytes - first, BLOCK_BYTES)
 
 
-def _overlay(piece: Piece, offset: int, memory: torch.Tensor) -> None:
+def _overlay(piece: IoRequest, offset: int, memory: torch.Tensor) -> None:
     """Put bytes that belong at a position of the file into what was read there."""
     first, end = max(piece.offset, offset), min(piece.offset + piece.bytes, offset + memory.numel())
     if first < end:

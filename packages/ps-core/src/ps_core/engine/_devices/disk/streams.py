@@ -19,21 +19,21 @@ from queue import SimpleQueue
 import torch
 
 from ps_core._plan import Queue
-from ps_core.engine._devices.disk.file import DiskFile, Piece, Place, pieces
-from ps_core.engine._support.interrupts import alone
+from ps_core.engine._devices.disk.file import DiskFile, FileExtent, IoRequest, pieces
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
 _WORKERS = 4
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_NOWHERE = Place((), 0)
+_NOWHERE = FileExtent((), 0)
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Transfer:
     """One read or write; of nothing, where only its waits matter."""
 
     queue: Queue
-    place: Place
+    place: FileExtent
     start: int
     memory: torch.Tensor
     waits: list[Callable[[], object]]
@@ -47,7 +47,7 @@ class DiskEvent:
     """Everything launched on one of the two queues so far."""
 
     queue: Queue
-    job: _Job | None
+    job: _Transfer | None
     check: Callable[[], None]
 
     @property
@@ -64,45 +64,47 @@ class DiskEvent:
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
+class _IoTask:
     """One piece of a job, for a worker."""
 
-    call: Callable[[Piece], None]
-    piece: Piece
+    call: Callable[[IoRequest], None]
+    piece: IoRequest
     finished: SimpleQueue[Exception | None]
 
 
 class DiskStreams:
     """Reads and writes of one file. Called by the host thread only."""
 
-    @alone
+    @defer_interrupts_installing
     def __init__(self, file: DiskFile) -> None:
         self._file = file
-        self._jobs: dict[Queue, SimpleQueue[_Job | None]] = {queue: SimpleQueue() for queue in DISK_QUEUES}
+        self._jobs: dict[Queue, SimpleQueue[_Transfer | None]] = {queue: SimpleQueue() for queue in DISK_QUEUES}
         self._waits: dict[Queue, list[Callable[[], object]]] = {queue: [] for queue in DISK_QUEUES}
-        self._last: dict[Queue, _Job | None] = dict.fromkeys(DISK_QUEUES)
+        self._last: dict[Queue, _Transfer | None] = dict.fromkeys(DISK_QUEUES)
         self._told = False
         """Whether the host thread knows of a failure."""
-        self._pending: deque[_Job] = deque()
+        self._pending: deque[_Transfer] = deque()
         """Those that may not be done, in order of launch."""
-        tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        rooms = [(_serve, (jobs, file, tasks)) for jobs in self._jobs.values()] + [(_work, (tasks,))] * _WORKERS
+        tasks: SimpleQueue[_IoTask | None] = SimpleQueue()
+        rooms = [(_run_queue, (jobs, file, tasks)) for jobs in self._jobs.values()] + [
+            (_run_worker, (tasks,))
+        ] * _WORKERS
         self._threads = [threading.Thread(target=room, args=args, daemon=True) for room, args in rooms]
         for thread in self._threads:
             thread.start()
         # The threads know nothing of this object, so they do not keep it from ending.
         self._stop = weakref.finalize(self, _stop, list(self._jobs.values()))
 
-    def read(self, target: torch.Tensor, place: Place, start: int, lost: Callable[[], None]) -> None:
+    def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
         """Launch a read; ``lost`` is called if it turns out that it never comes."""
         self._launch(Queue.DISK_R, place, start, target, lost)
 
-    def write(self, place: Place, start: int, source: torch.Tensor) -> None:
+    def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
         """Launch a write."""
         self._launch(Queue.DISK_W, place, start, source, None)
 
     def _launch(
-        self, queue: Queue, place: Place, start: int, memory: torch.Tensor, lost: Callable[[], None] | None
+        self, queue: Queue, place: FileExtent, start: int, memory: torch.Tensor, lost: Callable[[], None] | None
     ) -> None:
         self._file.check_process()
         if self._file.failure is not None:
@@ -111,9 +113,9 @@ class DiskStreams:
                 self._file.read(place, start, memory)
                 return
             raise self._file.failure
-        self._put(_Job(queue, place, start, memory, self._waits[queue], lost))
+        self._put(_Transfer(queue, place, start, memory, self._waits[queue], lost))
 
-    def _put(self, job: _Job) -> None:
+    def _put(self, job: _Transfer) -> None:
         self._waits[job.queue] = []
         self._last[job.queue] = job
         while self._pending and self._pending[0].worked:
@@ -127,7 +129,7 @@ class DiskStreams:
         if self._file.failure is not None and not self._told:
             self._raise()
         if self._waits[queue]:
-            self._put(_Job(queue, _NOWHERE, 0, _NOTHING, self._waits[queue]))
+            self._put(_Transfer(queue, _NOWHERE, 0, _NOTHING, self._waits[queue]))
         return DiskEvent(queue, self._last[queue], self._raise)
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:
@@ -220,7 +222,7 @@ class DiskQueues:
             file.close()
 
 
-def _serve(jobs: SimpleQueue[_Job | None], file: DiskFile, tasks: SimpleQueue[_Task | None]) -> None:
+def _run_queue(jobs: SimpleQueue[_Transfer | None], file: DiskFile, tasks: SimpleQueue[_IoTask | None]) -> None:
     """One stream: its jobs in order, each cut into pieces for the workers."""
     while (job := jobs.get()) is not None:
         for wait in job.waits:
@@ -236,19 +238,19 @@ def _serve(jobs: SimpleQueue[_Job | None], file: DiskFile, tasks: SimpleQueue[_T
         tasks.put(None)
 
 
-def _carry_out(job: _Job, file: DiskFile, tasks: SimpleQueue[_Task | None]) -> bool:
+def _carry_out(job: _Transfer, file: DiskFile, tasks: SimpleQueue[_IoTask | None]) -> bool:
     finished: SimpleQueue[Exception | None] = SimpleQueue()
     call = file.read_piece if job.queue is Queue.DISK_R else file.write_piece
     cut = list(pieces(job.place, job.start, job.memory))
     for piece in cut:
-        tasks.put(_Task(call, piece, finished))
+        tasks.put(_IoTask(call, piece, finished))
     errors = [error for error in [finished.get() for _ in cut] if error is not None]
     if errors:
         file.broke(errors[0])
     return not errors
 
 
-def _work(tasks: SimpleQueue[_Task | None]) -> None:
+def _run_worker(tasks: SimpleQueue[_IoTask | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.call(task.piece)
@@ -259,6 +261,6 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
         del task
 
 
-def _stop(jobs: list[SimpleQueue[_Job | None]]) -> None:
+def _stop(jobs: list[SimpleQueue[_Transfer | None]]) -> None:
     for each in jobs:
         each.put(None)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.meta_init.notes import Place
-from ps_core.engine._parameters.meta_init.rebuild import Rehearsal, tensors_of
+from ps_core.engine._parameters.meta_init.notes import ViewSpec
+from ps_core.engine._parameters.meta_init.rebuild import ConstructorRecorder, tensors_of
 
 
 def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -25,7 +25,7 @@ def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
     if not any(tensor.is_meta for _, tensor in tensors_of(model)):
         yield from ((name, parameter, parameter.detach()) for name, parameter in model.named_parameters())
         return
-    rehearsal = Rehearsal(model)
+    rehearsal = ConstructorRecorder(model)
     values = _Values(rehearsal)
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -45,17 +45,17 @@ def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
 class _Values:
     """Gives out what a rehearsal found."""
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
+    def __init__(self, rehearsal: ConstructorRecorder) -> None:
         self._sources = rehearsal.sources
         self._rehearsal = rehearsal  # It keeps alive what the sources speak of.
         self._replay = rehearsal.tape.replay
-        self._replay.expect(each for each in rehearsal.sources.values() if isinstance(each, Place))
+        self._replay.expect(each for each in rehearsal.sources.values() if isinstance(each, ViewSpec))
         self._filled: dict[int, Tensor] = {}
 
     def take(self, tensor: Tensor) -> Tensor:
         """The value of a tensor without memory; once."""
         source = self._sources[id(tensor)]
-        return self._replay.value(source) if isinstance(source, Place) else source.detach().clone()
+        return self._replay.value(source) if isinstance(source, ViewSpec) else source.detach().clone()
 
     def fill(self, tensors: dict[str, Any]) -> None:
         """Replace the tensors without memory, the same by the same. (Not parameters, whose objects others hold.)"""

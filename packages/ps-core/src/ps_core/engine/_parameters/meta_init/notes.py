@@ -1,4 +1,4 @@
-"""What a tape says: operations, and the memory they read and write; see [Note: the tape] in `tape`."""
+"""What a tape says: operations, and the memory they read and write; see [TapedCall: the tape] in `tape`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OVERWRITES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ViewSpec:
     """A tensor as a part of some memory."""
 
     memory: int
@@ -36,24 +36,24 @@ class Place:
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
 
 
-def place_of(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> ViewSpec:
     """Where a tensor is."""
     storage = tensor.untyped_storage()
-    return Place(
+    return ViewSpec(
         storage._cdata, storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
     )
 
 
 @dataclass(slots=True)
-class Note:
-    """One operation; tensors among its arguments are `Place`s."""
+class TapedCall:
+    """One operation; tensors among its arguments are `ViewSpec`s."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: set[int]
-    writes: list[Place]
-    makes: list[Place]
+    writes: list[ViewSpec]
+    makes: list[ViewSpec]
     """Of its results, those in memory of their own."""
 
     @property
@@ -73,17 +73,17 @@ class Note:
         return self.overwrites and any(place.memory == memory and place.whole for place in self.writes)
 
 
-class Notes:
+class TapedCalls:
     """All notes of a tape, in order."""
 
     def __init__(self) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[TapedCall] = []
         self.captured: dict[int, Tensor] = {}
         """Contents of real memory when a note first named it."""
         self._writers: dict[int, list[int]] = defaultdict(list)
         """By memory: the notes that write it."""
 
-    def add(self, note: Note) -> None:
+    def add(self, note: TapedCall) -> None:
         """Append a note."""
         for place in (*note.writes, *note.makes):
             self._writers[place.memory].append(len(self.notes))
@@ -114,7 +114,7 @@ class Notes:
             if note.settles(memory):
                 return
 
-    def is_complete(self, place: Place) -> bool:
+    def is_complete(self, place: ViewSpec) -> bool:
         """Whether nothing of a tensor is left as memory happened to be."""
         if place.memory in self.captured:
             return True

@@ -1,6 +1,6 @@
 """Carrying out what is on a tape, tensor by tensor, with the random numbers of doing all in order.
 
-See [Note: the tape] in `tape`.
+See [TapedCall: the tape] in `tape`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import Note, Notes, Place
+from ps_core.engine._parameters.meta_init.notes import TapedCall, TapedCalls, ViewSpec
 
 
-class Replay:
+class TapePlayer:
     """Makes tensors from the notes of a tape."""
 
-    def __init__(self, tape: Notes) -> None:
+    def __init__(self, tape: TapedCalls) -> None:
         self.position = 0
         """Draws of notes before this one have been made."""
         self._tape = tape
@@ -27,7 +27,7 @@ class Replay:
         self._kept: dict[int, Tensor] = {}
         """The generator's state before a draw that may be asked for later, or again."""
 
-    def expect(self, places: Iterable[Place]) -> None:
+    def expect(self, places: Iterable[ViewSpec]) -> None:
         """From here on, each of these is asked for once, and nothing else."""
         self._users = defaultdict(int)
         for place in places:
@@ -35,7 +35,7 @@ class Replay:
                 self._users[index] += 1
         self._kept = {index: state for index, state in self._kept.items() if self._users[index]}
 
-    def value(self, place: Place) -> Tensor:
+    def value(self, place: ViewSpec) -> Tensor:
         """A tensor with its own memory, initialised."""
         memories: dict[int, torch.UntypedStorage] = {}
         for index in self._tape.matter(place.memory):
@@ -54,7 +54,7 @@ class Replay:
         """Leave the generators as they would be had everything been done in order."""
         self._pass_over(len(self._tape.notes))
 
-    def _draw_in_turn(self, index: int, note: Note, memories: dict[int, torch.UntypedStorage]) -> None:
+    def _draw_in_turn(self, index: int, note: TapedCall, memories: dict[int, torch.UntypedStorage]) -> None:
         generator = _generator(note)
         if index >= self.position:
             self._pass_over(index)
@@ -71,7 +71,7 @@ class Replay:
             if not self._users[index]:
                 del self._kept[index]
 
-    def _keep(self, index: int, note: Note) -> None:
+    def _keep(self, index: int, note: TapedCall) -> None:
         if self._users is None or self._users[index]:
             self._kept[index] = _generator(note).get_state()
 
@@ -83,18 +83,18 @@ class Replay:
                 _throw_away(note)
         self.position = max(self.position, end)
 
-    def _run(self, note: Note, memories: dict[int, torch.UntypedStorage]) -> None:
-        def real(place: Place) -> Tensor:
+    def _run(self, note: TapedCall, memories: dict[int, torch.UntypedStorage]) -> None:
+        def real(place: ViewSpec) -> Tensor:
             return place.on(self._memory(place, memories))
 
-        result = note.func(*tree_map_only(Place, real, note.args), **tree_map_only(Place, real, note.kwargs))
+        result = note.func(*tree_map_only(ViewSpec, real, note.args), **tree_map_only(ViewSpec, real, note.kwargs))
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if note.makes else []
         for place, each in zip(note.makes, made, strict=True):
             if (each.stride(), each.storage_offset()) != (place.stride, place.offset):
                 each = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu").copy_(each)
             memories[place.memory] = each.untyped_storage()
 
-    def _memory(self, place: Place, memories: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+    def _memory(self, place: ViewSpec, memories: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
         if place.memory not in memories:
             captured = self._tape.captured.get(place.memory)
             if captured is None:
@@ -105,18 +105,18 @@ class Replay:
         return memories[place.memory]
 
 
-def _throw_away(note: Note) -> None:
+def _throw_away(note: TapedCall) -> None:
     """Make a draw whose result nobody wants."""
     written = {place.memory for place in note.writes}
 
-    def scratch(place: Place) -> Tensor:
+    def scratch(place: ViewSpec) -> Tensor:
         like = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu")
         # What it reads changes what comes out, not how much is drawn; a half will do for a mean or a probability.
         return like if place.memory in written else like.fill_(0.5)
 
-    note.func(*tree_map_only(Place, scratch, note.args), **tree_map_only(Place, scratch, note.kwargs))
+    note.func(*tree_map_only(ViewSpec, scratch, note.args), **tree_map_only(ViewSpec, scratch, note.kwargs))
 
 
-def _generator(note: Note) -> torch.Generator:
+def _generator(note: TapedCall) -> torch.Generator:
     given = note.kwargs.get("generator")
     return torch.default_generator if given is None else given

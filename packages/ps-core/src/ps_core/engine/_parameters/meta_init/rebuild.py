@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.meta_init.notes import Place, place_of
+from ps_core.engine._parameters.meta_init.notes import ViewSpec, place_of
 from ps_core.engine._parameters.meta_init.tape import Tape
 
 INITIALISERS = ("reset_parameters", "_reset_parameters", "initialise")
@@ -43,12 +43,12 @@ REMEDY = "give the module a reset_parameters() that fills it, or build the modul
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Rehearsal:
+class ConstructorRecorder:
     """Walks a model once; see [Note: the plain run]."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tape = Tape()
-        self.sources: dict[int, Place | Tensor] = {}
+        self.sources: dict[int, ViewSpec | Tensor] = {}
         """Where the value of a tensor without memory comes from, by the tensor's id."""
         self._alive: list[Any] = []
         """What the ids belong to, and what the places are in."""
@@ -94,7 +94,7 @@ class Rehearsal:
     def _settle(self, name: str, tensor: Tensor) -> None:
         self._alive.append(tensor)
         source = self.sources.setdefault(id(tensor), place_of(tensor))
-        if isinstance(source, Place) and not self.tape.contents.is_complete(source):
+        if isinstance(source, ViewSpec) and not self.tape.contents.is_complete(source):
             what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
             raise UnsupportedParameter(f"the {what} {name!r} is on meta and nothing initialises it: {REMEDY}")
 

@@ -1,14 +1,14 @@
 """Initialisation written down without carrying it out, and carried out later, tensor by tensor, with the same numbers.
 
-[Note: the tape]
+[TapedCall: the tape]
 Initialisers are Python code that fills tensors in place, some of them more than once. Under a `Tape` that code runs on
 tensors without memory (device ``meta``, though it is told ``cpu``), and every operation that would write memory is
 noted instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What
 is small, not random and not written to by a noted operation is computed at once.
 
-A `Replay` (in `playback`) then makes one tensor at a time from the notes that matter for it. Random numbers come out as
-if everything had been done in order: a draw whose result is overwritten later is made and thrown away; one that is
-needed out of order is thrown away too, but the generator's state before it is kept, and it is made again when it is
+A `TapePlayer` (in `playback`) then makes one tensor at a time from the notes that matter for it. Random numbers come
+out as if everything had been done in order: a draw whose result is overwritten later is made and thrown away; one that
+is needed out of order is thrown away too, but the generator's state before it is kept, and it is made again when it is
 asked for. So code may also look at values while it is on tape (``trunc_normal_`` draws again what falls outside): they
 are replayed.
 """
@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import Note, Notes, Place, place_of
-from ps_core.engine._parameters.meta_init.playback import Replay
+from ps_core.engine._parameters.meta_init.notes import TapedCall, TapedCalls, ViewSpec, place_of
+from ps_core.engine._parameters.meta_init.playback import TapePlayer
 
 SMALL_BYTES = 1 << 16
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ EMPTY = {
 }
 
 
-class _Told(TorchFunctionMode):
+class _MetaTensor(TorchFunctionMode):
     """Tells code that a tensor without memory is an ordinary one."""
 
     def __init__(self, tape: Tape) -> None:
@@ -69,12 +69,12 @@ class _Told(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):
-    """Notes what would be written; see [Note: the tape]."""
+    """Notes what would be written; see [TapedCall: the tape]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.contents = Notes()
-        self.replay = Replay(self.contents)
+        self.contents = TapedCalls()
+        self.replay = TapePlayer(self.contents)
         self._alive: list[Any] = []
         """Memory that notes name: another must not get its address."""
         self._alive_keys: set[int] = set()
@@ -84,7 +84,7 @@ class Tape(TorchDispatchMode):
         """What runs under this is noted."""
         # Not where it is so anyway: as a context it stands in the way of `torch.eye(..., out=...)`.
         plain = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        with torch.no_grad(), plain, _Told(self), self:
+        with torch.no_grad(), plain, _MetaTensor(self), self:
             yield
 
     # Any: torch passes whatever the caller did.
@@ -127,7 +127,7 @@ class Tape(TorchDispatchMode):
         known = {place.memory for place in places.values()}
         made = [self._named(each) for each in tree_leaves(result) if isinstance(each, Tensor)]
         named_args, named_kwargs = tree_map_only(Tensor, lambda each: places[id(each)], (args, kwargs))
-        note = Note(
+        note = TapedCall(
             func,
             named_args,
             named_kwargs,
@@ -138,7 +138,7 @@ class Tape(TorchDispatchMode):
         self.contents.add(note)
         return result
 
-    def _named(self, tensor: Tensor) -> Place:
+    def _named(self, tensor: Tensor) -> ViewSpec:
         """Its place; from here on its memory is spoken of."""
         place = place_of(tensor)
         if place.memory not in self._alive_keys:
@@ -161,7 +161,7 @@ class Tape(TorchDispatchMode):
 
         yield undo
 
-    def source(self, tensor: Tensor) -> Place | Tensor:
+    def source(self, tensor: Tensor) -> ViewSpec | Tensor:
         """Where its contents will come from, or the tensor if it has them."""
         return place_of(tensor) if self.is_noted(tensor) else tensor
 
