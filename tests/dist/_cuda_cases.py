@@ -81,7 +81,7 @@ def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: boo
         assert tier.peak_bytes <= tier.budget_bytes, name
     check_homes(model, each.ranks, accumulates=accumulates)
     order = engine.residency.beside
-    staging = order.staging.bytes if isinstance(order, beside.OnStream) and order.staging is not None else 0
+    staging = order.staging.bytes if isinstance(order, beside.StreamCollectives) and order.staging is not None else 0
     homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
     places = engine.store.risen_bytes  # which are kept below
     assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + places + staging
@@ -143,7 +143,7 @@ def other_experts(each: ps_dist.TorchCollectives, direct: bool) -> None:
 
 def left_out(fault: str) -> ExitStack:
     """An ordering bug, for as long as the block."""
-    stack, kind = ExitStack(), beside.OnStream
+    stack, kind = ExitStack(), beside.StreamCollectives
     if fault == "the stream does not wait":
         stack.enter_context(mock.patch.object(kind, "ready", return_value=()))
     if fault == "nobody waits for the stream":
@@ -191,5 +191,5 @@ def does_not_settle(each: ps_dist.TorchCollectives) -> list[float]:
     """The losses where the other thread does not wait for its own copies."""
     runtime = FakeRuntime(None)
     runtime._eagerness = 0.0  # nothing is done before somebody waits for it
-    with runtime, mock.patch.object(beside.Carrier, "settle"):
+    with runtime, mock.patch.object(beside.DeviceStaging, "settle"):
         return trained(each, on(Way(precision="bf16"), CudaDevice(runtime))).losses

@@ -223,7 +223,7 @@ def test_another_card_than_the_one_that_is_connected() -> None:
     with pytest.raises(
         InvalidInput, match=r"device='cuda:0': collectives were connected for cuda:1; expected the same"
     ):
-        joining.Joining(together).check(device)
+        joining.GroupJoin(together).check(device)
 
 
 # Groups.
