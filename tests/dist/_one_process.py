@@ -44,7 +44,9 @@ def gradients(model: nn.Module) -> Sums:
     """In fp32, in memory order."""
     engine = hooks_of(model).engine
     engine.finish_pass()
-    assert all(record.gradient is not GradientPlace.OVER for record in engine.records), "the reference adds in fp32"
+    assert all(record.gradient is not GradientPlace.IN_WEIGHT_SLOT for record in engine.records), (
+        "the reference adds in fp32"
+    )
     return {
         record: engine.gradients.located(record).float().clone()
         for record in engine.records

@@ -54,7 +54,7 @@ class Both:
 
     def over(self) -> int:
         """How many gradients lie over their parameters."""
-        return sum(record.gradient is GradientPlace.OVER for record in hooks_of(self.model).engine.records)
+        return sum(record.gradient is GradientPlace.IN_WEIGHT_SLOT for record in hooks_of(self.model).engine.records)
 
     def seen(self) -> Tensor:
         """What an evaluation gives."""

@@ -260,7 +260,7 @@ class Engine:
         """The record's residency, brought in if need be."""
         wanted = [record]
         if record.unit:
-            wanted += [each for each in record.unit if each.payload is SlotContents.VALID]
+            wanted += [each for each in record.unit if each.payload is SlotContents.WEIGHT]
         self.touch(wanted)
         assert record.bound is not None, "touching binds"
         return record.bound
@@ -290,7 +290,7 @@ class Engine:
         for record in records:
             if (
                 (record.group.reading != moment and not record.group.pinned)
-                or record.payload is not SlotContents.VALID
+                or record.payload is not SlotContents.WEIGHT
                 or record.group.home.newest(0) is None  # a second gradient had it made anew at home
             ):
                 for each in records:
@@ -308,7 +308,7 @@ class Engine:
 
     def _touch_still(self, records: list[ParamState]) -> None:
         for record in records:
-            if record.payload is not SlotContents.VALID:
+            if record.payload is not SlotContents.WEIGHT:
                 with torch.no_grad():
                     self.gradients.reclaim(record.group)
             if record.bound is None:

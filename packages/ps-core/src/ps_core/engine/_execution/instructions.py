@@ -133,11 +133,11 @@ class InstructionExecutor:
         if slot.stamp == home.stamp:
             return
         for record in group.tensors:
-            if record.busy or record.payload is SlotContents.OVER:
+            if record.busy or record.payload is SlotContents.GRADIENT:
                 raise Diverged(f"{record.name} is still wanted where the plan has only its gradient")
         for record in group.tensors:
             self._residency.unbind(record)
-            record.payload = SlotContents.LOST
+            record.payload = SlotContents.UNDEFINED
         if slot is not home.slot:
             home.copies[slot.tier] = slot
         home.changed(slot)
@@ -183,7 +183,9 @@ class InstructionExecutor:
     def _let_go(self, home: Chunk, slot: Slot) -> None:
         group = self._group_of(slot)
         others = [other for other in (home.slot, *home.copies.values()) if other is not slot]
-        dead = home.extent.kind is Kind.ACC and not any(r.gradient is GradientPlace.SUMMED for r in group.tensors)
+        dead = home.extent.kind is Kind.ACC and not any(
+            r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors
+        )
         if not dead and slot.stamp == home.stamp and not any(other.stamp == home.stamp for other in others):
             raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
         if home.extent.kind is group.weight and slot.tier == 0:
@@ -229,7 +231,9 @@ class InstructionExecutor:
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
         group = self._plan.order[op.group]
         sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
-        if sums.stamp != home.stamp and any(record.gradient is GradientPlace.SUMMED for record in group.tensors):
+        if sums.stamp != home.stamp and any(
+            record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors
+        ):
             raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
@@ -242,7 +246,7 @@ class InstructionExecutor:
         self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
         dtype = group.dtype if self._plan.program.overwrites else torch.float32
         flat = slot.flat(dtype, group.chunk_numel)
-        wanted = GradientPlace.OVER if self._plan.program.overwrites else GradientPlace.SUMMED
+        wanted = GradientPlace.IN_WEIGHT_SLOT if self._plan.program.overwrites else GradientPlace.IN_ACCUMULATOR
         rows = [record for record in group.tensors if record.gradient is wanted and record.part is None]
         self._gradients.measure_all(rows, flat)
 

@@ -59,6 +59,10 @@ def _seat(plan: EnginePlan, held: Held, home: Chunk, loose: list[Slot], place: S
     """The slot that an extent has: that in its place, or else the lowest."""
     rows = plan.order[held.extent.index].tensors
     found = [slot for slot in loose if slot.extent == home.extent and slot.stamp == home.stamp]
-    if not found and home.extent.kind is Kind.ACC and GradientPlace.SUMMED not in {row.gradient for row in rows}:
+    if (
+        not found
+        and home.extent.kind is Kind.ACC
+        and GradientPlace.IN_ACCUMULATOR not in {row.gradient for row in rows}
+    ):
         found = [slot for slot in loose if slot.extent in (None, home.extent) and slot.bytes == home.bytes]
     return place if place in found else max(found, key=lambda slot: slot.tier, default=None)

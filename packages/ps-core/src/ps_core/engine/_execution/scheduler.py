@@ -227,7 +227,7 @@ class PlanScheduler:
         for group in self._engine.groups:
             if 0 in group.home.copies:
                 return f"somebody holds on to memory of {group.name}"
-            if any(record.payload is not SlotContents.VALID for record in group.tensors):
+            if any(record.payload is not SlotContents.WEIGHT for record in group.tensors):
                 return f"a gradient lies over {group.name}"
         return ""
 
@@ -294,7 +294,7 @@ class PlanScheduler:
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
-        wanted = GradientPlace.OVER if plan.program.overwrites else GradientPlace.SUMMED
+        wanted = GradientPlace.IN_WEIGHT_SLOT if plan.program.overwrites else GradientPlace.IN_ACCUMULATOR
         stepped = plan.stepped
         for group in self._engine.groups:
             if group.pinned:

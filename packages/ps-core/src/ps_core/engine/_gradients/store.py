@@ -71,7 +71,7 @@ class GradientStore:
         if record.gradient is not GradientPlace.NONE or not over:
             self.add(record, gradient)
             return
-        record.aside, record.gradient = gradient, GradientPlace.ASIDE
+        record.aside, record.gradient = gradient, GradientPlace.OWN_TENSOR
         if not self.put_over(record):
             record.waiting = True
             self._waiting[record] = None
@@ -95,7 +95,7 @@ class GradientStore:
         target.copy_(record.aside)
         record.group.home.changed(slot)
         record.aside, record.waiting = None, False
-        record.gradient, record.payload = GradientPlace.OVER, SlotContents.OVER
+        record.gradient, record.payload = GradientPlace.IN_WEIGHT_SLOT, SlotContents.GRADIENT
         if self._store.file is not None:
             self.measure(record)  # or it would have to be read for that
         return True
@@ -116,13 +116,13 @@ class GradientStore:
 
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Add a gradient to what there is, in fp32."""
-        if record.gradient is GradientPlace.OVER:
+        if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             self.reclaim(record.group)
         self.apply_factor(record)
         if self._resident(record):
             self._add_aside(record, gradient)
             return
-        if record.gradient is GradientPlace.ASIDE:
+        if record.gradient is GradientPlace.OWN_TENSOR:
             self.sum_up(record)
         self._add_summed(record, gradient)
 
@@ -132,9 +132,9 @@ class GradientStore:
         if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
         self._residency.await_all(Queue.CPU)
-        if record.gradient is GradientPlace.ASIDE and record.aside is not None:
+        if record.gradient is GradientPlace.OWN_TENSOR and record.aside is not None:
             record.aside = record.aside.float().mul_(factor)
-        elif record.gradient is GradientPlace.SUMMED:
+        elif record.gradient is GradientPlace.IN_ACCUMULATOR:
             home = record.group.homes[Kind.ACC]
             slot = home.source()
             target = self._residency.part_of(slot, record, torch.float32)
@@ -148,7 +148,7 @@ class GradientStore:
 
     def _add_aside(self, record: ParamState, gradient: torch.Tensor) -> None:
         if record.aside is None:
-            record.aside, record.gradient = gradient, GradientPlace.ASIDE
+            record.aside, record.gradient = gradient, GradientPlace.OWN_TENSOR
         else:
             record.aside = record.aside.float().add_(gradient)
         record.waiting = False
@@ -183,7 +183,7 @@ class GradientStore:
 
     def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, home: Chunk, tier: int) -> None:
         """Add to the sums where their tier is full: by way of a little beside the budget, as the disk's buffers are."""
-        fresh, on_disk = record.gradient is not GradientPlace.SUMMED, home.slot.place is not None
+        fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, home.slot.place is not None
         total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
         beside = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
@@ -193,18 +193,18 @@ class GradientStore:
             self._residency.replace(record, Kind.ACC, total)
         else:
             home.changed(home.slot)
-        record.gradient, record.part = GradientPlace.SUMMED, measured(total) if on_disk else None
+        record.gradient, record.part = GradientPlace.IN_ACCUMULATOR, measured(total) if on_disk else None
 
     def _add_home(self, record: ParamState, flat: torch.Tensor, home: Chunk) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
         if home.slot.place is None:
             self.add_flat(record, flat, home.slot, Queue.CPU if home.slot.tier else Queue.COMPUTE)
             return
-        fresh = record.gradient is not GradientPlace.SUMMED
+        fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
-        record.gradient, record.part = GradientPlace.SUMMED, measured(total)
+        record.gradient, record.part = GradientPlace.IN_ACCUMULATOR, measured(total)
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
@@ -254,12 +254,12 @@ class GradientStore:
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
         self._residency.await_all(queue)
         self._store.device.work(queue, f"sum of the gradient of {first.name}", (flat, target), (target,))
-        if first.gradient is GradientPlace.SUMMED:
+        if first.gradient is GradientPlace.IN_ACCUMULATOR:
             ps_kernels.accumulate(target, flat)
         else:
             target.copy_(flat)
         for record in records:
-            record.gradient, record.part = GradientPlace.SUMMED, None
+            record.gradient, record.part = GradientPlace.IN_ACCUMULATOR, None
         group.homes[Kind.ACC].changed(slot)
 
     def accumulator(self, group: ParamGroup) -> Chunk:
@@ -279,20 +279,20 @@ class GradientStore:
 
     def reclaim(self, group: ParamGroup) -> None:
         """Make every payload of a group its parameter again, whatever lies over it."""
-        over = [record for record in group.tensors if record.gradient is GradientPlace.OVER]
-        lost = [record for record in group.tensors if record.payload is SlotContents.LOST]
+        over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
+        lost = [record for record in group.tensors if record.payload is SlotContents.UNDEFINED]
         self._residency.at_home(group.home)
         for record in over:
             flat, record.gradient = self._over(record), GradientPlace.NONE
             if self._resident(record):
                 with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
                     record.aside = flat.float().as_strided(record.shape, record.stride)
-                record.gradient = GradientPlace.ASIDE
+                record.gradient = GradientPlace.OWN_TENSOR
             else:
                 self._add_home(record, flat, self.accumulator(group))
         self._residency.rebuild(group, over + lost)
         for record in over + lost:
-            record.payload = SlotContents.VALID
+            record.payload = SlotContents.WEIGHT
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Multiply a gradient in the step, by this too."""
@@ -302,21 +302,21 @@ class GradientStore:
         """Forget gradients; what they lay over becomes the parameters again."""
         groups: dict[ParamGroup, None] = {}
         for record in records:
-            if record.gradient is GradientPlace.OVER:
+            if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 groups[record.group] = None
-                record.payload = SlotContents.LOST
+                record.payload = SlotContents.UNDEFINED
             record.fresh()
         for group in groups:
             if self._residency.broken:
                 continue  # nothing can be rebuilt on the disk; the masters are there to be read
-            gone = [record for record in group.tensors if record.payload is not SlotContents.VALID]
-            kept = [record for record in gone if record.gradient is GradientPlace.OVER]
+            gone = [record for record in group.tensors if record.payload is not SlotContents.WEIGHT]
+            kept = [record for record in gone if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
             if kept:
                 self.reclaim(group)
             else:
                 self._residency.rebuild(group, gone)
             for record in gone:
-                record.payload = SlotContents.VALID
+                record.payload = SlotContents.WEIGHT
 
     # Norms.
 
@@ -327,9 +327,9 @@ class GradientStore:
         for record in records:
             if record.part is not None:
                 continue
-            if record.gradient is GradientPlace.OVER:
+            if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 over.setdefault(record.group, []).append(record)
-            elif record.gradient is GradientPlace.ASIDE and record.numel < SMALL_NUMEL:
+            elif record.gradient is GradientPlace.OWN_TENSOR and record.numel < SMALL_NUMEL:
                 small.setdefault(record.group, []).append(record)
         for group, rows in over.items():
             slot = self._slot_over(group)
@@ -351,9 +351,9 @@ class GradientStore:
 
     def located(self, record: ParamState) -> torch.Tensor:
         """The gradient as a vector, where it is."""
-        if record.gradient is GradientPlace.OVER:
+        if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             return self._over(record)
-        if record.gradient is GradientPlace.SUMMED:
+        if record.gradient is GradientPlace.IN_ACCUMULATOR:
             return self._residency.part_of(record.group.homes[Kind.ACC].source(), record, torch.float32)
         assert record.aside is not None, "there is a gradient"
         return flatten(record, record.aside)

@@ -79,7 +79,7 @@ def _runs(group: ParamGroup, settings_of: SettingsOf) -> Iterator[_StepRun]:
                 yield _StepRun(tuple(run), settings_of(run[0]))
             run, copied = [], 0
             continue
-        aside = record.numel * (record.gradient is GradientPlace.ASIDE)
+        aside = record.numel * (record.gradient is GradientPlace.OWN_TENSOR)
         if run and (copied + aside > BESIDE_NUMEL or not _alike(run[-1], record, settings_of)):
             yield _StepRun(tuple(run), settings_of(run[0]))
             run, copied = [], 0
@@ -92,7 +92,7 @@ def _runs(group: ParamGroup, settings_of: SettingsOf) -> Iterator[_StepRun]:
 def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
     return (
         one.gradient is other.gradient
-        and (one.gradient is not GradientPlace.ASIDE or max(one.numel, other.numel) < SMALL_NUMEL)
+        and (one.gradient is not GradientPlace.OWN_TENSOR or max(one.numel, other.numel) < SMALL_NUMEL)
         and one.steps == other.steps
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
@@ -128,16 +128,16 @@ def step_group(
         for record in run.records:
             record.steps += 1
             record.epoch += 1
-            record.payload = SlotContents.VALID
+            record.payload = SlotContents.WEIGHT
             record.fresh()
             for other in record.others if record.tied else ():  # as memory that they share would be
                 master[other.piece].copy_(master[record.piece])
                 other.epoch += 1
                 overtaken.add(other)
     for record in group.tensors:
-        if (record.payload is not SlotContents.VALID or record in overtaken) and weight is not None:
+        if (record.payload is not SlotContents.WEIGHT or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
-            record.payload = SlotContents.VALID
+            record.payload = SlotContents.WEIGHT
     _note_changed(group, slots)
 
 
@@ -159,9 +159,9 @@ def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
 
 def _gradient(run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
     first = run.records[0]
-    if first.gradient is GradientPlace.ASIDE:
+    if first.gradient is GradientPlace.OWN_TENSOR:
         return beside(run.records)
-    if first.gradient is GradientPlace.SUMMED:
+    if first.gradient is GradientPlace.IN_ACCUMULATOR:
         return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
     assert weight is not None, "only 16-bit weights have gradients over them"
     return weight[span]

@@ -45,7 +45,7 @@ class OnDemandStepper:
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
         kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
-        if any(record.gradient is GradientPlace.SUMMED for record in group.tensors):
+        if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.homes[Kind.P32].slot.tier)
         slots = self._all_on(group, kinds, tier)
@@ -98,7 +98,7 @@ class OnDemandStepper:
             if (
                 home is not None
                 and not home.planned
-                and not any(r.gradient is GradientPlace.SUMMED for r in group.tensors)
+                and not any(r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors)
             ):
                 self._residency.give_back(home.slot)
                 del group.homes[Kind.ACC]
@@ -108,7 +108,7 @@ class OnDemandStepper:
     @defer_interrupts_installing
     def weight(self, record: ParamState) -> torch.Tensor:
         """A copy of the parameter on the CPU as it is computed with."""
-        if record.payload is SlotContents.VALID:
+        if record.payload is SlotContents.WEIGHT:
             return self._copy(record, record.group.weight)
         return self._copy(record, Kind.P32).to(record.dtype)
 
@@ -151,13 +151,13 @@ class OnDemandStepper:
         if kind is Kind.P32:
             value = value.to(torch.float32)  # from which 16 bits are rounded, as every step does
             kinds = [each for each in (group.weight, Kind.P32) if each in group.homes]
-            if record.gradient is GradientPlace.OVER:
+            if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 self._gradients.reclaim(group)
         for each in dict.fromkeys(kinds):
             flat = torch.empty(record.numel, dtype=group.dtype_of(each))
             flat.as_strided(record.shape, record.stride).copy_(value)
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):
-            record.payload = SlotContents.VALID
+            record.payload = SlotContents.WEIGHT
             record.epoch += 1
             record.group.reading = -1

@@ -1,14 +1,19 @@
-"""What the engine knows of each parameter and of each group: pure bookkeeping, no moves.
+"""Keep what the engine knows of each parameter and of each group: bookkeeping only, nothing is moved here.
 
-[Note: payload and gradient]
-A record's *payload* is what its part of the group's 16-bit (or, in fp32, only) weight holds:
+[Note: contents and gradient]
+`ParamState.payload` says what the parameter's part of its group's weight slot holds (16 bits; in fp32 the only weight):
 
-    VALID   the parameter.
-    OVER    its gradient, written over it; the parameter itself is in the fp32 master only.
-    LOST    nothing: a slot was born for gradients without fetching, and this tensor got none. The master has it.
+    WEIGHT      the weight.
+    GRADIENT    the gradient, written over the weight. The weight itself is in the fp32 master only.
+    UNDEFINED   nothing: the slot was reserved for gradients without a fetch, and this parameter got none.
+                The weight is in the fp32 master only.
 
-Its *gradient* is nowhere, over the payload, in the group's fp32 accumulator on the tier of its home, or aside: a
-tensor of autograd's own, held for as long as it takes.
+`ParamState.gradient` says where the gradient is, and what that costs for n elements in 16 bits:
+
+    NONE            there is none.
+    IN_WEIGHT_SLOT  over the weight: no memory of its own.
+    IN_ACCUMULATOR  in the group's fp32 sum, in the tier of that sum's home slot: 4n bytes.
+    OWN_TENSOR      in the tensor that autograd made: 2n bytes, until one of the two above takes it.
 """
 
 from __future__ import annotations
@@ -28,20 +33,20 @@ TAIL_NUMEL = 64
 
 
 class SlotContents(Enum):
-    """What a record's part of the weight holds; see [Note: payload and gradient]."""
+    """What a parameter's part of the weight slot holds; see [Note: contents and gradient]."""
 
-    VALID = auto()
-    OVER = auto()
-    LOST = auto()
+    WEIGHT = auto()
+    GRADIENT = auto()
+    UNDEFINED = auto()
 
 
 class GradientPlace(Enum):
-    """Where a record's gradient is; see [Note: payload and gradient]."""
+    """Where a parameter's gradient is; see [Note: contents and gradient]."""
 
     NONE = auto()
-    OVER = auto()
-    SUMMED = auto()
-    ASIDE = auto()
+    IN_WEIGHT_SLOT = auto()
+    IN_ACCUMULATOR = auto()
+    OWN_TENSOR = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +71,7 @@ class ParamState:
     group: ParamGroup = field(init=False)
     placeholder: torch.Tensor = field(init=False)
     bound: SlotView | None = None
-    payload: SlotContents = SlotContents.VALID
+    payload: SlotContents = SlotContents.WEIGHT
     gradient: GradientPlace = GradientPlace.NONE
     aside: torch.Tensor | None = None
     waiting: bool = False

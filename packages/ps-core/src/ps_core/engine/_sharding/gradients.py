@@ -49,7 +49,7 @@ class ShardedGradients(GradientStore):
         record.part = None
         self._measured.pop(record, None)
         if record.gradient is GradientPlace.NONE:
-            record.gradient = GradientPlace.SUMMED
+            record.gradient = GradientPlace.IN_ACCUMULATOR
             self._fresh.add(record)
 
     def discard(self, records: list[ParamState]) -> None:
@@ -102,8 +102,8 @@ class ShardedGradients(GradientStore):
                 self._measure_all(records, slot)
             self._fill(home, slot)
             for record in records:
-                record.gradient = GradientPlace.OVER if over else GradientPlace.SUMMED
-                record.payload = SlotContents.OVER if over else SlotContents.VALID
+                record.gradient = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
+                record.payload = SlotContents.GRADIENT if over else SlotContents.WEIGHT
         self._fresh.difference_update(records)
 
     def nothing_came(self, group: ParamGroup) -> None:
@@ -113,7 +113,7 @@ class ShardedGradients(GradientStore):
         """
         if all(each.gradient is GradientPlace.NONE for each in group.tensors):
             for record in group.tensors:
-                record.payload = SlotContents.VALID
+                record.payload = SlotContents.WEIGHT
 
     def _fill(self, home: Chunk, slot: Slot) -> None:
         """Have at home what a slot holds."""
@@ -161,17 +161,17 @@ class ShardedGradients(GradientStore):
 
     def reclaim(self, group: ParamGroup) -> None:
         """Move gradients that lie over the weight into the sums, and have the weight back."""
-        over = [record for record in group.tensors if record.gradient is GradientPlace.OVER]
-        gone = [record for record in group.tensors if record.payload is not SlotContents.VALID]
+        over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
+        gone = [record for record in group.tensors if record.payload is not SlotContents.WEIGHT]
         if over:
             source, target = group.homes[Kind.P16], self.accumulator(group)
             for part in self._cut(target, slice(0, group.shard_numel)):
                 self._shards.save(target, part, self._shards.load(source, part))
             for record in over:
-                record.gradient = GradientPlace.SUMMED
+                record.gradient = GradientPlace.IN_ACCUMULATOR
         self._shards.rebuild(group, gone)
         for record in gone:
-            record.payload = SlotContents.VALID
+            record.payload = SlotContents.WEIGHT
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
         """Below, whatever has risen: room was only found for what is there in every step."""
@@ -203,7 +203,7 @@ class ShardedGradients(GradientStore):
         """Where they lie, in one call for each group; what is on the disk is read one by one."""
         rows: dict[Chunk, list[ParamState]] = {}
         for record in records:
-            home = record.group.homes[Kind.P16 if record.gradient is GradientPlace.OVER else Kind.ACC]
+            home = record.group.homes[Kind.P16 if record.gradient is GradientPlace.IN_WEIGHT_SLOT else Kind.ACC]
             rows.setdefault(home, []).append(record)
         for home, found in rows.items():
             if home.slot.place is None:
@@ -225,7 +225,7 @@ class ShardedGradients(GradientStore):
 def _lose(group: ParamGroup) -> None:
     """The shard of the weight is not the weight any more."""
     for record in group.tensors:
-        record.payload = SlotContents.LOST
+        record.payload = SlotContents.UNDEFINED
 
 
 class ShardedStepper(OnDemandStepper):
@@ -274,7 +274,7 @@ class ShardedStepper(OnDemandStepper):
         below = home.copies.get(tier)
         if below is None or home.slot.tier == tier:
             return super()._on(group, kind, tier)
-        if kind is group.weight and all(record.gradient is GradientPlace.SUMMED for record in group.tensors):
+        if kind is group.weight and all(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             return below  # all of it is written
         return self._residency.copy_to(home, below)
 
