@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,9 @@ nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["tests"]
+
+# nox looks for uv whatever the backend is, and says that it found none.
+logging.getLogger("nox").addFilter(lambda record: record.getMessage() != "uv binary not found.")
 
 ROOT = Path(__file__).parent
 CORE = ("-e", "packages/ps-core")
@@ -40,6 +45,24 @@ def install(session: nox.Session, *what: str, isolated: bool = False) -> None:
         session.install("--quiet", "-c", "constraints.txt", *BUILD)
         what = ("--no-build-isolation", *what)
     session.install("--quiet", "--no-compile", "-c", "constraints.txt", *what)
+
+
+def install_once(session: nox.Session, *what: str) -> None:
+    """Install as users do, unless this environment has the same already: pip takes long to find that out itself.
+
+    The packages are editable, so only their metadata, the constraints and where they lie decide.
+    """
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
+    files = (ROOT / "constraints.txt", *sorted(ROOT.glob("packages/*/pyproject.toml")))
+    told = "\n".join((str(ROOT), *what, *(path.read_text("utf-8") for path in files)))
+    wanted, written = hashlib.sha256(told.encode()).hexdigest(), Path(session.virtualenv.location) / "installed"
+    if written.exists() and written.read_text("utf-8") == wanted:
+        session.log("installed already")
+        return
+    session.log("installing; the first time this downloads PyTorch")
+    written.unlink(missing_ok=True)
+    install(session, *what, isolated=True)
+    written.write_text(wanted, "utf-8")
 
 
 def pytest(session: nox.Session, *where: str, options: tuple[str, ...] = ()) -> None:
@@ -177,13 +200,13 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """What the project does: train a GPT in less than half of its model data, then forecast a large one."""
-    install(session, *PACKAGES, "torch", "numpy", isolated=True)
+    install_once(session, *PACKAGES, "torch", "numpy")
     shutil.rmtree(ROOT / "out" / "demo", ignore_errors=True)  # or a second call would find the run finished
     case = ("--model", "gpt-10m", "--device-memory", "48MiB", "--steps", "200", "--out", "out/demo")
     session.run("pstar-train", *case, *session.posargs)
     case = ("--gpus", "8", "--device-memory", "32GiB", "--host-memory", "240GiB", "--batch", "8")
-    session.run("pstar", "plan", "gpt-18b", *case)
-    session.run("python", "-m", "ps_core.demo", "out/tide.svg")
+    session.run("pstar", "plan", "gpt-18b", *case, "--brief")
+    session.run("python", "-m", "ps_core.demo", "--brief")
 
 
 @nox.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import torch
 import ps_kernels
 from _trainer import TINY, data, numbers, rows, train
 from ps_core import DeviceOutOfMemory
+from ps_core.engine._support.log import LOGGER
 from ps_models.train import _loop, main
 from ps_models.train._options import from_toml
 
@@ -315,7 +317,7 @@ def test_the_summary_and_the_sample(tmp_path: Path, capsys: Capture) -> None:
     words = (*BUDGET, "--steps", 3, "--sample", 9, "--prompt", "train", "--peak-tflops", "1")
     assert train(tmp_path / "run", *words) == 0
     told = capsys.readouterr().out
-    assert re.search(r"^gpt-2x32: 66.7K parameters, 2 layers of 32, 264 tokens; bf16 on emulated, 32 tokens", told)
+    assert re.match(r"reading .*\ngpt-2x32: 66.7K parameters, 2 layers of 32, 264 tokens; bf16 on emulated, 32 t", told)
     assert re.search(r"^ *step +loss +norm +lr +tokens/s +TFLOPS +MFU +device of 390.6 KiB +host of ", told, re.M)
     assert len(re.findall(r"^ *[13]/3 ", told, re.M)) == 2
     assert re.search(r"^trained 3 steps, 96 tokens in \d+s, [\d,]+ tokens/s$", told, re.M)
@@ -383,8 +385,6 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path, capsys: Capture) -> 
 
 
 def test_a_terminal_gets_a_display_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -392,20 +392,26 @@ def test_a_terminal_gets_a_display_in_place(tmp_path: Path, monkeypatch: pytest.
     terminal = Terminal()
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(LOGGER, "hasHandlers", lambda: bool(LOGGER.handlers))  # as without pytest's own
     assert train(tmp_path / "run", *BUDGET, "--steps", 3, "--eval-every", 2) == 0
-    told = terminal.getvalue()
-    assert "step 3/3" in told
-    row = rows(tmp_path / "run")[-1]
-    assert re.search(rf"loss +{row['loss']:.4f}", told)
-    assert re.search(r"device of 390\.6 KiB +[\d.]+ KiB, \d+%", told)
-    assert told.count("validation loss after step ") == 2
-    assert "\x1b[?25l" in told, "the cursor is hidden meanwhile"
-    assert told.rindex("\x1b[?25h") > told.rindex("validation loss"), "and comes back"
+    assert (LOGGER.handlers, LOGGER.level) == ([], logging.NOTSET)
+    told, clear = terminal.getvalue(), "\r\x1b[K"
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    for step, cells in ((1, 8), (2, 16), (3, 24)):
+        bar = f"step {step}/3 [{'#' * cells}{'.' * (24 - cells)}] loss {losses[step - 1]:.4f}, "
+        assert clear + bar in told
+    assert told.index(f"{clear}step 0/3  the first step also plans memory") < told.index("step 1/3")
+    shown = [line.rpartition(clear)[2] for line in told.split("\n")]
+    assert not any("#" in line for line in shown), "no line has a bar in it, and none is left at the end"
+    assert sum(line.startswith("validation loss after step ") for line in shown) == 2
+    assert any(line.startswith("ps_core: GPT: planned ") for line in shown), "the engine's lines come above the bar"
+    bars = [line for line in re.split(r"[\r\n]", told) if "tokens/s, " in line]
+    assert max(map(len, bars)) <= len("\x1b[K") + 99, "a bar has no second line"
 
 
 def test_a_llama_trains_too(tmp_path: Path, capsys: Capture) -> None:
     assert train(tmp_path / "run", "--model", "llama-10m", "--steps", 1, "--checkpoint-every", 0) == 0
-    assert capsys.readouterr().out.startswith("llama-10m: 7.45M parameters, 10 layers of 256, 264 tokens; bf16 on cpu")
+    assert "\nllama-10m: 7.45M parameters, 10 layers of 256, 264 tokens; bf16 on cpu" in capsys.readouterr().out
     assert 5 < rows(tmp_path / "run")[0]["loss"] < 6
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,21 @@ def test_plan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         assert wanted in out
     assert "2 micro-batches" in out
     assert "what fills the device at each moment" in out
+
+
+def test_plan_in_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    _, long, _ = run(capsys, "plan", "gpt-10m", *SMALL)
+    status, out, _ = run(capsys, "plan", "gpt-10m", *SMALL, "--brief")
+    assert status == 0
+    first, assumed, peaks, speed = out.splitlines()
+    assert [first, assumed] == long.splitlines()[:2]
+    assert assumed.startswith("assumed: ")
+    assert peaks.startswith("  it fits, as predicted: at most device ")
+    (rate,) = re.findall(r"([\d,]+)  tokens/s", long)
+    assert f" a step, {rate} tokens/s, " in speed
+    status, out, _ = run(capsys, "plan", "gpt-50m", *TINY, *NO_RESERVE, "--brief")
+    assert status == 3
+    assert "it does not fit." in out
 
 
 def test_plan_for_several_gpus_and_for_none(capsys: pytest.CaptureFixture[str]) -> None:

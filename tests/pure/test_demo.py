@@ -60,6 +60,26 @@ def test_the_demonstration(tmp_path: Path, capsys: Capture, monkeypatch: pytest.
     assert {"weights", "gradients", "checkpoints", "non-model"} <= set(named)
 
 
+def test_in_a_few_lines(tmp_path: Path, capsys: Capture) -> None:
+    assert demo.main(["--brief", str(tmp_path / "tide.svg")]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(
+        r"a small network, trained in pure Python where 72 KiB are to hold 524\.5 KiB of model data: 1 steps\n"
+        r"  losses, weights and optimizer states: equal, bit for bit, to training without a limit\n"
+        r"  moved as planned: [\d,]+ bytes host->device, [\d,]+ bytes device->host\n"
+        r"  budgets kept: device [\d.]+ KiB of 72\.0 KiB, host [\d.]+ KiB of 560\.0 KiB\n\n"
+        rf"The tide as a picture: {re.escape(str(tmp_path))}/tide\.svg\n",
+        said,
+    )
+
+
+def test_what_is_wrong_is_told_at_length(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = demo._Watch
+    monkeypatch.setattr(demo, "_Watch", lambda tiers: watch(tiers=tiers, peak_bytes=[999_999_999, 0]))
+    assert demo.main(["--brief"]) == 1
+    assert re.search(r"^  device .* 999,999,999   EXCEEDED$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_without_a_file_nothing_is_written(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert demo.main([]) == 0

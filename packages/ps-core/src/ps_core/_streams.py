@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 
-def tell(text: str, stream: TextIO | None) -> None:
-    """A line for whoever reads the stream; None: the process began with it closed."""
+def tell(text: str, stream: TextIO | None, *, end: str = "\n") -> None:
+    """Write a line (or what ``end`` makes of it) to the stream; None: the process began with it closed."""
     if stream is None:
         return
     try:
-        print(text, file=stream, flush=True)
+        print(text, file=stream, end=end, flush=True)
     except BrokenPipeError:
         silence(stream)
 

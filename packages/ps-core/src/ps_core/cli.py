@@ -23,6 +23,7 @@ from ps_core._command.scale import TooFast, largest
 from ps_core._command.show import (
     Case,
     Document,
+    brief_text,
     doctor_text,
     fits_document,
     fits_text,
@@ -102,7 +103,10 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         _print(fits_document(case, found, told))
         return FITS
-    _print(fits_text(case, found, told, ascii_only=_ascii_only()))
+    if options.brief:
+        _print(brief_text(case, found))
+    else:
+        _print(fits_text(case, found, told, ascii_only=_ascii_only()))
     if options.tide:
         _print("\n" + tide_text(tide(found.planned.program, found.planned.plan), ascii_only=_ascii_only()))
     return FITS

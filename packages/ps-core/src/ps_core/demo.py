@@ -1,9 +1,10 @@
 """A demonstration: a tiny network, trained on real bytes in a "device" that holds a fraction of its model data.
 
-    python -m ps_core.demo [FILE.svg]
+    python -m ps_core.demo [--brief] [FILE.svg]
 
 It plans, verifies, executes in a random order that the plan allows, compares every bit with training in memory without
-end, and what was moved with what was planned. The picture of the tide goes to the file.
+end, and what was moved with what was planned. The picture of the tide goes to the file. ``--brief``: in a few lines, if
+all is as it should be.
 """
 
 from __future__ import annotations
@@ -106,18 +107,22 @@ class _Shown:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; 0 if everything was as planned, 1 if not, 2 if the picture could not be written."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    brief = "--brief" in arguments
+    files = [each for each in arguments if each != "--brief"][:1]
     network, found = _planned()
-    print("\n".join(_problem(found)))
     watch = _Watch(tiers=found.plan.tiers)
     training = Training(batch=network.batch, iterations=ITERATIONS, optimizer=AdamW(lr=0.01), max_grad_norm=1.0)
     free = train_unconstrained(network, found.program, training)
     limited = execute(network, found.program, found.plan, training, Execution(observer=watch))
     shown = _Shown(found, watch, limited, free)
     drawn = tide(found.program, found.plan)
-    print("\n".join((*_losses(shown), "", *_moves(shown), "", *_memory(shown), "")))
-    print(tide_text(drawn).rstrip())
+    if brief and shown.kept:
+        print("\n".join(_in_brief(shown)))
+    else:
+        print("\n".join((*_problem(found), *_losses(shown), "", *_moves(shown), "", *_memory(shown), "")))
+        print(tide_text(drawn).rstrip())
     try:
-        for name in arguments[:1]:
+        for name in files:
             _write(Path(name), tide_svg(drawn))
     except InvalidInput as error:
         print(error, file=sys.stderr)
@@ -148,6 +153,21 @@ def _problem(found: Planned) -> tuple[str, ...]:
         f"  plan             {sum(len(segment.instrs) for segment in found.plan.segments)} instructions, verified; "
         "carried out in a random order that it allows",
         "",
+    )
+
+
+def _in_brief(shown: _Shown) -> tuple[str, ...]:
+    moved = ", ".join(f"{count:,} bytes {link}" for link, count in shown.watch.counts.moved_bytes.items())
+    peaks = ", ".join(
+        f"{tier.name} {format_bytes(peak)} of {format_bytes(tier.capacity_bytes)}"
+        for tier, peak in zip(shown.watch.tiers, shown.watch.peak_bytes, strict=True)
+    )
+    return (
+        f"a small network, trained in pure Python where {DEVICE} are to hold "
+        f"{format_bytes(14 * shown.found.program.trace.parameters)} of model data: {ITERATIONS} steps",
+        "  losses, weights and optimizer states: equal, bit for bit, to training without a limit",
+        f"  moved as planned: {moved}",
+        f"  budgets kept: {peaks}",
     )
 
 

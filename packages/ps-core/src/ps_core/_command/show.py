@@ -189,6 +189,21 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     return "\n".join(lines) + "\n"
 
 
+def brief_text(case: Case, found: Forecast) -> str:
+    """`pstar plan --brief` of a model that fits."""
+    peaks = (
+        f"{tier.name} {format_bytes(found.prediction.peak_bytes[tier.name])} of {format_bytes(tier.capacity_bytes)}"
+        for tier in found.tiers
+    )
+    lines = (
+        *_heading(case),
+        f"  it fits, as predicted: at most {', '.join(peaks)} in each process",
+        f"  {_seconds(found.prediction.step_time_s)} a step, {found.tokens_per_s:,.0f} tokens/s, "
+        f"{found.tflops_per_gpu:.4g} TFLOPS per GPU",
+    )
+    return "\n".join(lines) + "\n"
+
+
 def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> str:
     """`pstar plan` of a model that does not fit."""
     missing = max(1, refusal.needed_bytes - refusal.available_bytes)

@@ -10,10 +10,10 @@ from ps_core._units import format_bytes
 from ps_core.report.columns import CATEGORIES, Tide, phases, present, summary, upper_end
 
 _WIDTH, _HEIGHT = 960, 440
-_LEFT, _RIGHT, _ABOVE, _BELOW = 84, 24, 76, 96
+_LEFT, _RIGHT, _ABOVE, _BELOW = 100, 24, 76, 96
 _COLOURS = dict(zip(CATEGORIES, ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#98a2b0"), strict=True))
 """Okabe and Ito's, which people with any colour vision tell apart, and which stand out on light and on dark."""
-_STYLE = """
+STYLE = """
   .page { fill: #ffffff } .ink { fill: #1c2430 } .soft { fill: #5b6675 }
   .grid { stroke: #d7dde5 } .axis { stroke: #5b6675 } .budget { stroke: #c0392b } .budget-ink { fill: #c0392b }
   text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-size: 13px }
@@ -36,7 +36,7 @@ def tide_svg(found: Tide) -> str:
         'aria-labelledby="tide-title tide-about">',
         f'<title id="tide-title">{title}</title>',
         f'<desc id="tide-about">{escape(summary(found))}. Stacked bytes at each moment.</desc>',
-        f"<style>{_STYLE}</style>",
+        f"<style>{STYLE}</style>",
         f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
         f'<text class="ink title" x="{_LEFT}" y="32">{title}</text>',
         f'<text class="soft" x="{_LEFT}" y="54">{escape(summary(found))}</text>',
@@ -66,7 +66,7 @@ def _grid(top: int) -> Iterator[str]:
         yield f'<text class="soft" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{label}</text>'
     middle = (_HEIGHT - _BELOW + _ABOVE) / 2
     yield (
-        f'<text class="soft" x="13" y="{middle}" text-anchor="middle" transform="rotate(-90 13 {middle})">'
+        f'<text class="soft" x="15" y="{middle}" text-anchor="middle" transform="rotate(-90 15 {middle})">'
         "bytes in use</text>"
     )
 

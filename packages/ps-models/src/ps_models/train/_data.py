@@ -12,7 +12,7 @@ epoch's number. So the position in the data is one number, the sequences taken s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -57,8 +57,8 @@ class Corpus:
     """In words."""
 
 
-def corpus(options: TrainOptions) -> Corpus:
-    """Read, encode and split what the options name."""
+def corpus(options: TrainOptions, say: Callable[[str], None] = lambda _: None) -> Corpus:
+    """Read, encode and split what the options name; ``say`` is told before that begins."""
     paths = [Path(name) for name in options.data]
     for path in paths:
         if not path.exists():
@@ -67,7 +67,9 @@ def corpus(options: TrainOptions) -> Corpus:
     if files and len(files) < len(paths):
         other = next(path for path in paths if path not in files)
         raise InvalidInput(f"--data: found {str(other)!r} beside token files; allowed is one kind or the other")
-    found = _of_tokens(files, options) if files else _of_text(paths, options)
+    chosen = None if files else tokenizer(options.tokenizer)
+    say(f"reading {source_of(options)}")
+    found = _of_tokens(files, options) if chosen is None else _of_text(paths, options, chosen)
     for side, runs in (("train", found.train), ("validation", found.validation)):
         if not any(map(len, runs)) or Packed(runs, options.seq).sequences < 1:
             raise InvalidInput(
@@ -77,21 +79,25 @@ def corpus(options: TrainOptions) -> Corpus:
     return found
 
 
-def _of_text(paths: Sequence[Path], options: TrainOptions) -> Corpus:
-    chosen = tokenizer(options.tokenizer)
+def source_of(options: TrainOptions) -> str:
+    """Return what the data are read from, in words."""
+    return ", ".join(options.data) or "the standard library's source"
+
+
+def _of_text(paths: Sequence[Path], options: TrainOptions, chosen: Tokenizer) -> Corpus:
     every = [document for path in paths for document in documents(path)] if paths else list(standard_library())
     train, held = split(every, options.validation)
     digest = hashlib.sha256(f"{chosen.digest} {options.validation}".encode())
     for document in every:
         digest.update(hashlib.sha256(document).digest())
-    source = "the standard library's source" if not paths else ", ".join(map(str, paths))
     runs = pack(train, chosen), pack(held, chosen)
+    counted = f"{len(every):,} documents, {len(runs[0]):,} tokens to train on, {len(runs[1]):,} held back"
     return Corpus(
         train=(runs[0],),
         validation=(runs[1],),
         tokenizer=chosen,
         digest=digest.hexdigest(),
-        told=f"{source}: {len(every):,} documents, {len(runs[0]):,} tokens to train on, {len(runs[1]):,} held back",
+        told=f"{source_of(options)}: {counted}",
     )
 
 

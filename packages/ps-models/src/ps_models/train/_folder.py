@@ -4,6 +4,7 @@
       options.toml            the options of the last call, for --config
       run.json                what the run is: options that cannot change, the data's digest
       metrics.jsonl           a row a step
+      loss.svg, tide.svg      pictures of the loss, and of the last step's memory
       checkpoints/
         step-00000100/        complete, or not there under this name; damaged-step-... is one that broke later,
                               unsound-step-... one whose weights gave a loss that is not finite

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ps_core import DeviceOutOfMemory, DoesNotFit
 from ps_core.engine import ChunkedOptimizer, load_checkpoint, save_checkpoint, statistics
 from ps_models.train._folder import RunFolder
+from ps_models.train._measured import MemoryMeasurement
 from ps_models.train._options import TrainOptions
 from ps_models.train._peers import Peers
 from ps_models.train._row import Pace, Rates, Row, memory_of
@@ -61,6 +63,8 @@ class Loop:
         """By link, in this call's steps; what validations move is not among it."""
         self.not_finite = ""
         """Which loss was NaN or infinite, so that training stopped, and what to try; empty: none was."""
+        self.memory = MemoryMeasurement(self.model) if self._peers.ranks == 1 else None
+        """Of the last step; several processes are not measured."""
         self._saved = 0
 
     def say(self, text: str) -> None:
@@ -154,10 +158,13 @@ class Loop:
         rate = learning_rate(options, self.step + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._peers.total(self._gradients())
+        measured = self.memory if self.step + 1 == options.steps else None
+        with measured.passes() if measured else nullcontext():
+            loss = self._peers.total(self._gradients())
         stops = self.options.on_nan == "stop" and not math.isfinite(loss)
         if not stops:
-            self.optimizer.step()
+            with measured.update() if measured else nullcontext():
+                self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         self._pace.add(seconds)

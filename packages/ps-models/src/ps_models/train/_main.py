@@ -18,6 +18,7 @@ from ps_models.train._line import parse
 from ps_models.train._loop import Loop
 from ps_models.train._options import COMMAND, TrainOptions
 from ps_models.train._peers import Halt, find_peers
+from ps_models.train._pictures import draw
 from ps_models.train._row import Rates
 from ps_models.train._sample import sample
 from ps_models.train._setup import device_of, manage, shape_of, told
@@ -65,7 +66,7 @@ def train(options: TrainOptions) -> int:
     with ExitStack() as stack:
         peers = stack.enter_context(find_peers())
         stop = stack.enter_context(Stop())
-        data = corpus(options)
+        data = corpus(options, lambda text: tell(text, sys.stdout if peers.leads else None))
         found = shape_of(options, data)
         task = task_of(options, data, found)
         peers.check(options, data.digest)
@@ -74,10 +75,10 @@ def train(options: TrainOptions) -> int:
         for each in audience:
             stack.callback(each.close)
         rates = Rates(found, peers.own(options), device_of(options))
+        for each in audience:
+            each.say(f"{told(found, options, peers)}\n{data.told}\nmaking its weights and optimizer states")
         managed = manage(options, found, peers)
         loop = Loop(options, task, managed, folder, rates, audience)
-        loop.say(told(found, options, peers))
-        loop.say(data.told)
         if loop.resume():
             rest = "nothing is left to train" if loop.step >= options.steps else "going on from there"
             loop.say(f"{options.out}: step {loop.step} of {options.steps} is done; {rest}")
@@ -91,6 +92,8 @@ def train(options: TrainOptions) -> int:
         if loop.step > before:
             counted, steps = statistics(managed.model), loop.step - before
             loop.say(summary(options, counted, rates, loop.moved_bytes, steps=steps, seconds=seconds))
+            if peers.leads:
+                loop.say(draw(folder.path, found.name, loop.memory))
         if halt():
             loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return DONE

@@ -126,7 +126,7 @@ class TrainOptions:
 
     eval_every: int = _option(100, rules.whole(0), WATCHING, "steps between validations; 0: only at the end")
     eval_batches: int = _option(8, rules.whole(1), WATCHING, "batches of a validation")
-    log_every: int = _option(10, rules.whole(1), WATCHING, "steps between lines, where there is no live display")
+    log_every: int = _option(10, rules.whole(1), WATCHING, "steps between lines")
     log: str | None = _option(
         None, rules.one_of("tensorboard", "wandb"), WATCHING, "tell it too, where installed (default: neither)"
     )

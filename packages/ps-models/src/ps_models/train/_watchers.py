@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -12,9 +15,12 @@ from ps_core._errors import InvalidInput
 from ps_core._installing import how_to_install
 from ps_core._streams import tell
 from ps_core._units import format_bytes
+from ps_core.engine._support.log import LOGGER
 from ps_models.train._options import TrainOptions
 from ps_models.train._row import Row
 
+_CLEAR, _BAR_CELLS = "\r\x1b[K", 24
+"""What empties the line that the cursor is on, and how wide the bar is."""
 _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
@@ -88,39 +94,61 @@ def clock(seconds: float) -> str:
     return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 
 
-class Live:
-    """A display in place, by the package ``rich``."""
+class Live(Plain):
+    """Lines of text, and below them a progress bar that is drawn anew in place.
+
+    The engine's log lines are written above the bar too, unless logging was set up for them.
+    """
 
     def __init__(self, options: TrainOptions, stream: TextIO) -> None:
-        # Not everybody has it, hence late; and without its types, `Any`.
-        self._console: Any = importlib.import_module("rich.console").Console(file=stream)
-        self._table: Any = importlib.import_module("rich.table").Table
-        self._group: Any = importlib.import_module("rich.console").Group
-        progress: Any = importlib.import_module("rich.progress")
-        self._bar = progress.Progress(
-            progress.TextColumn("step {task.completed}/{task.total}"), progress.BarColumn(), console=self._console
-        )
-        self._task, self._steps = self._bar.add_task("", total=options.steps), options.steps
-        self._live: Any = importlib.import_module("rich.live").Live(self._bar, console=self._console)
-        self._live.start()
+        super().__init__(options, stream)
+        self._bar = f"step 0/{options.steps}  the first step also plans memory"
+        self._log: logging.Handler | None = None
+        if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
+            self._log = _Lines(self.say)
+            LOGGER.addHandler(self._log)
+            LOGGER.setLevel(logging.INFO)
+        self._draw()
 
     def say(self, text: str) -> None:
-        """As in `Watcher`; above the display."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """As in `Watcher`; above the bar."""
+        tell(_CLEAR, self._stream, end="")
+        super().say(text)
+        self._draw()
 
     def step(self, row: Row, left_s: float) -> None:
         """As in `Watcher`."""
-        table = self._table.grid(padding=(0, 2))
-        for name, cell in list(cells(row, self._steps, left_s).items())[1:]:
-            table.add_row(name.strip(), cell.strip())
-        self._bar.update(self._task, completed=row.step)
-        self._live.update(self._group(self._bar, table))
-        if row.val_loss is not None:
-            self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
+        done = row.step * _BAR_CELLS // self._steps
+        self._bar = (
+            f"step {row.step}/{self._steps} [{'#' * done}{'.' * (_BAR_CELLS - done)}] loss {row.loss:.4f}, "
+            f"{row.tokens_per_s:,.0f} tokens/s, {clock(left_s)} left"
+        )
+        super().step(row, left_s)
+        self._draw()
 
     def close(self) -> None:
-        """As in `Watcher`."""
-        self._live.stop()
+        """As in `Watcher`; the bar goes."""
+        tell(_CLEAR, self._stream, end="")
+        if self._log is not None:
+            LOGGER.removeHandler(self._log)
+            LOGGER.setLevel(logging.NOTSET)
+            self._log = None
+
+    def _draw(self) -> None:
+        columns = shutil.get_terminal_size().columns
+        tell(_CLEAR + self._bar[: columns - 1], self._stream, end="")
+
+
+class _Lines(logging.Handler):
+    """Gives each log record to a function, as the line that the engine would write itself."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As in `logging.Handler`."""
+        self._say(f"ps_core: {record.getMessage()}")
 
 
 class TensorBoard:
@@ -179,7 +207,7 @@ def check_installed(options: TrainOptions) -> None:
 def watchers(options: TrainOptions, stream: TextIO | None = None) -> list[Watcher]:
     """All that the options and this terminal ask for."""
     out: TextIO | None = stream or sys.stdout
-    lively = out is not None and out.isatty() and importlib.util.find_spec("rich") is not None
+    lively = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
     found: list[Watcher] = [Live(options, out) if out is not None and lively else Plain(options, out)]
     if options.log == "tensorboard":
         found.append(TensorBoard(Path(options.out)))

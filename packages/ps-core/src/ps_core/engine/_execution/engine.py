@@ -298,7 +298,7 @@ class Engine:
                         raise whole_table(each.name)
                 passes.next([each for each in records if not each.group.pinned], [])
                 break
-        beat = passes.beat if passes.driver.tracked else None
+        beat = passes.beat if passes.tracked else None
         for record in records:
             if record.bound is None or record.bound.slot.stamp != record.group.home.stamp:
                 self.residency.unbind(record)

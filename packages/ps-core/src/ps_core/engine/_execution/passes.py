@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import Variable
@@ -56,6 +56,13 @@ class PassTracker:
         """True if an exception ended the last pass; `finish` sets it."""
         self.recording: PassRecording | None = None
         """Of the pass that is on; None between passes."""
+        self.observer: Callable[[MomentRecord, bool], None] | None = None
+        """Called as each moment ends, with True for a pass's first; the trainer measures memory so."""
+
+    @property
+    def tracked(self) -> bool:
+        """Whether non-model bytes are counted in this pass."""
+        return self.driver.tracked or self.observer is not None
 
     @property
     def beat(self) -> MomentRecord | None:
@@ -71,7 +78,7 @@ class PassTracker:
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count it among non-model bytes, although no operator was seen to make it."""
-        watched = self.driver.tracked and self.recording is not None
+        watched = self.tracked and self.recording is not None
         if watched and tensor.untyped_storage()._cdata not in self._residency.owners:
             self.tide.count(tensor)
 
@@ -193,7 +200,7 @@ class PassTracker:
         for record in self._gradients.waiting():
             if self.moment in (record.group.reading, record.group.gaining) and self._gradients.put_over(record):
                 beat.grads[record.index] = None
-        if self.driver.tracked:
+        if self.tracked:
             needed = self._measure_tide(beat)
             over = needed - self._store.tiers[0].capacity_bytes
             if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
@@ -202,6 +209,8 @@ class PassTracker:
                 if self.recording is not None:
                     self.recording.overrun = True
                 self._diverge(Diverged(f"{beat.name} takes more than was planned"))
+        if self.observer is not None and self.recording is not None:
+            self.observer(beat, len(self.recording.beats) == 1)
         groups = dict.fromkeys((*beat.reads, *(self._record_of[index].group.index for index in beat.held)))
         return [
             record
@@ -241,7 +250,7 @@ class PassTracker:
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)
         if self._still:
             self.recording.beats.append(MomentRecord(False, (), (), name="a pass"))
-        if self.driver.tracked:
+        if self.tracked:
             self.tide.start()
             self.tide.take_peak()
 

@@ -247,13 +247,13 @@ class PlanScheduler:
         if batch is None:
             return
         if self._engine.still:
-            if self._engine.passes.driver.tracked and recording.training is self._setup.training:
+            if self._engine.passes.tracked and recording.training is self._setup.training:
                 self._measured = not recording.training or self._micro >= self._setup.accumulate
                 self._planned_for = batch
             return
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-        if not self._engine.passes.driver.tracked or not recording.complete:
+        if not self._engine.passes.tracked or not recording.complete:
             return
         if recording.training is not self._setup.training:
             peak = max(beat.nonmodel_bytes for beat in recording.beats) + self._engine.constant_bytes

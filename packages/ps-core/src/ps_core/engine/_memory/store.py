@@ -111,6 +111,11 @@ class TierStore:
         self.used_bytes[1] += gradients
         self.note_peak()
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of the compute tier's arena, in order of address."""
+        return tuple(self._taken)
+
     def free_spare(self) -> int:
         """Give back what is kept for later; how many bytes."""
         freed = self.spare.bytes

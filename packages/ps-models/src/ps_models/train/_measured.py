@@ -1,0 +1,101 @@
+"""Measure what fills the compute tier, moment by moment, while a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ps_core._program import Kind
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._memory.slot import Slot
+from ps_core.engine._parameters.state import SlotContents
+from ps_core.engine._tracing.moments import MomentRecord
+from ps_core.report.columns import CATEGORIES, Category, Column, Tide
+
+_CATEGORY = {
+    Kind.P16: Category.WEIGHTS,
+    Kind.P32: Category.STATES,
+    Kind.M: Category.STATES,
+    Kind.V: Category.STATES,
+    Kind.ACC: Category.GRADIENTS,
+    Kind.GRAD: Category.GRADIENTS,
+}
+
+
+class MemoryMeasurement:
+    """One training step of one process on the compute tier, in bytes that were in use, not in bytes that were planned.
+
+    Train within `passes` and step within `update`. Weights, gradients and states are the slots there at the end of each
+    moment. Non-model bytes are the moment's highest. Where a model is on one tier there are no moments.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._engine = hooks_of(model).engine
+        self._store = self._engine.store
+        self._columns: list[Column] = []
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Measure the passes of this block; of several micro-batches the last one's moments are kept."""
+        passes = self._engine.passes
+        passes.observer = None if self._store.still else self._observe
+        try:
+            yield
+        finally:
+            passes.observer = None
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Measure the optimizer step of this block: its highest moment, as one column."""
+        peaks = self._store.peak_bytes
+        before, peaks[0] = peaks[0], 0
+        try:
+            yield
+        finally:
+            highest = max(peaks[0], self._store.used_bytes[0])
+            peaks[0] = max(before, peaks[0])
+        if self._columns:
+            counts = self._model_data()
+            counts[Category.NONMODEL] = self._engine.constant_bytes
+            # What a step brings and takes away again is a group's states.
+            counts[Category.STATES] += max(0, highest - self._store.used_bytes[0])
+            self._columns.append(Column("the optimizer's step", "update", tuple(counts.values())))
+
+    def tide(self, model: str) -> Tide | None:
+        """Return the columns, for `ps_core.report` to draw; None if no moment was measured."""
+        if not self._columns:
+            return None
+        tier = self._store.tiers[0]
+        return Tide(
+            model=model,
+            tier=tier.name,
+            budget_bytes=tier.capacity_bytes,
+            columns=tuple(self._columns),
+        )
+
+    def _observe(self, beat: MomentRecord, first: bool) -> None:
+        if first:
+            self._columns.clear()
+        counts = self._model_data()
+        counts[Category.NONMODEL] = beat.nonmodel_bytes + self._engine.constant_bytes
+        phase = "backward" if beat.backward else "forward"
+        self._columns.append(Column(beat.name, phase, tuple(counts.values())))
+
+    def _model_data(self) -> dict[Category, int]:
+        counts = dict.fromkeys(CATEGORIES, 0)
+        for slot in self._store.slots:
+            counts[self._category(slot)] += slot.bytes
+        return counts
+
+    def _category(self, slot: Slot) -> Category:
+        extent = slot.extent
+        if extent is None:
+            return Category.GRADIENTS  # a slot that nothing is copied to is for gradients that are about to come
+        group = self._engine.groups[extent.index]
+        if extent.kind is group.weight:
+            newest = slot.stamp == group.home.stamp
+            over = newest and any(record.payload is not SlotContents.WEIGHT for record in group.tensors)
+            return Category.GRADIENTS if over else Category.WEIGHTS
+        return _CATEGORY.get(extent.kind, Category.BUFFERS)
