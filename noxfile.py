@@ -202,7 +202,7 @@ def demo(session: nox.Session) -> None:
     """What the project does: train a GPT in less than half of its model data, then forecast a large one."""
     install_once(session, *PACKAGES, "torch", "numpy")
     shutil.rmtree(ROOT / "out" / "demo", ignore_errors=True)  # or a second call would find the run finished
-    case = ("--model", "gpt-10m", "--device-memory", "48MiB", "--steps", "200", "--out", "out/demo")
+    case = ("--model", "gpt-10m", "--device-memory", "48MiB", "--steps", "200", "--sample", "80", "--out", "out/demo")
     session.run("pstar-train", *case, *session.posargs)
     case = ("--gpus", "8", "--device-memory", "32GiB", "--host-memory", "240GiB", "--batch", "8")
     session.run("pstar", "plan", "gpt-18b", *case, "--brief")

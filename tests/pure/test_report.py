@@ -178,4 +178,4 @@ def test_areas_stack_to_the_columns() -> None:
     base, heights = max(y for _, y in points), sorted({y for _, y in points})
     assert (base - heights[0]) == pytest.approx(2 * (base - heights[1]), abs=0.05)
     assert min(x for x, _ in points) == 100
-    assert max(x for x, _ in points) == 936
+    assert max(x for x, _ in points) == 920

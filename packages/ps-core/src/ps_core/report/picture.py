@@ -10,7 +10,7 @@ from ps_core._units import format_bytes
 from ps_core.report.columns import CATEGORIES, Tide, phases, present, summary, upper_end
 
 _WIDTH, _HEIGHT = 960, 440
-_LEFT, _RIGHT, _ABOVE, _BELOW = 100, 24, 76, 96
+_LEFT, _RIGHT, _ABOVE, _BELOW = 100, 40, 76, 96
 _COLOURS = dict(zip(CATEGORIES, ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#98a2b0"), strict=True))
 """Okabe and Ito's, which people with any colour vision tell apart, and which stand out on light and on dark."""
 STYLE = """

@@ -100,5 +100,6 @@ def train(options: TrainOptions) -> int:
         if loop.val_loss is not None:
             loop.say(f"validation loss {loop.val_loss:.4f} {task.measured_in}")
         if options.sample:
+            loop.say(f"making a sample of {options.sample} tokens")
             loop.say(sample(options, data, managed, task))
     return DONE
