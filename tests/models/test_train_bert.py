@@ -165,7 +165,8 @@ def test_token_files_need_a_mask(tmp_path: Path, capsys: Capture) -> None:
     assert "--mask-token: found 100, allowed is 0 to 99 (see --vocab)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*line, "--mask-token", "99"]) == 0
-    assert re.search(r"nats a masked token and next sentence\nmaking .*\nsample: 1 of 8 .*\n.*\[\?\]", capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert re.search(r"nats a masked token and next sentence\nmaking .*\nsample: 1 of 8 .*\n.*\[\?\]", told)
 
 
 def test_a_mask_and_a_length_that_cannot_be(tmp_path: Path, capsys: Capture) -> None:
