@@ -21,7 +21,7 @@ from _buggy import Change, Original, Rows, take_out
 from _checkpoints import Net, Run, assert_same
 from ps_core import CheckpointDamaged, CheckpointMismatch
 from ps_core.engine import export_checkpoint, load_checkpoint, load_weights, save_checkpoint
-from ps_core.engine._checkpoint import writing as _writing
+from ps_core.engine._checkpoint import writer as _writing
 from ps_core.engine._checkpoint.atomic_folder import MANIFEST, SUMS
 
 

@@ -433,4 +433,4 @@ def test_one_interrupt_amid_chunked_is_one() -> None:
 
     for at in range(1, 1 + count(manage, of="_install"), 3):
         interrupted(manage, at, of="_install")
-        interrupted(manage, 1, of="place")  # and the next comes too
+        interrupted(manage, 1, of="reserve_homes")  # and the next comes too

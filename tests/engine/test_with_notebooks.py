@@ -200,7 +200,7 @@ torch.manual_seed(0)
 model = models.Language()
 seen.append([store().used_bytes for store in stores])
 model, optimizer = chunked(model, ADAMW, device=device, budget=budget)
-stores.append(weakref.ref(management_of(model).engine.store))
+stores.append(weakref.ref(hooks_of(model).engine.store))
 for index in range(3):
     next_token(model, *tokens(index)).backward()
     optimizer.step()
