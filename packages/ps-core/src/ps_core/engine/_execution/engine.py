@@ -342,8 +342,10 @@ class Engine:
 
     def check_usable(self, *, loading: bool = False) -> None:
         """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
-        self.store.check_process()
-        self._check_kept()
+        if self.store.file is not None:  # asked here and not there: every use of a parameter comes by
+            self.store.check_process()
+        if self.released:
+            self._check_kept()
         if self.surgery:
             raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
         if self.half_loaded and not loading:
