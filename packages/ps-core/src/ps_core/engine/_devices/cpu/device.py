@@ -27,7 +27,7 @@ from ps_core.engine._devices.cpu.slow_links import ThrottledLinks
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.pages import give_back_pages
-from ps_core.engine._devices.disk.streams import DiskEvent, DiskQueues
+from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_kernels import PinnedArena
 
@@ -173,7 +173,8 @@ class CpuDevice:
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Declare what the work launched from here on touches."""
-        self._disk.await_host_work(queue)
+        if queue in DISK_QUEUES:
+            self._disk.await_host_work(queue)
         if self._plain:
             return
         self._launch(queue, what, reads, writes)

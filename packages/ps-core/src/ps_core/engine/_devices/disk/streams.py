@@ -198,7 +198,7 @@ class DiskQueues:
 
     def await_host_work(self, queue: Queue) -> None:
         """Block until a queue of these two is idle: the host thread does the work that comes next on it."""
-        if self._attached is not None and queue in DISK_QUEUES:
+        if self.serve(queue):
             self.streams.record(queue).block()
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:
