@@ -151,10 +151,11 @@ def _found_in_time(
     def find() -> None:
         deadline_s = monotonic() + timeout_s
         store, rank, ranks = _store(environment, timeout_s) if owned else _store_of_group()
+        if owned:
+            store.set_timeout(timedelta(seconds=timeout_s))  # before the copy, which connects within it
         own = store.clone()
         if owned:
-            for each in (store, own):
-                each.set_timeout(timedelta(seconds=timeout_s))
+            own.set_timeout(timedelta(seconds=timeout_s))
         facts = own_facts(ranks=ranks, replicate=replicate, transport=named)
         left_s = max(deadline_s - monotonic(), 0.0)
         met = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
