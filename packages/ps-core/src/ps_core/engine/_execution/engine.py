@@ -78,7 +78,7 @@ class Engine:
         )
         self.masters = Masters(
             self.records,
-            lambda record: self.read_state(record, Kind.P32),
+            lambda record: self.updater.read_while_loading(record, Kind.P32),
             lambda: str(self.management.name),
             speaks=together is None or together.process == 0,
         )

@@ -114,7 +114,11 @@ class OnDemandStepper:
 
     @defer_interrupts_installing
     def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """A copy in fp32 on the CPU, of the parameter's shape."""
+        """Copy into CPU memory, in fp32 and the parameter's shape."""
+        return self.read_while_loading(record, kind)
+
+    def read_while_loading(self, record: ParamState, kind: Kind) -> torch.Tensor:
+        """Copy like `read`; several ranks compare what they load only once all of it is there."""
         if kind is Kind.P32 and Kind.P32 not in record.group.homes:
             return self._copy(record, record.group.weight).float()
         return self._copy(record, kind)

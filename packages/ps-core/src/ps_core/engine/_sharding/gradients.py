@@ -253,7 +253,7 @@ class ShardedStepper(OnDemandStepper):
     def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """As for one process."""
         self.compare()
-        return super().read(record, kind)
+        return self.read_while_loading(record, kind)
 
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """As for one process; the other ranks must write the same."""
