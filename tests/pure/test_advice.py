@@ -175,3 +175,22 @@ def test_only_what_is_not_done_already_is_suggested() -> None:
     assert [label for label, _ in advising._clusters(MODEL, replace(lean, cluster=CASES["many GPUs"].cluster))] == [
         f"--gpus {8 * factor} --nodes {factor}" for factor in (2, 4, 8, 16)
     ]
+
+
+def test_options_that_save_memory_are_suggested_one_after_the_other() -> None:
+    asked = training(checkpointing=False, chunked_loss=False, offload_checkpoints=False)
+    found = [label for label, _ in advising._options(MODEL, asked)]
+    assert found == [
+        "--checkpointing",
+        "--checkpointing --chunked-loss",
+        "--checkpointing --chunked-loss --offload-checkpoints",
+    ]
+
+
+def test_the_bound_is_what_overlapping_segments_would_allow() -> None:
+    found = forecast(MODEL, training())
+    prediction = found.planned.prediction
+    assert found.bound_tokens_per_s >= found.tokens_per_s
+    assert found.bound_tokens_per_s * prediction.bound_step_time_s == pytest.approx(
+        found.tokens_per_s * prediction.step_time_s
+    )

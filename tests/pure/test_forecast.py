@@ -319,3 +319,13 @@ def test_shapes_that_prove_too_large_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     found = hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=0)
     assert found is not None
     assert (found.shape.layers, found.limit) == (4, "gpt-5x64: device is too small")
+
+
+def test_a_plan_that_turns_out_too_slow_is_not_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host takes for a table, say, is only known once the plan is complete."""
+    told = forecast(MODEL, training())
+    monkeypatch.setattr(scaling, "HIDDEN", (64,))
+    monkeypatch.setattr(scaling, "Way", lambda *_, **__: SimpleNamespace(roomy=lambda: told, tight=lambda: told))
+    monkeypatch.setattr(scaling, "names", tuple)
+    assert hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=told.tflops_per_gpu * 1.01) is None
+    assert hunt(training(device=8 * MIB, host=12 * MIB), min_tflops=told.tflops_per_gpu * 0.99) is not None

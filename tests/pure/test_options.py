@@ -9,7 +9,17 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from ps_core._errors import InvalidInput
-from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options, for_parameter
+from ps_core._options import (
+    SGD,
+    Adam,
+    AdamW,
+    Budget,
+    Group,
+    Options,
+    check_unused,
+    for_parameter,
+    mark_used,
+)
 
 
 def is_bias(name, parameter):
@@ -143,3 +153,14 @@ def test_options_are_frozen_and_keyword_only():
         Options().poison = True  # type: ignore[misc]
     with pytest.raises(InvalidInput):
         AdamW(1e-3)  # type: ignore[misc]
+
+
+def test_a_budget_is_for_one_model_at_a_time() -> None:
+    budget, managed = Budget(device="1MiB"), [True]
+    check_unused(budget, "Student")
+    mark_used(budget, "Teacher", lambda: managed[0])
+    with pytest.raises(InvalidInput, match=r"given to Student is in use by another model, Teacher, .*budget\.split"):
+        check_unused(budget, "Student")
+    check_unused(replace(budget), "Student")
+    managed[0] = False
+    check_unused(budget, "Student")
