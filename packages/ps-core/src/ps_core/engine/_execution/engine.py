@@ -353,7 +353,7 @@ class Engine:
                 f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
             )
 
-    # PassTracker.
+    # Passes.
 
     @defer_interrupts
     def await_forward(self, inputs: Iterable[torch.Tensor]) -> None:

@@ -258,7 +258,7 @@ class CpuDevice:
 
 
 class _Saboteur:
-    """Carries out a `InjectedFault`."""
+    """Carry out an `InjectedFault`."""
 
     def __init__(self, fault: InjectedFault, seed: int) -> None:
         self._fault = fault

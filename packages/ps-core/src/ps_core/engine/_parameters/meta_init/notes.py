@@ -1,4 +1,4 @@
-"""What a tape says: operations, and the memory they read and write; see [TapedCall: the tape] in `tape`."""
+"""What a tape says: operations, and the memory they read and write; see [Note: the tape] in `tape`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Carrying out what is on a tape, tensor by tensor, with the random numbers of doing all in order.
 
-See [TapedCall: the tape] in `tape`.
+See [Note: the tape] in `tape`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Initialisation written down without carrying it out, and carried out later, tensor by tensor, with the same numbers.
 
-[TapedCall: the tape]
+[Note: the tape]
 Initialisers are Python code that fills tensors in place, some of them more than once. Under a `Tape` that code runs on
 tensors without memory (device ``meta``, though it is told ``cpu``), and every operation that would write memory is
 noted instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What
@@ -69,7 +69,7 @@ class _MetaTensor(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):
-    """Notes what would be written; see [TapedCall: the tape]."""
+    """Notes what would be written; see [Note: the tape]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
