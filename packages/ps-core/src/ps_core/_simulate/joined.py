@@ -1,9 +1,10 @@
 """How long a training step takes as the engine carries it out: one segment after the other.
 
 [Note: segments joined]
-The engine's host thread waits for every queue before it begins a segment, and carries out optimizer steps of the CPU
-itself. So no segment runs beside the next one: a step takes the sum of its segments, each timed alone from a standing
-start. A plan would allow more, for a segment waits only for the addresses that it touches; see [Note: the clock].
+The engine's host thread waits for every queue before it begins a segment, and does the work of the processor's queue
+itself: optimizer steps, and sums of gradients. So no segment runs beside the next one: a step takes the sum of its
+segments, each timed alone from a standing start. And within a pass nothing is launched while the thread works, or waits
+for what it works on. A plan would allow more; see [Note: the clock].
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._plan import Held, Queue, Reserve, Segment, Tier
+from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier
 from ps_core._program import Program
 from ps_core._simulate.costs import Costs, Work
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.played import play
+from ps_core._simulate.played import LAUNCHED, LINKS, play
 
 
 class Timed(NamedTuple):
@@ -45,7 +46,11 @@ class Joined:
         """Time one segment of a plan with this home."""
         work = self._costs.price(segment.instrs, slot_bytes(home, segment))
         if self._played:
-            ends, seconds = play(segment, work.seconds, work.thread_s)
+            ends, seconds = play(segment, work.seconds, work.thread_s, LINKS)
+        elif _works_between_moments(segment):
+            queues = [instr.queue for instr in segment.instrs]
+            own = [took * (queue is Queue.CPU) for queue, took in zip(queues, work.seconds, strict=True)]
+            ends, seconds = play(segment, work.seconds, own, LAUNCHED)
         else:
             ends = _ends(segment, work.seconds)
             seconds = max(ends, default=0.0)
@@ -53,6 +58,13 @@ class Joined:
         for instr, took in zip(segment.instrs, work.seconds, strict=True):
             busy[instr.queue] += took
         return Timed(seconds, ends, work, busy)
+
+
+def _works_between_moments(segment: Segment) -> bool:
+    """Return whether the host thread has work to do that keeps it from launching moments."""
+    return any(isinstance(instr.op, Run) for instr in segment.instrs) and any(
+        instr.queue is Queue.CPU and not isinstance(instr.op, Reserve | Release) for instr in segment.instrs
+    )
 
 
 def slot_bytes(home: tuple[Held, ...], segment: Segment) -> dict[int, int]:

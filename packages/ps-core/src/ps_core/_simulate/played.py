@@ -1,28 +1,35 @@
-"""The clock of an accelerator that the CPU plays: one thread computes, steps and copies; links only add waiting.
+"""Time a segment as the engine's host thread issues it, moment by moment.
 
 [Note: one thread]
 The thread goes from moment to moment as the engine does. Before each it issues whatever may be: an instruction whose
-predecessors all have been issued, in order on its queue. A copy takes the thread as long as the bytes take in memory,
-and is over when its link, which carries one after the other, would have carried it; whoever needs it waits for that.
-Everything else is done by the thread when it is issued, after it has waited for what comes before. Where a segment
-begins, all that was launched before is over.
+predecessors all have been issued, in order on its queue. What it launches on a queue runs there by itself, once the
+queue is free and all predecessors are over. What it does itself it begins once all predecessors are over, and launches
+nothing else meanwhile. Where a segment begins, all that was launched before is over.
+
+With an accelerator the thread does the processor's queue itself, and launches all else. Where the processor plays the
+accelerator the thread does everything but carry copies over links: a copy takes it as long as the bytes take in memory.
 """
 
 from __future__ import annotations
 
 from ps_core._errors import PlanMismatch
-from ps_core._plan import Copy, Instr, Queue, Run, Segment, Step
+from ps_core._plan import Instr, Queue, Run, Segment, Step
 
-ASIDE = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
-"""Queues that carry on by themselves once the thread has launched something."""
+LINKS = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
+"""Queues that the processor launches on where it plays the accelerator."""
+LAUNCHED = frozenset(Queue) - {Queue.CPU}
+"""Queues that it launches on where there is an accelerator."""
 
 
-def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple[list[float], float]:
-    """Run a segment; when each of its instructions ends, and when the thread and every link are done.
+def play(
+    segment: Segment, seconds: list[float], thread_s: list[float], launched: frozenset[Queue]
+) -> tuple[list[float], float]:
+    """Run a segment; return when each of its instructions ends, and when the thread and every queue are done.
 
-    ``seconds`` on a link, ``thread_s`` of the thread; see [Note: one thread].
+    ``seconds``: of an instruction on a ``launched`` queue; ``thread_s``: what the thread takes to launch it, or to do
+    it; see [Note: one thread].
     """
-    walk = _Walk(segment, seconds, thread_s)
+    walk = _Walk(segment, seconds, thread_s, launched)
     while walk.sweep() or walk.next_moment():
         pass
     return walk.finished()
@@ -31,8 +38,11 @@ def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple
 class _Walk:
     """One segment on its way."""
 
-    def __init__(self, segment: Segment, seconds: list[float], thread_s: list[float]) -> None:
+    def __init__(
+        self, segment: Segment, seconds: list[float], thread_s: list[float], launched: frozenset[Queue]
+    ) -> None:
         self._now = 0.0
+        self._launched = launched
         self._name, self._instrs = segment.name.value, segment.instrs
         self._seconds, self._thread_s, self._free = seconds, thread_s, [0.0] * len(Queue)
         self._lines: dict[Queue, list[int]] = {queue: [] for queue in Queue}
@@ -80,12 +90,11 @@ class _Walk:
     def _issue(self, place: int, instr: Instr) -> None:
         queue = instr.queue
         after = max((end for earlier in instr.after if (end := self._ends[earlier]) is not None), default=0.0)
-        if queue not in ASIDE:
-            end = self._now = max(self._now, after) + self._thread_s[place]
-        else:  # the thread only launches it
-            begin = max(self._free[queue], after)
-            end = max(begin, self._now) + self._seconds[place] if isinstance(instr.op, Copy) else begin
+        if queue in self._launched:
+            end = max(self._free[queue], after, self._now) + self._seconds[place]
             self._now += self._thread_s[place]
+        else:
+            end = self._now = max(self._now, after) + self._thread_s[place]
         self._free[queue] = max(self._free[queue], end)
         self._ends[place] = end
         self._at[queue] += 1

@@ -1,0 +1,148 @@
+"""The engine's time on the CUDA that the CPU plays, beside what the simulator says of the plan in force.
+
+Rates are an H200's; its speed of matrix products is divided as the batch is smaller, so that computing, copies and
+steps are in proportion as they are with a batch of 8 x 1,024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn import functional
+
+from _models import VOCABULARY, Language
+from _runs import HOST
+from _virtual_clock import TimedDevice, TimedRuntime
+from ps_core import AdamW, Budget, Options
+from ps_core._simulate.clock import Prediction
+from ps_core._simulate.machine import MACHINES
+from ps_core.engine import chunked, release, statistics
+
+ROWS, LENGTH, STEPS = 4, 8, 6
+_SMALLER = ROWS * LENGTH / 8192
+_H200 = MACHINES["h200"]
+MACHINE = replace(
+    _H200,
+    name="small",
+    matmul_flops=_H200.matmul_flops * _SMALLER,
+    matmul_flops_fp32=_H200.matmul_flops_fp32 * _SMALLER,
+    latency_s=1e-9,
+    moment_overhead_s=2e-9,
+)
+
+
+class Timed(NamedTuple):
+    """A training's last step, and what was predicted of each."""
+
+    step_s: float
+    busy_s: dict[str, float]
+    predicted: Prediction
+
+
+class Learner(Language):
+    """Returns its loss, so that the first pass is foreseen, operator by operator."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(super().forward(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def tokens(index: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(index))
+
+
+def train(folder: Path, budget: str, *, precision: str, micro_batches: int = 1, clip: float | None = 1.0) -> Timed:
+    """Train a language model that recomputes its blocks; the last step is timed from first moment to first moment."""
+    torch.manual_seed(0)
+    model: Any = Learner(layers=8, checkpointing=True)
+    file = folder / "machine.toml"
+    file.write_text(MACHINE.to_toml(), "utf-8")
+    runtime = TimedRuntime(MACHINE)
+    device = TimedDevice(runtime)
+    firsts = []
+    with runtime:
+        model, optimizer = chunked(
+            model,
+            AdamW(lr=1e-2),
+            precision=precision,
+            budget=Budget(device=budget, host=HOST),
+            device=device,
+            accumulation_steps=micro_batches,
+            max_grad_norm=clip,
+            options=Options(group_bytes=8192, machine=str(file)),
+        )
+        for step in range(STEPS):
+            firsts.append(len(device.moments_s))
+            for micro in range(micro_batches):
+                optimizer.scale(model(tokens(step * micro_batches + micro))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = statistics(model)
+        assert found.planned_passes >= (STEPS - 1) * micro_batches
+        predicted = model.table.weight._keeper.passes.guide.planned.prediction
+        release(model)
+    begin, end = (device.moments_s[place] for place in firsts[-2:])
+    busy: dict[str, float] = {}
+    for each in runtime.timeline:
+        if begin <= each.begin < end:
+            busy[each.queue] = busy.get(each.queue, 0.0) + each.end - each.begin
+    return Timed(end - begin, busy, predicted)
+
+
+CASES = [
+    ("bf16", 1, 1.0, 0.002),
+    ("bf16", 1, None, 0.002),
+    ("fp16", 1, 1.0, 0.002),
+    ("bf16", 3, 1.0, 0.06),
+    ("fp32", 1, 1.0, 0.06),
+    ("fp32", 2, None, 0.06),
+]
+"""Precision, micro-batches, clipping, and how near the two must be.
+
+The last three have the host add up gradients between moments: the simulator slows that work for all copies of the
+segment, the clock only for those that run beside it.
+"""
+
+
+@pytest.mark.parametrize("budget_kib", [64, 160, 2048])
+@pytest.mark.parametrize(("precision", "micro_batches", "clip", "near"), CASES)
+def test_a_step_takes_what_was_predicted(
+    budget_kib: int, precision: str, micro_batches: int, clip: float | None, near: float, tmp_path: Path
+) -> None:
+    """The last budget holds everything, so nothing moves."""
+    kib = budget_kib * (2 if precision == "fp32" else 1)
+    got = train(tmp_path, f"{kib}KiB", precision=precision, micro_batches=micro_batches, clip=clip)
+    predicted = got.predicted
+    assert got.step_s == pytest.approx(predicted.step_time_s, rel=near)
+    assert got.step_s - got.busy_s["compute"] == pytest.approx(predicted.stalled_s, abs=near * got.step_s)
+    moves = {"copies 0": "host->device", "copies 1": "device->host"}
+    for ours, theirs in {"compute": "compute", **moves}.items():
+        assert got.busy_s.get(ours, 0.0) == pytest.approx(predicted.busy_s[theirs], rel=0.01)
+    assert (got.busy_s.keys() == {"compute"}) is (budget_kib == 2048)
+
+
+def test_streams_the_host_and_its_memory_by_hand() -> None:
+    machine = replace(MACHINE, latency_s=0.0, host_bandwidth=100.0, h2d_bandwidth=40.0, d2h_bandwidth=20.0)
+    runtime = TimedRuntime(machine)
+    up, down = runtime.stream(), runtime.stream()
+    event = runtime.event()
+    up.take(2.0, "first")
+    up.take(1.0, "second")
+    event.record(up)
+    assert (up.free_s, runtime.now_s) == (3.0, 0.0)  # launching takes the host no time
+    down.wait_event(event)
+    down.take(4.0, "behind both")
+    assert down.free_s == 7.0
+    event.synchronize()
+    assert (runtime.now_s, runtime.waited_s) == (3.0, 3.0)
+    runtime.compute.take(1.0, "launched now")
+    assert runtime.compute.free_s == 4.0  # not from 0 on, when the stream was free
+    # 400 bytes: for 4 seconds 80 a second, beside the copy down; then 100.
+    runtime.host_works(400, "a step")
+    assert runtime.now_s == pytest.approx(3.0 + 4.0 + 0.8)
+    runtime.synchronize()
+    assert runtime.now_s == pytest.approx(7.8)
+    assert [each.what for each in runtime.timeline] == ["first", "second", "behind both", "launched now", "a step"]
