@@ -96,6 +96,6 @@ class MemoryMeasurement:
         group = self._engine.groups[extent.index]
         if extent.kind is group.weight:
             newest = slot.stamp == group.home.stamp
-            over = newest and any(record.payload is not SlotContents.WEIGHT for record in group.tensors)
+            over = newest and any(record.contents is not SlotContents.WEIGHT for record in group.tensors)
             return Category.GRADIENTS if over else Category.WEIGHTS
         return _CATEGORY.get(extent.kind, Category.BUFFERS)

@@ -187,6 +187,6 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
 
 def replaced(record: ParamState) -> None:
     """Its values are others now; every process that has a share in the group says so, whether it has some or none."""
-    record.payload = SlotContents.WEIGHT
-    record.epoch += 1
+    record.contents = SlotContents.WEIGHT
+    record.update_count += 1
     record.group.reading = -1

@@ -37,7 +37,7 @@ class CompiledBlock:
         self._records = [parameter._record for parameter in self._parameters]
         self._running = False
         for record in self._records:
-            record.unit = self._records
+            record.compiled_block = self._records
         self.around = ModuleCallWrapper(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -77,7 +77,7 @@ class CompiledBlock:
         """Let it be a block like any other."""
         self.around.remove()
         for record in self._records:
-            record.unit = []
+            record.compiled_block = []
 
 
 class CompiledBlocks:

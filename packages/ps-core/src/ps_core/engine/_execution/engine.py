@@ -155,13 +155,13 @@ class Engine:
             raise not_trained(record.name)
         if record.gradient is GradientPlace.NONE:
             return None
-        if record.face is None:
-            record.face = ManagedGrad(record, self, self.loss_scale)
-        return record.face
+        if record.grad_proxy is None:
+            record.grad_proxy = ManagedGrad(record, self, self.loss_scale)
+        return record.grad_proxy
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
-        if value is record.face and value is not None:
+        if value is record.grad_proxy and value is not None:
             return
         if value is not None and not record.trainable:
             raise UnsupportedParameter(
@@ -259,8 +259,8 @@ class Engine:
     def fetch(self, record: ParamState) -> SlotView:
         """The record's residency, brought in if need be."""
         wanted = [record]
-        if record.unit:
-            wanted += [each for each in record.unit if each.payload is SlotContents.WEIGHT]
+        if record.compiled_block:
+            wanted += [each for each in record.compiled_block if each.contents is SlotContents.WEIGHT]
         self.touch(wanted)
         assert record.bound is not None, "touching binds"
         return record.bound
@@ -290,7 +290,7 @@ class Engine:
         for record in records:
             if (
                 (record.group.reading != moment and not record.group.pinned)
-                or record.payload is not SlotContents.WEIGHT
+                or record.contents is not SlotContents.WEIGHT
                 or record.group.home.newest(0) is None  # a second gradient had it made anew at home
             ):
                 for each in records:
@@ -308,7 +308,7 @@ class Engine:
 
     def _touch_still(self, records: list[ParamState]) -> None:
         for record in records:
-            if record.payload is not SlotContents.WEIGHT:
+            if record.contents is not SlotContents.WEIGHT:
                 with torch.no_grad():
                     self.gradients.reclaim(record.group)
             if record.bound is None:
@@ -333,7 +333,7 @@ class Engine:
         if not passes.take(record, gradient):
             self.gradients.arrive(record, gradient)
         beat = passes.beat
-        if beat is not None and not record.waiting and not group.on_host:
+        if beat is not None and not record.overwrite_pending and not group.on_host:
             beat.grads[record.index] = None
 
     def _check_kept(self) -> None:

@@ -55,7 +55,7 @@ class HostTables:
         self._check_usable()
         if not self._passes.joined:
             self._passes.join()
-        if record.payload is not SlotContents.WEIGHT:
+        if record.contents is not SlotContents.WEIGHT:
             with self._passes.tide.paused(), torch.no_grad():
                 self._gradients.reclaim(record.group)
         slot = record.group.home.slot

@@ -133,11 +133,11 @@ class InstructionExecutor:
         if slot.stamp == home.stamp:
             return
         for record in group.tensors:
-            if record.busy or record.payload is SlotContents.GRADIENT:
+            if record.busy or record.contents is SlotContents.GRADIENT:
                 raise Diverged(f"{record.name} is still wanted where the plan has only its gradient")
         for record in group.tensors:
             self._residency.unbind(record)
-            record.payload = SlotContents.UNDEFINED
+            record.contents = SlotContents.UNDEFINED
         if slot is not home.slot:
             home.copies[slot.tier] = slot
         home.changed(slot)
@@ -247,7 +247,7 @@ class InstructionExecutor:
         dtype = group.dtype if self._plan.program.overwrites else torch.float32
         flat = slot.flat(dtype, group.chunk_numel)
         wanted = GradientPlace.IN_WEIGHT_SLOT if self._plan.program.overwrites else GradientPlace.IN_ACCUMULATOR
-        rows = [record for record in group.tensors if record.gradient is wanted and record.part is None]
+        rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
         self._gradients.measure_all(rows, flat)
 
     def _step(self, instr: Instr, op: Step) -> None:

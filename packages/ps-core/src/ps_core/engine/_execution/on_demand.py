@@ -48,7 +48,7 @@ class OnDemandDriver:
         """Have these parameters and the groups of these gradients on the compute tier."""
         self._residency.check_disk()
         for record in reads:
-            if record.payload is not SlotContents.WEIGHT:
+            if record.contents is not SlotContents.WEIGHT:
                 self._gradients.reclaim(record.group)
         groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:

@@ -73,7 +73,7 @@ class PlanDriver:
         beat = self._plan.beats[visit]
         if any(each.group.index not in beat.reads for each in reads) or any(g.index not in beat.gains for g in gains):
             raise Diverged(f"{name} where the plan has {beat.name}")
-        if any(record.payload is not SlotContents.WEIGHT for record in reads):
+        if any(record.contents is not SlotContents.WEIGHT for record in reads):
             raise Diverged(f"{name}, whose parameters a gradient lies over")
         self._end_run()
         self._carrier.reach(visit)

@@ -227,7 +227,7 @@ class PlanScheduler:
         for group in self._engine.groups:
             if 0 in group.home.copies:
                 return f"somebody holds on to memory of {group.name}"
-            if any(record.payload is not SlotContents.WEIGHT for record in group.tensors):
+            if any(record.contents is not SlotContents.WEIGHT for record in group.tensors):
                 return f"a gradient lies over {group.name}"
         return ""
 

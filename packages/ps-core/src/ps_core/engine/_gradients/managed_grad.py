@@ -67,7 +67,7 @@ class ManagedGrad(torch.Tensor):
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _multiply(self, factor: float) -> None:
-        if getattr(self._record, "face", self) is not self:
+        if getattr(self._record, "grad_proxy", self) is not self:
             self._refuse("an operation, after it was forgotten or stepped,")
         self._gradients.scale_gradient(self._record, factor)
 

@@ -44,7 +44,7 @@ def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
 
 def beside(records: Sequence[ParamState]) -> torch.Tensor:
     """Gradients that are aside as one vector, a copy if there are several."""
-    flat = [flatten(record, record.aside) for record in records if record.aside is not None]
+    flat = [flatten(record, record.own_gradient) for record in records if record.own_gradient is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
@@ -66,14 +66,14 @@ class GradientStore:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
             )
-        record.part = None
+        record.norm_part = None
         over = self._overwrites and record.group.weight is Kind.P16
         if record.gradient is not GradientPlace.NONE or not over:
             self.add(record, gradient)
             return
-        record.aside, record.gradient = gradient, GradientPlace.OWN_TENSOR
+        record.own_gradient, record.gradient = gradient, GradientPlace.OWN_TENSOR
         if not self.put_over(record):
-            record.waiting = True
+            record.overwrite_pending = True
             self._waiting[record] = None
         elif self._one_tier and record.numel >= SMALL_NUMEL:
             self.measure(record)  # while it is in the processor's caches
@@ -87,29 +87,29 @@ class GradientStore:
         if self._residency.exposed.bounds:
             self._residency.exposed.check(record, ended=True)
         slot = record.group.home.newest(record.group.fixed or 0)
-        if slot is None or record.busy or record.aside is None:
+        if slot is None or record.busy or record.own_gradient is None:
             return False
         target = record.shaped(slot.memory.view(record.dtype))
         queue = Queue.CPU if slot.tier else Queue.COMPUTE
         self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
-        target.copy_(record.aside)
+        target.copy_(record.own_gradient)
         record.group.home.changed(slot)
-        record.aside, record.waiting = None, False
-        record.gradient, record.payload = GradientPlace.IN_WEIGHT_SLOT, SlotContents.GRADIENT
+        record.own_gradient, record.overwrite_pending = None, False
+        record.gradient, record.contents = GradientPlace.IN_WEIGHT_SLOT, SlotContents.GRADIENT
         if self._store.file is not None:
             self.measure(record)  # or it would have to be read for that
         return True
 
     def waiting(self) -> list[ParamState]:
         """Those whose gradients are aside until nothing needs their parameters."""
-        self._waiting = {record: None for record in self._waiting if record.waiting}
+        self._waiting = {record: None for record in self._waiting if record.overwrite_pending}
         return list(self._waiting)
 
     def stop_waiting(self) -> None:
         """Backward is over: what still cannot go over its parameter goes into the sums (or stays, on one tier)."""
         for record in self.waiting():
             if self._resident(record):
-                record.waiting = False
+                record.overwrite_pending = False
             else:
                 self.sum_up(record)
         self._waiting.clear()
@@ -132,8 +132,8 @@ class GradientStore:
         if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
         self._residency.await_all(Queue.CPU)
-        if record.gradient is GradientPlace.OWN_TENSOR and record.aside is not None:
-            record.aside = record.aside.float().mul_(factor)
+        if record.gradient is GradientPlace.OWN_TENSOR and record.own_gradient is not None:
+            record.own_gradient = record.own_gradient.float().mul_(factor)
         elif record.gradient is GradientPlace.IN_ACCUMULATOR:
             home = record.group.homes[Kind.ACC]
             slot = home.source()
@@ -144,18 +144,18 @@ class GradientStore:
                 home.changed(slot)
             else:
                 self._residency.replace(record, Kind.ACC, target)
-        record.part = None
+        record.norm_part = None
 
     def _add_aside(self, record: ParamState, gradient: torch.Tensor) -> None:
-        if record.aside is None:
-            record.aside, record.gradient = gradient, GradientPlace.OWN_TENSOR
+        if record.own_gradient is None:
+            record.own_gradient, record.gradient = gradient, GradientPlace.OWN_TENSOR
         else:
-            record.aside = record.aside.float().add_(gradient)
-        record.waiting = False
+            record.own_gradient = record.own_gradient.float().add_(gradient)
+        record.overwrite_pending = False
 
     def sum_up(self, record: ParamState) -> None:
         """Move a gradient that is aside into the accumulator."""
-        gradient, record.aside, record.waiting = record.aside, None, False
+        gradient, record.own_gradient, record.overwrite_pending = record.own_gradient, None, False
         record.gradient = GradientPlace.NONE
         if gradient is not None:
             self._add_summed(record, gradient)
@@ -193,7 +193,7 @@ class GradientStore:
             self._residency.replace(record, Kind.ACC, total)
         else:
             home.changed(home.slot)
-        record.gradient, record.part = GradientPlace.IN_ACCUMULATOR, measured(total) if on_disk else None
+        record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, measured(total) if on_disk else None
 
     def _add_home(self, record: ParamState, flat: torch.Tensor, home: Chunk) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
@@ -204,7 +204,7 @@ class GradientStore:
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
-        record.gradient, record.part = GradientPlace.IN_ACCUMULATOR, measured(total)
+        record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, measured(total)
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
@@ -259,7 +259,7 @@ class GradientStore:
         else:
             target.copy_(flat)
         for record in records:
-            record.gradient, record.part = GradientPlace.IN_ACCUMULATOR, None
+            record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, None
         group.homes[Kind.ACC].changed(slot)
 
     def accumulator(self, group: ParamGroup) -> Chunk:
@@ -280,19 +280,19 @@ class GradientStore:
     def reclaim(self, group: ParamGroup) -> None:
         """Make every payload of a group its parameter again, whatever lies over it."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
-        lost = [record for record in group.tensors if record.payload is SlotContents.UNDEFINED]
+        lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
         self._residency.at_home(group.home)
         for record in over:
             flat, record.gradient = self._over(record), GradientPlace.NONE
             if self._resident(record):
                 with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
-                    record.aside = flat.float().as_strided(record.shape, record.stride)
+                    record.own_gradient = flat.float().as_strided(record.shape, record.stride)
                 record.gradient = GradientPlace.OWN_TENSOR
             else:
                 self._add_home(record, flat, self.accumulator(group))
         self._residency.rebuild(group, over + lost)
         for record in over + lost:
-            record.payload = SlotContents.WEIGHT
+            record.contents = SlotContents.WEIGHT
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Multiply a gradient in the step, by this too."""
@@ -304,19 +304,19 @@ class GradientStore:
         for record in records:
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 groups[record.group] = None
-                record.payload = SlotContents.UNDEFINED
+                record.contents = SlotContents.UNDEFINED
             record.fresh()
         for group in groups:
             if self._residency.broken:
                 continue  # nothing can be rebuilt on the disk; the masters are there to be read
-            gone = [record for record in group.tensors if record.payload is not SlotContents.WEIGHT]
+            gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
             kept = [record for record in gone if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
             if kept:
                 self.reclaim(group)
             else:
                 self._residency.rebuild(group, gone)
             for record in gone:
-                record.payload = SlotContents.WEIGHT
+                record.contents = SlotContents.WEIGHT
 
     # Norms.
 
@@ -325,7 +325,7 @@ class GradientStore:
         over: dict[ParamGroup, list[ParamState]] = {}
         small: dict[ParamGroup, list[ParamState]] = {}
         for record in records:
-            if record.part is not None:
+            if record.norm_part is not None:
                 continue
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 over.setdefault(record.group, []).append(record)
@@ -355,14 +355,14 @@ class GradientStore:
             return self._over(record)
         if record.gradient is GradientPlace.IN_ACCUMULATOR:
             return self._residency.part_of(record.group.homes[Kind.ACC].source(), record, torch.float32)
-        assert record.aside is not None, "there is a gradient"
-        return flatten(record, record.aside)
+        assert record.own_gradient is not None, "there is a gradient"
+        return flatten(record, record.own_gradient)
 
     def measure(self, record: ParamState) -> torch.Tensor:
         """Sum of squares and non-finite flag of the gradient, taken once."""
-        if record.part is None:
-            record.part = measured(self.located(record))
-        return record.part
+        if record.norm_part is None:
+            record.norm_part = measured(self.located(record))
+        return record.norm_part
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor) -> None:
         """The same of several of a group, whose gradients lie in this chunk."""
@@ -371,7 +371,7 @@ class GradientStore:
 
     def _measure_spans(self, records: list[ParamState], flat: torch.Tensor, spans: list[tuple[int, int]]) -> None:
         for record, part in zip(records, measured_spans(flat, spans), strict=True):
-            record.part = part
+            record.norm_part = part
 
 
 def _pieces(records: list[ParamState]) -> Iterator[list[ParamState]]:

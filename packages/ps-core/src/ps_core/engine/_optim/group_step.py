@@ -127,17 +127,17 @@ def step_group(
             _step(run, rows, gradient, target, run.records[0].factor * factor)
         for record in run.records:
             record.steps += 1
-            record.epoch += 1
-            record.payload = SlotContents.WEIGHT
+            record.update_count += 1
+            record.contents = SlotContents.WEIGHT
             record.fresh()
             for other in record.others if record.tied else ():  # as memory that they share would be
                 master[other.piece].copy_(master[record.piece])
-                other.epoch += 1
+                other.update_count += 1
                 overtaken.add(other)
     for record in group.tensors:
-        if (record.payload is not SlotContents.WEIGHT or record in overtaken) and weight is not None:
+        if (record.contents is not SlotContents.WEIGHT or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
-            record.payload = SlotContents.WEIGHT
+            record.contents = SlotContents.WEIGHT
     _note_changed(group, slots)
 
 

@@ -108,7 +108,7 @@ class OnDemandStepper:
     @defer_interrupts_installing
     def weight(self, record: ParamState) -> torch.Tensor:
         """A copy of the parameter on the CPU as it is computed with."""
-        if record.payload is SlotContents.WEIGHT:
+        if record.contents is SlotContents.WEIGHT:
             return self._copy(record, record.group.weight)
         return self._copy(record, Kind.P32).to(record.dtype)
 
@@ -162,6 +162,6 @@ class OnDemandStepper:
             flat.as_strided(record.shape, record.stride).copy_(value)
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):
-            record.payload = SlotContents.WEIGHT
-            record.epoch += 1
+            record.contents = SlotContents.WEIGHT
+            record.update_count += 1
             record.group.reading = -1

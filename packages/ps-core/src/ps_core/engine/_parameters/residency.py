@@ -91,7 +91,7 @@ class Residency:
         record.version, home = version_of(record.parameter), record.group.home
         if self._copies_besides(home, slot):
             slot.stamp = -1
-        elif record.group.weight is Kind.P16 and record.group.trainable and record.payload is SlotContents.WEIGHT:
+        elif record.group.weight is Kind.P16 and record.group.trainable and record.contents is SlotContents.WEIGHT:
             self.rebuild(record.group, [record])
 
     def _copies_besides(self, home: Chunk, slot: Slot) -> list[Slot]:

@@ -48,15 +48,15 @@ class Fetcher(Protocol):
 class SavedParameterRef:
     """A saved view of a parameter, without its memory."""
 
-    __slots__ = ("_held", "epoch", "offset", "record", "shape", "stride")
+    __slots__ = ("_held", "update_count", "offset", "record", "shape", "stride")
 
     def __init__(self, record: ParamState, view: torch.Tensor) -> None:
         self.record = record
-        self.epoch = record.epoch
+        self.update_count = record.update_count
         self.shape = view.shape
         self.stride = view.stride()
         self.offset = view.storage_offset()
-        self._held = record.token
+        self._held = record.saved_token
 
 
 Packed: TypeAlias = torch.Tensor | SavedParameterRef | tuple[torch.Tensor, int]
@@ -142,10 +142,10 @@ class SavedTensors:
         if not isinstance(packed, SavedParameterRef):
             return packed
         record = packed.record
-        if packed.epoch != record.epoch:
+        if packed.update_count != record.update_count:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{record.name!r} was saved for backward before step {record.epoch}, which changed it"
+                f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
             )
         bound = self._fetcher.fetch(record)
         return bound.view.as_strided(packed.shape, packed.stride, packed.offset)

@@ -71,10 +71,10 @@ class ParamState:
     group: ParamGroup = field(init=False)
     placeholder: torch.Tensor = field(init=False)
     bound: SlotView | None = None
-    payload: SlotContents = SlotContents.WEIGHT
+    contents: SlotContents = SlotContents.WEIGHT
     gradient: GradientPlace = GradientPlace.NONE
-    aside: torch.Tensor | None = None
-    waiting: bool = False
+    own_gradient: torch.Tensor | None = None
+    overwrite_pending: bool = False
     """The gradient aside may go over the payload as soon as nothing needs that any more."""
     factor: float = 1.0
     """What the user multiplied the gradient by (clipping); applied by the step."""
@@ -82,18 +82,18 @@ class ParamState:
     """The gradient was given by ``parameter.grad = ...``."""
     dropped: bool = False
     """A gradient came that nothing will step, and nobody has forgotten it since."""
-    face: torch.Tensor | None = None
+    grad_proxy: torch.Tensor | None = None
     """What ``parameter.grad`` answers while there is a gradient."""
-    part: torch.Tensor | None = None
+    norm_part: torch.Tensor | None = None
     """Sum of squares and non-finite flag of the gradient, once taken."""
     steps: int = 0
-    token: object = field(default_factory=object)
+    saved_token: object = field(default_factory=object)
     """Held by every saved tensor that will want this parameter."""
-    token_uses: int = 0
+    saved_token_uses: int = 0
     """How often it is held by nobody."""
-    unit: list[ParamState] = field(default_factory=list)
+    compiled_block: list[ParamState] = field(default_factory=list)
     """The parameters of its compiled block, which backward wants together; empty: it is in none."""
-    epoch: int = 0
+    update_count: int = 0
     """Changes with every step that changes the parameter."""
     version: int = 0
     """What PyTorch counts of changes in place; any change is the user's."""
@@ -101,7 +101,7 @@ class ParamState:
     """The parameters that had the same memory, this one among them, all in one group; empty: there are no others."""
 
     def __post_init__(self) -> None:
-        self.token_uses = sys.getrefcount(self.token)
+        self.saved_token_uses = sys.getrefcount(self.saved_token)
         self.live_on(torch.device("cpu"))
 
     def live_on(self, device: torch.device) -> None:
@@ -116,7 +116,7 @@ class ParamState:
     @property
     def handles(self) -> int:
         """Saved tensors that will want this parameter. (Counted by Python itself: no code that could be broken off.)"""
-        return sys.getrefcount(self.token) - self.token_uses
+        return sys.getrefcount(self.saved_token) - self.saved_token_uses
 
     @property
     def busy(self) -> bool:
@@ -145,13 +145,13 @@ class ParamState:
     def fresh(self) -> None:
         """Forget the gradient (the payload is another matter)."""
         self.gradient = GradientPlace.NONE
-        self.aside = None
-        self.waiting = False
+        self.own_gradient = None
+        self.overwrite_pending = False
         self.factor = 1.0
-        self.part = None
+        self.norm_part = None
         self.assigned = False
         self.dropped = False
-        self.face = None
+        self.grad_proxy = None
 
 
 @dataclass(slots=True, eq=False)

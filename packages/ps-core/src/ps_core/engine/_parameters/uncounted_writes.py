@@ -97,7 +97,7 @@ class ExposedParameters:
         if slot.stamp != home.stamp:
             if alive and home.copies.get(slot.tier) is slot and not group.gathered:
                 residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
-        elif record.payload is SlotContents.WEIGHT and (
+        elif record.contents is SlotContents.WEIGHT and (
             self._differs(record, slot) if before is None else not _same(bound.view, before)
         ):
             if group.gathered or (group.trainable and group.weight is Kind.P16):

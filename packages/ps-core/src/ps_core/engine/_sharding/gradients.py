@@ -46,7 +46,7 @@ class ShardedGradients(GradientStore):
 
     def announce(self, record: ParamState) -> None:
         """A gradient is on its way."""
-        record.part = None
+        record.norm_part = None
         self._measured.pop(record, None)
         if record.gradient is GradientPlace.NONE:
             record.gradient = GradientPlace.IN_ACCUMULATOR
@@ -103,7 +103,7 @@ class ShardedGradients(GradientStore):
             self._fill(home, slot)
             for record in records:
                 record.gradient = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
-                record.payload = SlotContents.GRADIENT if over else SlotContents.WEIGHT
+                record.contents = SlotContents.GRADIENT if over else SlotContents.WEIGHT
         self._fresh.difference_update(records)
 
     def nothing_came(self, group: ParamGroup) -> None:
@@ -113,7 +113,7 @@ class ShardedGradients(GradientStore):
         """
         if all(each.gradient is GradientPlace.NONE for each in group.tensors):
             for record in group.tensors:
-                record.payload = SlotContents.WEIGHT
+                record.contents = SlotContents.WEIGHT
 
     def _fill(self, home: Chunk, slot: Slot) -> None:
         """Have at home what a slot holds."""
@@ -162,7 +162,7 @@ class ShardedGradients(GradientStore):
     def reclaim(self, group: ParamGroup) -> None:
         """Move gradients that lie over the weight into the sums, and have the weight back."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
-        gone = [record for record in group.tensors if record.payload is not SlotContents.WEIGHT]
+        gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
         if over:
             source, target = group.homes[Kind.P16], self.accumulator(group)
             for part in self._cut(target, slice(0, group.shard_numel)):
@@ -171,7 +171,7 @@ class ShardedGradients(GradientStore):
                 record.gradient = GradientPlace.IN_ACCUMULATOR
         self._shards.rebuild(group, gone)
         for record in gone:
-            record.payload = SlotContents.WEIGHT
+            record.contents = SlotContents.WEIGHT
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
         """Below, whatever has risen: room was only found for what is there in every step."""
@@ -181,23 +181,23 @@ class ShardedGradients(GradientStore):
 
     def measure(self, record: ParamState, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Sum of squares and non-finite flag of the whole gradient; the first to ask has all of them taken."""
-        if record.part is None:
+        if record.norm_part is None:
             rows = [each for group in self._residency.groups for each in group.tensors]
             self.parts([each for each in rows if each.gradient is not GradientPlace.NONE])
-        assert record.part is not None, "it is among them"
-        return record.part
+        assert record.norm_part is not None, "it is among them"
+        return record.norm_part
 
     def parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """The same for these; sums over shards in the order of the shards, in double precision."""
-        missing = [record for record in records if record.part is None]
+        missing = [record for record in records if record.norm_part is None]
         if missing:
             self._measure_homes([record for record in missing if record not in self._measured])
             mine = [value for part in numbers([self._measured.pop(each) for each in missing]) for value in part]
             rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
             for place, record in enumerate(missing):
                 squares = sum(row[2 * place] for row in rows)
-                record.part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
-        return [record.part for record in records if record.part is not None]
+                record.norm_part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
+        return [record.norm_part for record in records if record.norm_part is not None]
 
     def _measure_homes(self, records: list[ParamState]) -> None:
         """Where they lie, in one call for each group; what is on the disk is read one by one."""
@@ -225,7 +225,7 @@ class ShardedGradients(GradientStore):
 def _lose(group: ParamGroup) -> None:
     """The shard of the weight is not the weight any more."""
     for record in group.tensors:
-        record.payload = SlotContents.UNDEFINED
+        record.contents = SlotContents.UNDEFINED
 
 
 class ShardedStepper(OnDemandStepper):

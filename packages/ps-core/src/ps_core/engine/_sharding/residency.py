@@ -83,7 +83,10 @@ class ShardedResidency(Residency):
 
         ``changing``: it may be written before they have it.
         """
-        source, valid = group.homes[group.weight].source(), all(r.payload is SlotContents.WEIGHT for r in group.tensors)
+        source, valid = (
+            group.homes[group.weight].source(),
+            all(r.contents is SlotContents.WEIGHT for r in group.tensors),
+        )
         if valid and self.beside.reaches(source) and not changing:
             self.beside.before()
             return source.flat(group.dtype, group.shard_numel), None
@@ -96,7 +99,7 @@ class ShardedResidency(Residency):
         """Put this process's shard into its place, where the collective may read it."""
         home, place = group.homes[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
         self.check_disk()
-        if all(record.payload is SlotContents.WEIGHT for record in group.tensors):
+        if all(record.contents is SlotContents.WEIGHT for record in group.tensors):
             self.copy_to(home, place)
         else:
             self._cast_shard(group, place)
