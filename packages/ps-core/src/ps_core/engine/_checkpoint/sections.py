@@ -189,4 +189,4 @@ def replaced(record: ParamState) -> None:
     """Its values are others now; every process that has a share in the group says so, whether it has some or none."""
     record.contents = SlotContents.WEIGHT
     record.update_count += 1
-    record.group.reading = -1
+    record.group.last_read_moment = -1

@@ -246,13 +246,13 @@ class Engine:
         record.version = version_of(record.parameter)
         if record.bound is not None:
             self.residency.undo_changes(record, record.bound.slot)
-        record.group.reading = -1
+        record.group.last_read_moment = -1
         raise changed_in_place(record.name)
 
     def forget_version(self, record: ParamState) -> None:
         """Changes in place so far were meant."""
         record.version = version_of(record.parameter)
-        record.group.reading = -1
+        record.group.last_read_moment = -1
 
     # What saved tensors ask (`_parameters.saved_tensors.Fetcher`).
 
@@ -289,7 +289,7 @@ class Engine:
         moment = passes.moment
         for record in records:
             if (
-                (record.group.reading != moment and not record.group.pinned)
+                (record.group.last_read_moment != moment and not record.group.pinned)
                 or record.contents is not SlotContents.WEIGHT
                 or record.group.home.newest(0) is None  # a second gradient had it made anew at home
             ):
@@ -327,9 +327,9 @@ class Engine:
             with torch.no_grad():
                 self.arrive(record, gradient)
             return
-        if not (self.still or group.pinned or passes.moment in (group.reading, group.gaining)):
+        if not (self.still or group.pinned or passes.moment in (group.last_read_moment, group.last_grad_moment)):
             passes.next([], [group])
-        group.gaining = passes.moment
+        group.last_grad_moment = passes.moment
         if not passes.take(record, gradient):
             self.gradients.arrive(record, gradient)
         beat = passes.beat

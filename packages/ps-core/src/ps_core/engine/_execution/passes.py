@@ -165,9 +165,9 @@ class PassTracker:
                 self._diverge(why)
                 self.driver.begin(records, gains, beat.name)
         for group in reads:
-            group.reading = self.moment
+            group.last_read_moment = self.moment
         for group in gains:
-            group.gaining = self.moment
+            group.last_grad_moment = self.moment
 
     def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Whether the driver had a place for the gradient."""
@@ -198,7 +198,10 @@ class PassTracker:
         if beat is None:
             return []
         for record in self._gradients.waiting():
-            if self.moment in (record.group.reading, record.group.gaining) and self._gradients.put_over(record):
+            if self.moment in (
+                record.group.last_read_moment,
+                record.group.last_grad_moment,
+            ) and self._gradients.put_over(record):
                 beat.grads[record.index] = None
         if self.tracked:
             needed = self._measure_tide(beat)
@@ -263,7 +266,10 @@ class PassTracker:
             for record in self._gradients.waiting():
                 if record.busy:
                     continue
-                if not self._still and self.moment not in (record.group.reading, record.group.gaining):
+                if not self._still and self.moment not in (
+                    record.group.last_read_moment,
+                    record.group.last_grad_moment,
+                ):
                     self.next([], [record.group])
                 if self._gradients.put_over(record):
                     self.recording.beats[-1].grads[record.index] = None

@@ -56,7 +56,7 @@ class PlanRequest:
         """
         if recording.beats[0].work is None or not self._setup.training or self._setup.accumulate == 1:
             return 0
-        return 4 * sum(group.numel for group in self._engine.groups if group.fixed == 0 and group.trainable)
+        return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 
     def _find(self, trace: Trace, layout: Layout) -> Planned:
         tiers, setup, folder = self._tiers(), self._setup, self._folder
@@ -96,6 +96,6 @@ class PlanRequest:
         taken = self._engine.activations.bytes + store.fixed_bytes
         if taken:
             others[0] = Tier(others[0].name, others[0].capacity_bytes - taken)
-        pinned = [home.slot for group in self._engine.groups if group.fixed == 0 for home in group.homes.values()]
+        pinned = [home.slot for group in self._engine.groups if group.fixed_tier == 0 for home in group.homes.values()]
         end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
         return (Tier(first.name, end & -128), *others)

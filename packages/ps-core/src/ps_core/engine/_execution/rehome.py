@@ -22,7 +22,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
         group = plan.order[held.extent.index]
         for record in group.tensors:
             residency.unbind(record)
-        group.reading = -1
+        group.last_read_moment = -1
     for queue in (*store.queues, Queue.CPU):
         residency.await_all(queue)
     if not store.device.lazy:
@@ -76,7 +76,7 @@ def clear(engine: Engine) -> None:
     """Let no parameter be anywhere, and nothing be under way: any home may be moved."""
     for record in engine.records:
         engine.residency.unbind(record)
-        record.group.reading = -1
+        record.group.last_read_moment = -1
     for queue in (*engine.store.queues, Queue.CPU):
         engine.residency.await_all(queue)
 

@@ -80,13 +80,13 @@ class GradientStore:
 
     def _resident(self, record: ParamState) -> bool:
         """Whether gradients that cannot go over the parameter stay what autograd made them."""
-        return self._one_tier or record.group.fixed == 0
+        return self._one_tier or record.group.fixed_tier == 0
 
     def put_over(self, record: ParamState) -> bool:
         """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
         if self._residency.exposed.bounds:
             self._residency.exposed.check(record, ended=True)
-        slot = record.group.home.newest(record.group.fixed or 0)
+        slot = record.group.home.newest(record.group.fixed_tier or 0)
         if slot is None or record.busy or record.own_gradient is None:
             return False
         target = record.shaped(slot.memory.view(record.dtype))

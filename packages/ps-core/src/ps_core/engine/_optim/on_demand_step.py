@@ -164,4 +164,4 @@ class OnDemandStepper:
         if kind in (Kind.P32, group.weight):
             record.contents = SlotContents.WEIGHT
             record.update_count += 1
-            record.group.reading = -1
+            record.group.last_read_moment = -1

@@ -36,7 +36,7 @@ class _GroupKey(NamedTuple):
 
     trainable: bool
     dtype: torch.dtype
-    fixed: int | None
+    fixed_tier: int | None
     """The tier where they are for good."""
 
 
@@ -127,7 +127,7 @@ def _group(index: int, sort: _GroupKey) -> ParamGroup:
         weight=Kind.P32 if sort.dtype is torch.float32 else Kind.P16,
         dtype=sort.dtype,
         trainable=sort.trainable,
-        fixed=sort.fixed,
+        fixed_tier=sort.fixed_tier,
     )
 
 

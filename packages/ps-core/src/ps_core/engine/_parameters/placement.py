@@ -28,7 +28,7 @@ def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
     if not group.trainable:
         return (group.weight,)
     kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
-    sums = (accumulates and group.fixed != 0) or (group.weight is Kind.P32 and (group.gathered or group.on_host))
+    sums = (accumulates and group.fixed_tier != 0) or (group.weight is Kind.P32 and (group.gathered or group.on_host))
     return (*kinds, Kind.ACC) if sums else kinds
 
 
@@ -115,7 +115,10 @@ def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dic
 def _check_compute_tier(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
     """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
     pinned = sum(
-        bytes_of(group, kind) for group in groups if group.fixed == 0 for kind in kinds_of(group, accumulates=False)
+        bytes_of(group, kind)
+        for group in groups
+        if group.fixed_tier == 0
+        for kind in kinds_of(group, accumulates=False)
     )
     movable = [group for group in groups if not group.pinned]
     largest = max(movable, key=lambda group: group.chunk_numel, default=None)

@@ -163,15 +163,15 @@ class ParamGroup:
     """P16, or P32 where that is what is computed with."""
     dtype: torch.dtype
     trainable: bool
-    fixed: int | None = None
+    fixed_tier: int | None = None
     """The tier where all of it is for good, outside every plan: the compute tier (parameters kept in fp32), or the
     host's (tables, of which only rows leave it). None: it moves."""
     tensors: list[ParamState] = field(default_factory=list)
     numel: int = 0
     homes: dict[Kind, Chunk] = field(default_factory=dict)
-    reading: int = -1
+    last_read_moment: int = -1
     """Serial number of the last moment that reads it."""
-    gaining: int = -1
+    last_grad_moment: int = -1
     """Serial number of the last moment that brings it gradients."""
     gathered: bool = False
     """Its homes are one of ``ranks`` equal shards; parameters are bound to a copy put together from all of them."""
@@ -181,12 +181,12 @@ class ParamGroup:
     @property
     def pinned(self) -> bool:
         """Whether it is on one tier for good, and in no plan."""
-        return self.fixed is not None
+        return self.fixed_tier is not None
 
     @property
     def on_host(self) -> bool:
         """Whether that is the host's, so that it never comes to the compute tier."""
-        return self.fixed == 1
+        return self.fixed_tier == 1
 
     def add(self, record: ParamState) -> None:
         """Append a tensor."""

@@ -249,7 +249,7 @@ class ShardedDriver(OnDemandDriver):
     def _let_go(self, group: ParamGroup) -> None:
         self._shards.drop(group)
         self._in.pop(group, None)
-        group.reading = -1
+        group.last_read_moment = -1
 
     # Gradients.
 
