@@ -110,7 +110,7 @@ class Engine:
                 self._expose(records, function)
             # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
             for record in records:
-                if record.parameter._version != record.version:
+                if record.parameter._version != record.counted_version:
                     break
             else:
                 return result
@@ -146,7 +146,7 @@ class Engine:
     def check_unchanged(self, records: Iterable[ParamState]) -> None:
         """Refuse changes in place that nobody was told of, and undo them."""
         for record in records:
-            if record.bound is not None and version_of(record.parameter) != record.version:
+            if record.bound is not None and version_of(record.parameter) != record.counted_version:
                 self._refuse_change(record)
 
     def get_gradient(self, record: ParamState) -> torch.Tensor | None:
@@ -243,7 +243,7 @@ class Engine:
         self.passes.tide.stop()
 
     def _refuse_change(self, record: ParamState) -> None:
-        record.version = version_of(record.parameter)
+        record.counted_version = version_of(record.parameter)
         if record.bound is not None:
             self.residency.undo_changes(record, record.bound.slot)
         record.group.last_read_moment = -1
@@ -251,7 +251,7 @@ class Engine:
 
     def forget_version(self, record: ParamState) -> None:
         """Changes in place so far were meant."""
-        record.version = version_of(record.parameter)
+        record.counted_version = version_of(record.parameter)
         record.group.last_read_moment = -1
 
     # What saved tensors ask (`_parameters.saved_tensors.Fetcher`).
@@ -300,7 +300,7 @@ class Engine:
                 break
         beat = passes.beat if passes.tracked else None
         for record in records:
-            if record.bound is None or record.bound.slot.stamp != record.group.home.stamp:
+            if record.bound is None or record.bound.slot.version != record.group.home.version:
                 self.residency.unbind(record)
                 self.residency.bind(record)
             if beat is not None:

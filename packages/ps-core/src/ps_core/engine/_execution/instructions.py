@@ -109,7 +109,7 @@ class InstructionExecutor:
                     self._staged[group] = (slot, [])
             elif use.before is None:
                 self._bear(group, slot)
-            elif slot.stamp != group.home.stamp:
+            elif slot.version != group.home.version:
                 raise Diverged(f"{self._plan.beats[op.visit].name}: the plan brought an older weight of {group.name}")
             else:
                 self._settle_in(group, slot)
@@ -130,7 +130,7 @@ class InstructionExecutor:
     def _bear(self, group: ParamGroup, slot: Slot) -> None:
         """A slot for gradients only: what the group's other slots hold is not wanted any more."""
         home = group.home
-        if slot.stamp == home.stamp:
+        if slot.version == home.version:
             return
         for record in group.tensors:
             if record.busy or record.contents is SlotContents.GRADIENT:
@@ -140,7 +140,7 @@ class InstructionExecutor:
             record.contents = SlotContents.UNDEFINED
         if slot is not home.slot:
             home.copies[slot.tier] = slot
-        home.changed(slot)
+        home.mark_written(slot)
 
     def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the plan has room for it; False: it has none."""
@@ -186,7 +186,7 @@ class InstructionExecutor:
         dead = home.extent.kind is Kind.ACC and not any(
             r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors
         )
-        if not dead and slot.stamp == home.stamp and not any(other.stamp == home.stamp for other in others):
+        if not dead and slot.version == home.version and not any(other.version == home.version for other in others):
             raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
         if home.extent.kind is group.weight and slot.tier == 0:
             self._vacate(group, slot)
@@ -204,7 +204,7 @@ class InstructionExecutor:
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
         group, kind = self._plan.order[op.extent.index], op.extent.kind
-        if kind is not Kind.GRAD and source.stamp != group.homes[kind].stamp:
+        if kind is not Kind.GRAD and source.version != group.homes[kind].version:
             raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
         self._store.copy(instr.queue, target, source, op.bytes)  # where that fails, the target holds nothing new
         if kind is Kind.GRAD:
@@ -214,7 +214,7 @@ class InstructionExecutor:
             home = group.homes[kind]
             if target is not home.slot and home.newest(target.tier) is None:
                 home.copies[target.tier] = target  # else one is still in use; see `_settle_in`
-            target.extent, target.stamp = home.extent, home.stamp
+            target.extent, target.version = home.extent, home.version
         self._residency.watcher.moved(source.tier, target.tier, op.bytes)
         if target.tier == 0 and self._moments:
             self._counters.fetched(early=instr.visit > self.moment)
@@ -231,7 +231,7 @@ class InstructionExecutor:
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
         group = self._plan.order[op.group]
         sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
-        if sums.stamp != home.stamp and any(
+        if sums.version != home.version and any(
             record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors
         ):
             raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
@@ -257,7 +257,7 @@ class InstructionExecutor:
         slots = {kind: self._slots[number] for kind, number in zip(kinds, op.slots, strict=True)}
         for kind, slot in slots.items():
             home = group.homes[kind]
-            if slot.stamp != home.stamp and not (kind is group.weight and not self._plan.program.overwrites):
+            if slot.version != home.version and not (kind is group.weight and not self._plan.program.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
 
@@ -282,9 +282,9 @@ class InstructionExecutor:
             if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
                 continue
             home = self._home_of(slot)
-            if home is not None and home.alive and home.source() is slot:
+            if home is not None and home.has_current_copy and home.source() is slot:
                 self._residency.write_home(home)
-                if home.dirty:
+                if home.home_is_stale:
                     continue  # the disk failed: what is here is all there is
             self._forget(slot)
             self._residency.give_back(slot)

@@ -50,15 +50,15 @@ def restore_lent_homes(
             loose = [other for other in loose if other is not slot]
             if home.copies.get(slot.tier) is slot:
                 del home.copies[slot.tier]
-            if not home.alive:
-                home.changed(slot)
+            if not home.has_current_copy:
+                home.mark_written(slot)
             home.slot = slot
 
 
 def _seat(plan: EnginePlan, held: Held, home: Chunk, loose: list[Slot], place: Slot | None) -> Slot | None:
     """The slot that an extent has: that in its place, or else the lowest."""
     rows = plan.order[held.extent.index].tensors
-    found = [slot for slot in loose if slot.extent == home.extent and slot.stamp == home.stamp]
+    found = [slot for slot in loose if slot.extent == home.extent and slot.version == home.version]
     if (
         not found
         and home.extent.kind is Kind.ACC

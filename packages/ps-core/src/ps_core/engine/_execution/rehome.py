@@ -93,5 +93,5 @@ def spill_outside_tiers(engine: Engine, home: Chunk) -> None:
     """Let an extent wait outside every tier."""
     old = home.slot
     memory = old.in_host_memory() if old.place is None else engine.residency.contents(home)
-    home.slot = Slot(engine.store.work_tier(old.tier), -1, 0, memory, home.extent, old.stamp)
+    home.slot = Slot(engine.store.work_tier(old.tier), -1, 0, memory, home.extent, old.version)
     engine.residency.give_back(old)

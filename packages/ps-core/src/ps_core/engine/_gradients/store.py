@@ -93,7 +93,7 @@ class GradientStore:
         queue = Queue.CPU if slot.tier else Queue.COMPUTE
         self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
         target.copy_(record.own_gradient)
-        record.group.home.changed(slot)
+        record.group.home.mark_written(slot)
         record.own_gradient, record.overwrite_pending = None, False
         record.gradient, record.contents = GradientPlace.IN_WEIGHT_SLOT, SlotContents.GRADIENT
         if self._store.file is not None:
@@ -141,7 +141,7 @@ class GradientStore:
             self._store.device.work(Queue.CPU, f"factor of {record.name}", (target,), (target,))
             target.mul_(factor)
             if slot.place is None:
-                home.changed(slot)
+                home.mark_written(slot)
             else:
                 self._residency.replace(record, Kind.ACC, target)
         record.norm_part = None
@@ -192,7 +192,7 @@ class GradientStore:
         if on_disk:
             self._residency.replace(record, Kind.ACC, total)
         else:
-            home.changed(home.slot)
+            home.mark_written(home.slot)
         record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, measured(total) if on_disk else None
 
     def _add_home(self, record: ParamState, flat: torch.Tensor, home: Chunk) -> None:
@@ -260,7 +260,7 @@ class GradientStore:
             target.copy_(flat)
         for record in records:
             record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, None
-        group.homes[Kind.ACC].changed(slot)
+        group.homes[Kind.ACC].mark_written(slot)
 
     def accumulator(self, group: ParamGroup) -> Chunk:
         """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
@@ -268,7 +268,7 @@ class GradientStore:
         if home is None:
             slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
             home = group.homes[Kind.ACC] = Chunk(group.extent(Kind.ACC), slot.bytes, slot)
-            home.changed(slot)
+            home.mark_written(slot)
         return home
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
@@ -344,7 +344,7 @@ class GradientStore:
     def _slot_over(self, group: ParamGroup) -> Slot:
         """Where gradients that went over their parameters are."""
         home = group.home
-        return home.slot if not home.dirty and home.slot.place is None else home.source()
+        return home.slot if not home.home_is_stale and home.slot.place is None else home.source()
 
     def _over(self, record: ParamState) -> torch.Tensor:
         return self._residency.part_of(self._slot_over(record.group), record, record.group.dtype)

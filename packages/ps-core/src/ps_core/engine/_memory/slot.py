@@ -29,7 +29,7 @@ class Slot:
     memory: torch.Tensor
     """``bytes`` of uint8; on the disk they are on ``meta``, so that nobody takes them for contents."""
     extent: Extent | None = None
-    stamp: int = -1
+    version: int = -1
     place: FileExtent | None = None
     """On the disk: where in the file."""
     bounds: dict[Hashable, SlotView] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Chunk:
     extent: Extent
     bytes: int
     slot: Slot
-    stamp: int = 0
+    version: int = 0
     copies: dict[int, Slot] = field(default_factory=dict)
     planned: bool = False
     """Whether it is there for good (an accumulator may be there for one step only)."""
@@ -80,29 +80,29 @@ class Chunk:
     def newest(self, tier: int) -> Slot | None:
         """The slot on a tier that holds the newest bytes."""
         for slot in (self.copies.get(tier), self.slot):
-            if slot is not None and slot.tier == tier and slot.stamp == self.stamp:
+            if slot is not None and slot.tier == tier and slot.version == self.version:
                 return slot
         return None
 
     def source(self) -> Slot:
         """Any slot that holds the newest bytes, fastest tier first."""
         for slot in sorted((*self.copies.values(), self.slot), key=lambda slot: slot.tier):
-            if slot.stamp == self.stamp:
+            if slot.version == self.version:
                 return slot
         raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is the newest")
 
-    def changed(self, slot: Slot) -> None:
+    def mark_written(self, slot: Slot) -> None:
         """Note that a slot's bytes were changed: it alone is the newest now."""
-        self.stamp += 1
-        slot.stamp = self.stamp
+        self.version += 1
+        slot.version = self.version
         slot.extent = self.extent
 
     @property
-    def alive(self) -> bool:
+    def has_current_copy(self) -> bool:
         """Whether the newest bytes are anywhere."""
-        return any(slot.stamp == self.stamp for slot in (self.slot, *self.copies.values()))
+        return any(slot.version == self.version for slot in (self.slot, *self.copies.values()))
 
     @property
-    def dirty(self) -> bool:
+    def home_is_stale(self) -> bool:
         """Whether home is behind."""
-        return self.slot.stamp != self.stamp
+        return self.slot.version != self.version

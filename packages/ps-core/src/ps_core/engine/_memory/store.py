@@ -167,7 +167,7 @@ class TierStore:
             self._taken.remove(slot)
         if slot.place is not None:
             self._leave(slot, slot.place, queue)
-        slot.extent, slot.stamp = None, -1
+        slot.extent, slot.version = None, -1
         slot.bounds = {}
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory.new_empty(0)
@@ -377,4 +377,4 @@ class TierStore:
 
 def _lose(slot: Slot) -> None:
     """What was to be read into a slot never comes."""
-    slot.stamp = -1
+    slot.version = -1

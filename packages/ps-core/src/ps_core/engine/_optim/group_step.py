@@ -146,11 +146,11 @@ def _note_changed(group: ParamGroup, slots: Mapping[Kind, Slot]) -> None:
     for kind, slot in slots.items():
         if kind is not Kind.ACC:
             home = group.homes[kind]
-            home.changed(slot)
+            home.mark_written(slot)
             if slot is not home.slot:
                 home.copies[slot.tier] = slot
     if group.gathered:
-        group.home.stamp += 1  # no copy that was put together from all shards is the newest now
+        group.home.version += 1  # no copy that was put together from all shards is the newest now
 
 
 def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:

@@ -85,7 +85,7 @@ class OnDemandStepper:
         """Have what a slot of the moment holds at home."""
         if slot is home.slot:
             return
-        if home.dirty:
+        if home.home_is_stale:
             self._residency.copy_to(home, home.slot)
         if home.copies.get(slot.tier) is slot:
             del home.copies[slot.tier]

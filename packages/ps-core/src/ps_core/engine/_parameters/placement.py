@@ -138,7 +138,7 @@ def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset:
     if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
         store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
     home = Chunk(group.extent(kind), size, slot, planned=True)
-    home.changed(slot)
+    home.mark_written(slot)
     group.homes[kind] = home
 
 
@@ -177,4 +177,4 @@ def adopt(record: ParamState, parameter: nn.Parameter, keeper: Any) -> None:
     assert isinstance(parameter, ManagedParameter), "its class has just been changed"
     parameter._record, parameter._keeper = record, keeper
     record.parameter = parameter
-    record.version = version_of(parameter)
+    record.counted_version = version_of(parameter)

@@ -51,8 +51,8 @@ class Residency:
             set_data(record.parameter, bound.view)
         else:
             bound = _bound(record, slot)
-        if version_of(record.parameter) != record.version:  # by an alias of memory where it was before
-            record.version = version_of(record.parameter)
+        if version_of(record.parameter) != record.counted_version:  # by an alias of memory where it was before
+            record.counted_version = version_of(record.parameter)
             self.tampered.append(record)
         record.bound = bound
         self.owners[bound.storage._cdata] = record
@@ -71,7 +71,7 @@ class Residency:
         """Notice a change in place that nobody was told of; the copy that has it is not to be used."""
         if self.exposed.bounds:
             self.exposed.check(record)
-        if version_of(record.parameter) != record.version:
+        if version_of(record.parameter) != record.counted_version:
             self.tampered.append(record)
             self.undo_changes(record, slot)
 
@@ -88,15 +88,17 @@ class Residency:
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Do without what was written to a slot: another copy has the parameter as it was, or else its master."""
-        record.version, home = version_of(record.parameter), record.group.home
+        record.counted_version, home = version_of(record.parameter), record.group.home
         if self._copies_besides(home, slot):
-            slot.stamp = -1
+            slot.version = -1
         elif record.group.weight is Kind.P16 and record.group.trainable and record.contents is SlotContents.WEIGHT:
             self.rebuild(record.group, [record])
 
     def _copies_besides(self, home: Chunk, slot: Slot) -> list[Slot]:
         """The newest copies but for this one."""
-        return [each for each in (home.slot, *home.copies.values()) if each is not slot and each.stamp == home.stamp]
+        return [
+            each for each in (home.slot, *home.copies.values()) if each is not slot and each.version == home.version
+        ]
 
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a parameter's elements in a slot, and those they were made from; None: there is no other copy."""
@@ -129,7 +131,7 @@ class Residency:
             queue = self._launch(source, slot, home.bytes)
         else:
             self._within(source, slot, home.bytes)
-        slot.extent, slot.stamp = home.extent, home.stamp
+        slot.extent, slot.version = home.extent, home.version
         if queue is not None:
             self._arrived(queue)  # a disk that fails takes the stamp away again
         return slot
@@ -166,12 +168,12 @@ class Residency:
 
     def write_home(self, home: Chunk) -> None:
         """Have the newest bytes at home; but not on a disk that failed."""
-        if home.dirty and not (home.slot.place is not None and self.broken):
+        if home.home_is_stale and not (home.slot.place is not None and self.broken):
             self.copy_to(home, home.slot)
 
     def _source(self, home: Chunk) -> Slot:
         """A slot with the newest bytes; where a disk that failed had the only ones, this raises that again."""
-        if not home.alive:
+        if not home.has_current_copy:
             self.check_disk()
         return home.source()
 
@@ -195,9 +197,9 @@ class Residency:
             return False
         for record in group.tensors:
             self.unbind(record)
-        if slot.stamp == home.stamp:
+        if slot.version == home.version:
             self.write_home(home)
-            if home.dirty:
+            if home.home_is_stale:
                 return False  # the disk failed: what is here is all there is
         del home.copies[0]
         self.give_back(slot)
@@ -227,7 +229,7 @@ class Residency:
         values = source.flat(torch.float32, group.chunk_numel)
         for record in records:
             whole[record.span].copy_(values[record.span])
-        home.changed(target)
+        home.mark_written(target)
 
     def at_home(self, home: Chunk) -> Slot:
         """The home slot, holding the newest bytes, for the host thread to work on."""
@@ -253,14 +255,14 @@ class Residency:
         """What `contents` gave was changed."""
         if home.slot.place is not None:
             self._write(home.slot, 0, memory)
-        home.changed(home.slot)
+        home.mark_written(home.slot)
 
     def _near(self, home: Chunk) -> Slot:
         """The newest bytes of an extent with a home on the disk, there or in host memory."""
         source = self._source(home)
         if source.place is None and source.tier == 0 and self.store.tiers[0].name != "host":
             self.write_home(home)
-            return home.slot if not home.dirty else source
+            return home.slot if not home.home_is_stale else source
         return source
 
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
@@ -300,7 +302,7 @@ class Residency:
         else:
             source = value.to("cpu", dtype).contiguous().view(torch.uint8)
             self._write(home.slot, record.offset * dtype.itemsize, source)
-        home.changed(home.slot)
+        home.mark_written(home.slot)
 
     def _write(self, slot: Slot, start: int, source: torch.Tensor) -> None:
         assert slot.place is not None, "slots on the disk have a place there"

@@ -95,7 +95,7 @@ class ParamState:
     """The parameters of its compiled block, which backward wants together; empty: it is in none."""
     update_count: int = 0
     """Changes with every step that changes the parameter."""
-    version: int = 0
+    counted_version: int = 0
     """What PyTorch counts of changes in place; any change is the user's."""
     tied: list[ParamState] = field(default_factory=list)
     """The parameters that had the same memory, this one among them, all in one group; empty: there are no others."""

@@ -94,7 +94,7 @@ class ExposedParameters:
     def _check(self, record: ParamState, bound: SlotView, before: torch.Tensor | None, *, alive: bool) -> None:
         residency, home, slot = self._residency, record.group.home, bound.slot
         group = record.group
-        if slot.stamp != home.stamp:
+        if slot.version != home.version:
             if alive and home.copies.get(slot.tier) is slot and not group.gathered:
                 residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
         elif record.contents is SlotContents.WEIGHT and (
@@ -107,7 +107,7 @@ class ExposedParameters:
                 flat = slot.flat(group.dtype, group.chunk_numel)
                 for other in record.others:
                     flat[other.span].copy_(flat[record.span])
-                home.changed(slot)
+                home.mark_written(slot)
 
     def _differs(self, record: ParamState, slot: Slot) -> bool:
         """Return True if a parameter's elements in a slot differ from those that they were copied from."""

@@ -117,7 +117,7 @@ class ShardedGradients(GradientStore):
 
     def _fill(self, home: Chunk, slot: Slot) -> None:
         """Have at home what a slot holds."""
-        home.changed(slot)
+        home.mark_written(slot)
         if slot is not home.slot:
             home.copies[slot.tier] = slot
             self._shards.write_home(home)

@@ -122,7 +122,7 @@ class ShardPromoter:
 
     def _lower(self, home: Chunk) -> int:
         risen, below = home.slot, home.copies[low_tier(home)]
-        if below.stamp != home.stamp:
+        if below.version != home.version:
             self._residency.copy_to(home, below)
             self._residency.check_disk()
         home.slot = below

@@ -67,7 +67,7 @@ class ShardedResidency(Residency):
         """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
         home = group.home
         slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes, group.tensors[0]))
-        slot.stamp = -1
+        slot.version = -1
         whole = slot.flat(group.dtype, group.chunk_numel)
         numel = group.shard_numel
         own = whole[group.rank * numel : (group.rank + 1) * numel]
@@ -76,7 +76,7 @@ class ShardedResidency(Residency):
 
     def end_gather(self, group: ParamGroup, slot: Slot) -> None:
         """What `begin_gather` gave was filled."""
-        slot.extent, slot.stamp = group.home.extent, group.home.stamp
+        slot.extent, slot.version = group.home.extent, group.home.version
 
     def offered(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
         """This process's shard for others to gather: where it lies, or else in a slot to be given back.
@@ -159,8 +159,8 @@ class ShardedResidency(Residency):
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Gather anew what was written to; the shard is as it was."""
-        record.version = version_of(record.parameter)
-        slot.stamp = -1
+        record.counted_version = version_of(record.parameter)
+        slot.version = -1
 
     # For the host thread: this process's part, where it lies or from the disk.
 
@@ -204,10 +204,10 @@ class ShardedResidency(Residency):
         return self._read(slot, span.start * dtype.itemsize, size).view(dtype)
 
     def _changed(self, home: Chunk) -> None:
-        home.changed(home.slot)
+        home.mark_written(home.slot)
         group = self.groups[home.extent.index]
         if home.extent.kind is group.weight:
-            group.home.stamp += 1  # what was gathered is old now
+            group.home.version += 1  # what was gathered is old now
 
     def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Change this process's elements of a parameter, all of which are given."""
@@ -219,7 +219,7 @@ class ShardedResidency(Residency):
         """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
         slot = group.home.copies.get(0)
         if slot is not None:
-            slot.stamp = -1
+            slot.version = -1
         if group.weight is Kind.P16:
             for record in records:
                 self.save(group.homes[Kind.P16], record.piece, self.load(group.homes[Kind.P32], record.piece))
@@ -229,8 +229,8 @@ class ShardedResidency(Residency):
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """All elements of a parameter of a kind."""
         home = record.group.homes[kind]
-        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.stamp:
-            self._whole = (home, home.stamp, self.contents(home).view(record.group.dtype_of(kind)))
+        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.version:
+            self._whole = (home, home.version, self.contents(home).view(record.group.dtype_of(kind)))
         return self._whole[2][record.span]
 
     def contents(self, home: Chunk) -> torch.Tensor:
