@@ -82,7 +82,7 @@ def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: boo
     check_homes(model, each.ranks, accumulates=accumulates)
     order = engine.residency.beside
     staging = order.staging.bytes if isinstance(order, beside.StreamCollectives) and order.staging is not None else 0
-    homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
+    homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
     places = engine.store.risen_bytes  # which are kept below
     assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + places + staging
 

@@ -92,4 +92,4 @@ def check_homes(model: nn.Module, ranks: int, *, accumulates: bool) -> None:
             each = 16
         else:
             each = 18 if accumulates else 14
-        assert sum(home.slot.bytes for home in group.homes.values()) == each * group.shard_numel, group.name
+        assert sum(chunk.home.bytes for chunk in group.chunks.values()) == each * group.shard_numel, group.name

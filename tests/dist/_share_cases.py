@@ -229,8 +229,8 @@ def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:
             assert front is not None
             front.step()
             front.zero_grad()
-        homes = [home for group in hooks_of(model).engine.groups for home in group.homes.values() if home.planned]
-        up = sum(home.slot.place is None for home in homes)
+        homes = [chunk for group in hooks_of(model).engine.groups for chunk in group.chunks.values() if chunk.planned]
+        up = sum(chunk.home.place is None for chunk in homes)
         found.append((up, statistics(model).moved_bytes["disk->host"] - before))
     wanted = states(reference)
     assert all(torch.equal(value, wanted[name]) for name, value in states(optimizer).items())

@@ -195,7 +195,7 @@ def check_budget(model: nn.Module, each: ps_dist.TorchCollectives, *, accumulate
     check_homes(model, each.ranks, accumulates=accumulates)
     engine = hooks_of(model).engine
     used = sum(tier.current_bytes for tier in found.tiers.values())
-    homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
+    homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
     spare = engine.store.spare.bytes
     assert used == homes + spare, "between steps there are shards, and memory that groups had"
     assert not spare or len(found.tiers) == 1

@@ -56,7 +56,7 @@ def counts_memory(each: Together) -> tuple[int, int, int]:
     out.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    spare, sizes = engine.store.spare.bytes, [group.home.bytes for group in engine.groups]
+    spare, sizes = engine.store.spare.bytes, [group.weight_chunk.bytes for group in engine.groups]
     assert spare >= sum(sizes)
     assert statistics(model).tiers["host"].current_bytes <= statistics(model).tiers["host"].peak_bytes
     release(model)

@@ -54,7 +54,7 @@ class Front:
     def up(self) -> dict[str, set[Kind]]:
         """Which kinds of a group are on the accelerator."""
         return {
-            group.name: {kind for kind, home in group.homes.items() if kind is not Kind.FULL and not home.slot.tier}
+            group.name: {kind for kind, chunk in group.chunks.items() if kind is not Kind.FULL and not chunk.home.tier}
             for group in self.groups
         }
 
@@ -262,11 +262,11 @@ def above_a_disk(each: Together, folder: str) -> None:
     """Homes that come from the disk are stepped in the host's memory as long as their states are below."""
     budget = Budget(device="96KiB", host="60KiB", disk="4MiB", disk_dir=folder)
     one, plain = front(each, "bf16", 1, budget=budget), front(each, "bf16", 0)
-    assert any(group.homes[Kind.P16].slot.tier == 2 for group in one.groups)
+    assert any(group.chunks[Kind.P16].home.tier == 2 for group in one.groups)
     for _ in range(8):
         assert one.step(4) == plain.step(4)
-        homes = [home for group in one.groups for kind, home in group.homes.items() if kind is not Kind.FULL]
-        assert all(len(home.copies) == (not home.slot.tier) for home in homes), "its place below, and no more"
+        homes = [chunk for group in one.groups for kind, chunk in group.chunks.items() if kind is not Kind.FULL]
+        assert all(len(chunk.copies) == (not chunk.home.tier) for chunk in homes), "its place below, and no more"
     assert any(one.up().values())
     assert all(torch.equal(value, plain.states()[name]) for name, value in one.states().items())
     store = hooks_of(one.model).engine.store

@@ -56,7 +56,7 @@ def in_order(each: Together) -> None:
     rise = risers.rise
 
     def watched() -> None:
-        sums.append(sum(Kind.ACC in group.homes for group in engine.groups))
+        sums.append(sum(Kind.ACC in group.chunks for group in engine.groups))
         rise()
 
     risers.rise = watched  # type: ignore[method-assign]

@@ -205,7 +205,7 @@ def train(
             run.norms.append(optimizer.last_norm)
         engine = made.table.weight._keeper
         run.on_device = sum(
-            home.slot.tier == 0 for group in engine.groups for kind, home in group.homes.items() if kind.value == "m"
+            chunk.home.tier == 0 for group in engine.groups for kind, chunk in group.chunks.items() if kind.value == "m"
         )
         run.statistics = statistics(made)
         run.values = {name: value.cpu() for name, value in made.state_dict().items()}

@@ -23,19 +23,19 @@ ROOM = 64 * 1024
 
 def places(engine: Engine, above: list[Chunk], below: list[Chunk]) -> Any:
     """What `move_homes_to_plan` reads of a plan: one list from address 0 on, the other in the host's memory."""
-    by_extent = {home.extent: home for home in (*above, *below)}
+    by_extent = {chunk.extent: chunk for chunk in (*above, *below)}
     held, offset = [], 0
-    for home in above:
-        held.append(Held(0, offset, home.bytes, home.extent))
-        offset += home.bytes
-    held += [Held(1, 0, home.bytes, home.extent) for home in below]
+    for chunk in above:
+        held.append(Held(0, offset, chunk.bytes, chunk.extent))
+        offset += chunk.bytes
+    held += [Held(1, 0, chunk.bytes, chunk.extent) for chunk in below]
     return SimpleNamespace(
-        order=engine.groups, plan=SimpleNamespace(home=held, tiers=engine.store.tiers), home=by_extent.__getitem__
+        order=engine.groups, plan=SimpleNamespace(chunk=held, tiers=engine.store.tiers), chunk=by_extent.__getitem__
     )
 
 
 def contents(engine: Engine, homes: list[Chunk]) -> list[torch.Tensor]:
-    return [engine.residency.contents(home).clone() for home in homes]
+    return [engine.residency.contents(chunk).clone() for chunk in homes]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -45,27 +45,27 @@ def test_any_arrangement_follows_any_other_where_all_is_full(seed: int) -> None:
     budget, options = Budget(device="256KiB", host=HOST), Options(group_bytes=4096, poison=True)
     with chunked_model(models.stack(), device=stand_in(), budget=budget, options=options) as (model, _):
         engine = hooks_of(model).engine
-        homes = [home for group in engine.groups for home in group.homes.values()]
-        for home in homes:
-            home.slot.memory.random_(0, 256)
+        homes = [chunk for group in engine.groups for chunk in group.chunks.values()]
+        for chunk in homes:
+            chunk.home.memory.random_(0, 256)
         before = contents(engine, homes)
         drawn.shuffle(homes_of := list(homes))
         above: list[Chunk] = []
-        for home in homes_of:
-            if sum(each.bytes for each in above) + home.bytes <= ROOM:
-                above.append(home)
-        below = [home for home in homes if home not in above]
+        for chunk in homes_of:
+            if sum(each.bytes for each in above) + chunk.bytes <= ROOM:
+                above.append(chunk)
+        below = [chunk for chunk in homes if chunk not in above]
         assert move_homes_to_plan(engine, places(engine, above, below))
-        assert engine.store.used_bytes == [sum(home.bytes for home in part) for part in (above, below)]
+        assert engine.store.used_bytes == [sum(chunk.bytes for chunk in part) for part in (above, below)]
         engine.store.tiers = tuple(
             Tier(tier.name, used) for tier, used in zip(engine.store.tiers, engine.store.used_bytes, strict=True)
         )
         for _ in range(4):
             above, below = _exchanged(above, below, drawn)
             assert move_homes_to_plan(engine, places(engine, above, below))
-            assert [home.slot.tier for home in (*above, *below)] == [0] * len(above) + [1] * len(below)
-            starts = [home.slot.offset for home in above]
-            assert starts == [sum(home.bytes for home in above[:index]) for index in range(len(above))]
+            assert [chunk.home.tier for chunk in (*above, *below)] == [0] * len(above) + [1] * len(below)
+            starts = [chunk.home.offset for chunk in above]
+            assert starts == [sum(chunk.bytes for chunk in above[:index]) for index in range(len(above))]
             found = contents(engine, homes)
             assert all(torch.equal(old, new) for old, new in zip(before, found, strict=True))
 
@@ -75,9 +75,9 @@ def _exchanged(above: list[Chunk], below: list[Chunk], drawn: random.Random) -> 
     above, below = list(above), list(below)
     drawn.shuffle(above)
     drawn.shuffle(below)
-    for index, home in enumerate(below):
-        fitting = [place for place, other in enumerate(above) if other.bytes == home.bytes]
+    for index, chunk in enumerate(below):
+        fitting = [place for place, other in enumerate(above) if other.bytes == chunk.bytes]
         if fitting and drawn.random() < 0.5:
             place = drawn.choice(fitting)
-            above[place], below[index] = home, above[place]
+            above[place], below[index] = chunk, above[place]
     return above, below

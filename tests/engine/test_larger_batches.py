@@ -52,7 +52,7 @@ def train(made: tuple[nn.Module, Any], rows: int) -> Tensor:
 
 def homes_above(model: nn.Module) -> int:
     engine = next(model.parameters())._keeper  # type: ignore[attr-defined]
-    return sum(home.bytes for group in engine.groups for home in group.homes.values() if home.slot.tier == 0)
+    return sum(chunk.bytes for group in engine.groups for chunk in group.chunks.values() if chunk.home.tier == 0)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ class Fuse:
         self.left -= 1
         if self.left < 0:
             self.left, plan = None, carrier._plan
-            self.lent.append(sum(not plan.home(held.extent).slot.memory.numel() for held in plan.plan.home))
+            self.lent.append(sum(not plan.chunk(held.extent).home.memory.numel() for held in plan.plan.home))
             raise Diverged("told to")
 
 

@@ -65,14 +65,14 @@ def test_the_base_takes_two_bytes_a_parameter_and_is_never_written_back() -> Non
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     adapters = sum(each.numel() for each in model.parameters() if each.requires_grad)
     groups = hooks_of(model).engine.groups
-    homes = {each: sum(home.bytes for home in each.homes.values()) for each in groups}
+    homes = {each: sum(chunk.bytes for chunk in each.chunks.values()) for each in groups}
     base_bytes = sum(size for each, size in homes.items() if not each.trainable)
     padding = 64 * sum(not each.trainable for each in groups)
     assert 2 * frozen <= base_bytes <= 2 * (frozen + padding)
     assert sum(size for each, size in homes.items() if each.trainable) >= 14 * adapters
 
     before = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
-    stamps = {each.index: each.home.version for each in groups if not each.trainable}
+    stamps = {each.index: each.weight_chunk.version for each in groups if not each.trainable}
     train(model, optimizer)
     counted = statistics(model)
     assert counted.evictions > 0
@@ -80,7 +80,9 @@ def test_the_base_takes_two_bytes_a_parameter_and_is_never_written_back() -> Non
     written_back = counted.moved_bytes.get("device->host", 0)
     assert written_back <= 4 * STEPS * (adapters + 64 * len(groups)), "only adapters and their gradients go back"
     assert written_back < 2 * frozen
-    assert {each.index: each.home.version for each in groups if not each.trainable} == stamps, "the base was changed"
+    assert {each.index: each.weight_chunk.version for each in groups if not each.trainable} == stamps, (
+        "the base was changed"
+    )
     for name, value in before.items():
         assert torch.equal(value, model.state_dict()[name]), name
     release(model)

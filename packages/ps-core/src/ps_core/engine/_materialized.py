@@ -119,7 +119,7 @@ def _keep(engine: Engine, record: ParamState, value: torch.Tensor, unchanged: to
     """Write a parameter's elements that the block changed. The others' masters stay: the copy had them rounded."""
     if bool(unchanged.all()):
         return
-    if Kind.P32 in record.group.homes:
+    if Kind.P32 in record.group.chunks:
         value = torch.where(unchanged, engine.read_state(record, Kind.P32), value.to("cpu", torch.float32))
         engine.write_state(record, Kind.P32, value)
     else:

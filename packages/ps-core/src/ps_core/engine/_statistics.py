@@ -87,7 +87,7 @@ def statistics(model: nn.Module) -> Statistics:
         )
         for index, tier in enumerate(store.tiers)
     }
-    homes = sum(home.slot.bytes for group in engine.groups for home in group.homes.values())
+    homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
     return Statistics(
         tiers=tiers,
         moved_bytes={f"{names[a]}->{names[b]}": count for (a, b), count in sorted(counters.moved_bytes.items())},
@@ -118,5 +118,7 @@ def _backend(engine: Engine) -> str:
     if engine.store.device.name != "cuda":
         return on_cpu
     on_card = "cuda" if states["cuda"] == "available" else "torch on CUDA"
-    tiers = {group.homes[Kind.P32].slot.tier for group in engine.groups if Kind.P32 in group.homes and group.trainable}
+    tiers = {
+        group.chunks[Kind.P32].home.tier for group in engine.groups if Kind.P32 in group.chunks and group.trainable
+    }
     return " and ".join([on_card] * (0 in tiers) + [on_cpu] * (tiers != {0}))

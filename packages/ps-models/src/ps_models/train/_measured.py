@@ -95,7 +95,7 @@ class MemoryMeasurement:
             return Category.GRADIENTS  # a slot that nothing is copied to is for gradients that are about to come
         group = self._engine.groups[extent.index]
         if extent.kind is group.weight:
-            newest = slot.version == group.home.version
+            newest = slot.version == group.weight_chunk.version
             over = newest and any(record.contents is not SlotContents.WEIGHT for record in group.tensors)
             return Category.GRADIENTS if over else Category.WEIGHTS
         return _CATEGORY.get(extent.kind, Category.BUFFERS)

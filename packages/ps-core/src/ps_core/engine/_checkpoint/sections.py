@@ -104,7 +104,7 @@ def elements_of(record: ParamState, shard: int) -> range:
 
 def largest_chunk_bytes(engine: Engine) -> int:
     """Of all chunks that this process keeps, of all groups."""
-    return max(home.bytes for group in engine.groups for kind, home in group.homes.items() if kind is not Kind.FULL)
+    return max(chunk.bytes for group in engine.groups for kind, chunk in group.chunks.items() if kind is not Kind.FULL)
 
 
 class OpenChunks(AbstractContextManager["OpenChunks"]):
@@ -174,15 +174,15 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
         with engine.updater.opened(group, kind, write=write) as flat:
             yield flat
         return
-    home = group.homes[kind]
-    shard = residency.shard(home).view(group.dtype_of(kind))
+    chunk = group.chunks[kind]
+    shard = residency.shard(chunk).view(group.dtype_of(kind))
     what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
     engine.store.device.work(Queue.CPU, what, (shard,), (shard,) if write else ())
     try:
         yield shard
     finally:
         if write:
-            residency.save(home, slice(0, shard.numel()), shard)
+            residency.save(chunk, slice(0, shard.numel()), shard)
 
 
 def replaced(record: ParamState) -> None:

@@ -291,7 +291,7 @@ class Engine:
             if (
                 (record.group.last_read_moment != moment and not record.group.pinned)
                 or record.contents is not SlotContents.WEIGHT
-                or record.group.home.newest(0) is None  # a second gradient had it made anew at home
+                or record.group.weight_chunk.newest(0) is None  # a second gradient had it made anew at home
             ):
                 for each in records:
                     if each.group.on_host:
@@ -300,7 +300,7 @@ class Engine:
                 break
         beat = passes.beat if passes.tracked else None
         for record in records:
-            if record.bound is None or record.bound.slot.version != record.group.home.version:
+            if record.bound is None or record.bound.slot.version != record.group.weight_chunk.version:
                 self.residency.unbind(record)
                 self.residency.bind(record)
             if beat is not None:

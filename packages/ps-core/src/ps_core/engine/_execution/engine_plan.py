@@ -67,9 +67,9 @@ class EnginePlan:
         """What it plans."""
         return self.planned.program
 
-    def home(self, extent: Extent) -> Chunk:
+    def chunk(self, extent: Extent) -> Chunk:
         """The engine's home of one of the plan's extents that have one."""
-        return self.order[extent.index].homes[extent.kind]
+        return self.order[extent.index].chunks[extent.kind]
 
     @cached_property
     def lines(self) -> dict[SegmentName, SegmentQueues]:

@@ -259,10 +259,10 @@ class ModelHooks:
 
     def _give_back(self, group: ParamGroup) -> None:
         """A group's memory is not needed any more."""
-        for home in group.homes.values():
-            for slot in (home.slot, *home.copies.values()):
+        for chunk in group.chunks.values():
+            for slot in (chunk.home, *chunk.copies.values()):
                 self.engine.residency.give_back(slot)
-        group.homes.clear()
+        group.chunks.clear()
 
 
 def _gradient(parameter: ManagedParameter) -> None:

@@ -58,7 +58,7 @@ class HostTables:
         if record.contents is not SlotContents.WEIGHT:
             with self._passes.tide.paused(), torch.no_grad():
                 self._gradients.reclaim(record.group)
-        slot = record.group.home.slot
+        slot = record.group.weight_chunk.home
         self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
         found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)
         self._counters.moved(_DEVICE, HOST, ids.nbytes)

@@ -59,7 +59,7 @@ class InstructionExecutor:
         self._residency, self._gradients, self._counters = residency, gradients, counters
         self._store, self._device = residency.store, residency.store.device
         self._slots: dict[int, Slot] = {
-            number: plan.home(held.extent).slot for number, held in enumerate(plan.plan.home)
+            number: plan.chunk(held.extent).home for number, held in enumerate(plan.plan.home)
         }
         self._places: dict[int, tuple[int, int]] = {}
         """Tier and address of the slots that the plan reserved, as it knows them."""
@@ -109,7 +109,7 @@ class InstructionExecutor:
                     self._staged[group] = (slot, [])
             elif use.before is None:
                 self._bear(group, slot)
-            elif slot.version != group.home.version:
+            elif slot.version != group.weight_chunk.version:
                 raise Diverged(f"{self._plan.beats[op.visit].name}: the plan brought an older weight of {group.name}")
             else:
                 self._settle_in(group, slot)
@@ -121,16 +121,16 @@ class InstructionExecutor:
 
         The plan may have fetched the group anew for a later moment already, before it gave this slot back.
         """
-        if slot is not group.home.slot:
-            group.home.copies[slot.tier] = slot
+        if slot is not group.weight_chunk.home:
+            group.weight_chunk.copies[slot.tier] = slot
         for record in group.tensors:
             if record.bound is not None and record.bound.slot is not slot and not record.bound.aliased:
                 self._residency.unbind(record)
 
     def _bear(self, group: ParamGroup, slot: Slot) -> None:
         """A slot for gradients only: what the group's other slots hold is not wanted any more."""
-        home = group.home
-        if slot.version == home.version:
+        chunk = group.weight_chunk
+        if slot.version == chunk.version:
             return
         for record in group.tensors:
             if record.busy or record.contents is SlotContents.GRADIENT:
@@ -138,9 +138,9 @@ class InstructionExecutor:
         for record in group.tensors:
             self._residency.unbind(record)
             record.contents = SlotContents.UNDEFINED
-        if slot is not home.slot:
-            home.copies[slot.tier] = slot
-        home.mark_written(slot)
+        if slot is not chunk.home:
+            chunk.copies[slot.tier] = slot
+        chunk.mark_written(slot)
 
     def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the plan has room for it; False: it has none."""
@@ -174,21 +174,21 @@ class InstructionExecutor:
     def _release(self, instr: Instr, op: Release) -> None:
         slot = self._slots[op.slot]
         if slot.extent is not None:
-            home = self._home_of(slot)
-            if home is not None:
-                self._let_go(home, slot)
+            chunk = self._home_of(slot)
+            if chunk is not None:
+                self._let_go(chunk, slot)
         self._store.release(slot, instr.queue)
         del self._slots[op.slot]
 
-    def _let_go(self, home: Chunk, slot: Slot) -> None:
+    def _let_go(self, chunk: Chunk, slot: Slot) -> None:
         group = self._group_of(slot)
-        others = [other for other in (home.slot, *home.copies.values()) if other is not slot]
-        dead = home.extent.kind is Kind.ACC and not any(
+        others = [other for other in (chunk.home, *chunk.copies.values()) if other is not slot]
+        dead = chunk.extent.kind is Kind.ACC and not any(
             r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors
         )
-        if not dead and slot.version == home.version and not any(other.version == home.version for other in others):
-            raise Diverged(f"the only copy of {home.extent.kind.value} of {group.name} would be given back")
-        if home.extent.kind is group.weight and slot.tier == 0:
+        if not dead and slot.version == chunk.version and not any(other.version == chunk.version for other in others):
+            raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be given back")
+        if chunk.extent.kind is group.weight and slot.tier == 0:
             self._vacate(group, slot)
             self._counters.evicted()
         self._forget(slot)
@@ -204,17 +204,17 @@ class InstructionExecutor:
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
         group, kind = self._plan.order[op.extent.index], op.extent.kind
-        if kind is not Kind.GRAD and source.version != group.homes[kind].version:
+        if kind is not Kind.GRAD and source.version != group.chunks[kind].version:
             raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
         self._store.copy(instr.queue, target, source, op.bytes)  # where that fails, the target holds nothing new
         if kind is Kind.GRAD:
             if group in self._staged:
                 self._staged[group] = (target, self._staged[group][1])
         else:
-            home = group.homes[kind]
-            if target is not home.slot and home.newest(target.tier) is None:
-                home.copies[target.tier] = target  # else one is still in use; see `_settle_in`
-            target.extent, target.version = home.extent, home.version
+            chunk = group.chunks[kind]
+            if target is not chunk.home and chunk.newest(target.tier) is None:
+                chunk.copies[target.tier] = target  # else one is still in use; see `_settle_in`
+            target.extent, target.version = chunk.extent, chunk.version
         self._residency.watcher.moved(source.tier, target.tier, op.bytes)
         if target.tier == 0 and self._moments:
             self._counters.fetched(early=instr.visit > self.moment)
@@ -230,16 +230,16 @@ class InstructionExecutor:
 
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
         group = self._plan.order[op.group]
-        sums, home = self._slots[op.accumulator], group.homes[Kind.ACC]
-        if sums.version != home.version and any(
+        sums, chunk = self._slots[op.accumulator], group.chunks[Kind.ACC]
+        if sums.version != chunk.version and any(
             record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors
         ):
             raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
         self._gradients.add_staged(group, records, flat, sums, instr.queue)
-        if records and sums is not home.slot:
-            home.copies[sums.tier] = sums
+        if records and sums is not chunk.home:
+            chunk.copies[sums.tier] = sums
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
@@ -256,8 +256,8 @@ class InstructionExecutor:
         kinds = self._plan.program.home_kinds(op.group)
         slots = {kind: self._slots[number] for kind, number in zip(kinds, op.slots, strict=True)}
         for kind, slot in slots.items():
-            home = group.homes[kind]
-            if slot.version != home.version and not (kind is group.weight and not self._plan.program.overwrites):
+            chunk = group.chunks[kind]
+            if slot.version != chunk.version and not (kind is group.weight and not self._plan.program.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
 
@@ -276,15 +276,15 @@ class InstructionExecutor:
             for record in records:
                 self._gradients.sum_staged(record, slot)
         self._staged.clear()
-        kept = {id(slot) for group in self._plan.order for slot in group.home.copies.values() if slot.tier == 0}
-        homes = {id(home.slot) for group in self._plan.order for home in group.homes.values()}
+        kept = {id(slot) for group in self._plan.order for slot in group.weight_chunk.copies.values() if slot.tier == 0}
+        chunks = {id(chunk.home) for group in self._plan.order for chunk in group.chunks.values()}
         for slot in {id(slot): slot for slot in self._slots.values()}.values():
-            if id(slot) in homes or id(slot) in kept or slot.memory.numel() == 0:
+            if id(slot) in chunks or id(slot) in kept or slot.memory.numel() == 0:
                 continue
-            home = self._home_of(slot)
-            if home is not None and home.has_current_copy and home.source() is slot:
-                self._residency.write_home(home)
-                if home.home_is_stale:
+            chunk = self._home_of(slot)
+            if chunk is not None and chunk.has_current_copy and chunk.source() is slot:
+                self._residency.write_home(chunk)
+                if chunk.home_is_stale:
                     continue  # the disk failed: what is here is all there is
             self._forget(slot)
             self._residency.give_back(slot)
@@ -295,16 +295,16 @@ class InstructionExecutor:
         extent = slot.extent
         if extent is None or extent.kind is Kind.GRAD:
             return None
-        return self._group_of(slot).homes.get(extent.kind)
+        return self._group_of(slot).chunks.get(extent.kind)
 
     def _group_of(self, slot: Slot) -> ParamGroup:
         assert slot.extent is not None, "the slot holds something"
         return self._residency.groups[slot.extent.index]
 
     def _forget(self, slot: Slot) -> None:
-        home = self._home_of(slot)
-        if home is not None and home.copies.get(slot.tier) is slot:
-            del home.copies[slot.tier]
+        chunk = self._home_of(slot)
+        if chunk is not None and chunk.copies.get(slot.tier) is slot:
+            del chunk.copies[slot.tier]
 
     def settle_homes(self) -> None:
         """At the end: homes that a tight plan lent out are the slots that came back to their places."""

@@ -37,32 +37,32 @@ def restore_lent_homes(
     hold gradients on their way. ``broken``: the disk failed, and what was to be read from there may be lost.
     """
     at = {place: slots[number] for number, place in places.items() if number in slots}
-    homes = {id(plan.home(held.extent).slot) for held in plan.plan.home}
-    taken = {id(slot) for slot in staged} | homes
+    chunks = {id(plan.chunk(held.extent).home) for held in plan.plan.home}
+    taken = {id(slot) for slot in staged} | chunks
     loose = [slot for slot in slots.values() if slot.memory.numel() and id(slot) not in taken]
     for held in plan.plan.home:
-        home = plan.home(held.extent)
-        if home.bytes and not home.slot.memory.numel():
-            slot = _seat(plan, held, home, [*loose, *home.copies.values()], at.get((held.tier, held.offset)))
+        chunk = plan.chunk(held.extent)
+        if chunk.bytes and not chunk.home.memory.numel():
+            slot = _seat(plan, held, chunk, [*loose, *chunk.copies.values()], at.get((held.tier, held.offset)))
             if slot is None:
                 assert broken, "a slot is given back once the next is there"
                 continue
             loose = [other for other in loose if other is not slot]
-            if home.copies.get(slot.tier) is slot:
-                del home.copies[slot.tier]
-            if not home.has_current_copy:
-                home.mark_written(slot)
-            home.slot = slot
+            if chunk.copies.get(slot.tier) is slot:
+                del chunk.copies[slot.tier]
+            if not chunk.has_current_copy:
+                chunk.mark_written(slot)
+            chunk.home = slot
 
 
-def _seat(plan: EnginePlan, held: Held, home: Chunk, loose: list[Slot], place: Slot | None) -> Slot | None:
+def _seat(plan: EnginePlan, held: Held, chunk: Chunk, loose: list[Slot], place: Slot | None) -> Slot | None:
     """The slot that an extent has: that in its place, or else the lowest."""
     rows = plan.order[held.extent.index].tensors
-    found = [slot for slot in loose if slot.extent == home.extent and slot.version == home.version]
+    found = [slot for slot in loose if slot.extent == chunk.extent and slot.version == chunk.version]
     if (
         not found
-        and home.extent.kind is Kind.ACC
+        and chunk.extent.kind is Kind.ACC
         and GradientPlace.IN_ACCUMULATOR not in {row.gradient for row in rows}
     ):
-        found = [slot for slot in loose if slot.extent in (None, home.extent) and slot.bytes == home.bytes]
+        found = [slot for slot in loose if slot.extent in (None, chunk.extent) and slot.bytes == chunk.bytes]
     return place if place in found else max(found, key=lambda slot: slot.tier, default=None)

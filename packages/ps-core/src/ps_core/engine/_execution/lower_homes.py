@@ -56,8 +56,8 @@ class HomePlacement:
             return
         clear(engine)
         with torch.inference_mode(False):  # or nobody else could write to these slots
-            for home, tier in chain((first,), moves):
-                move(engine, home, tier)
+            for chunk, tier in chain((first,), moves):
+                move(engine, chunk, tier)
         if not store.device.lazy:
             store.settle(0)
         self._low, self.astray = True, False
@@ -65,27 +65,27 @@ class HomePlacement:
     def left(self, plan: EnginePlan) -> None:
         """The plan was left amid a segment: what it lent out goes down, so that demand has what room there is."""
         store = self._engine.store
-        rows = [(held, plan.home(held.extent)) for held in plan.plan.home]
-        astray = [(held, home) for held, home in rows if not in_place(home.slot, held)]
+        rows = [(held, plan.chunk(held.extent)) for held in plan.plan.home]
+        astray = [(held, chunk) for held, chunk in rows if not in_place(chunk.home, held)]
         self.astray = self.astray or bool(astray)
         if not astray or self._engine.residency.broken:
             return
         with torch.inference_mode(False):
-            for held, home in sorted(astray, key=lambda row: -row[0].tier):
-                if home.slot.tier < held.tier and store.free_bytes(held.tier) >= home.bytes:
-                    self._down(home, held.tier)
-            for home, tier in _downward(store, plan.order):
-                self._down(home, tier)
+            for held, chunk in sorted(astray, key=lambda row: -row[0].tier):
+                if chunk.home.tier < held.tier and store.free_bytes(held.tier) >= chunk.bytes:
+                    self._down(chunk, held.tier)
+            for chunk, tier in _downward(store, plan.order):
+                self._down(chunk, tier)
 
-    def _down(self, home: Chunk, tier: int) -> None:
+    def _down(self, chunk: Chunk, tier: int) -> None:
         """Amid a pass: parameters may lie there."""
-        store, residency, old = self._engine.store, self._engine.residency, home.slot
-        target = store.reserve(tier, home.bytes)
-        residency.copy_to(home, target)
-        home.slot = target
-        tensors = self._engine.groups[home.extent.index].tensors
+        store, residency, old = self._engine.store, self._engine.residency, chunk.home
+        target = store.reserve(tier, chunk.bytes)
+        residency.copy_to(chunk, target)
+        chunk.home = target
+        tensors = self._engine.groups[chunk.extent.index].tensors
         if any(record.bound is not None and record.bound.slot is old for record in tensors):
-            home.copies[old.tier] = old
+            chunk.copies[old.tier] = old
         else:
             residency.give_back(old)
 
@@ -94,25 +94,25 @@ def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chun
     """Which homes go down, and where to, each once those before it are there."""
     spare = _spare(store, groups)
     for tier in range(len(store.tiers) - 1):
-        homes = [home for group in groups for home in group.homes.values() if home.slot.tier == tier]
-        for home in homes:
+        chunks = [chunk for group in groups for chunk in group.chunks.values() if chunk.home.tier == tier]
+        for chunk in chunks:
             if tier and store.free_bytes(tier) >= spare[tier]:
                 break
-            if lower := _tier_for(store, home, spare):
-                yield home, lower
+            if lower := _tier_for(store, chunk, spare):
+                yield chunk, lower
 
 
 def _spare(store: TierStore, groups: list[ParamGroup]) -> tuple[int, ...]:
     """What every tier keeps free: above a disk a group passes through, and a gradient is put down to be summed."""
     sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
-    wholes = [sum(home.bytes for home in group.homes.values()) for group in groups]
+    wholes = [sum(chunk.bytes for chunk in group.chunks.values()) for group in groups]
     last = max(sums, default=0)
     return (0, *(max([*wholes, last]) for _ in store.tiers[1:-1]), last)
 
 
-def _tier_for(store: TierStore, home: Chunk, spare: tuple[int, ...]) -> int:
+def _tier_for(store: TierStore, chunk: Chunk, spare: tuple[int, ...]) -> int:
     """The highest tier below its own that has room for it and for what is to be kept free; 0: none has."""
-    for tier in range(home.slot.tier + 1, len(store.tiers)):
-        if store.free_bytes(tier) >= home.bytes + spare[tier]:
+    for tier in range(chunk.home.tier + 1, len(store.tiers)):
+        if store.free_bytes(tier) >= chunk.bytes + spare[tier]:
             return tier
     return 0

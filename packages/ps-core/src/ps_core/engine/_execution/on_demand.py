@@ -53,23 +53,25 @@ class OnDemandDriver:
         groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:
             self._in.pop(group, None)
-        wanted = [group for group in groups if group.home.slot.tier and group.home.copies.get(0) is None]
+        wanted = [
+            group for group in groups if group.weight_chunk.home.tier and group.weight_chunk.copies.get(0) is None
+        ]
         self._make_room(wanted, set(groups), name)
         device = self._store.device
         for group in groups:
             slot = self._residency.bring(group)
-            if group.home.slot.tier:
+            if group.weight_chunk.home.tier:
                 self._in[group] = None
             device.work(Queue.COMPUTE, name, (slot.memory,), ())
 
     def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes
-        size = sum(group.home.bytes for group in wanted)
+        size = sum(group.weight_chunk.bytes for group in wanted)
         line = capacity - (self._highest_tide_bytes or self._store.tide_bytes)
         cache = self._highest_tide_bytes is not None
         for group in list(self._in):
             roomy = cache and self._store.used_bytes[0] + size <= line
-            if roomy and all(self._store.fits(each.home.bytes, line) for each in wanted):
+            if roomy and all(self._store.fits(each.weight_chunk.bytes, line) for each in wanted):
                 break
             if group not in needed and self._residency.drop(group):
                 del self._in[group]
@@ -88,9 +90,9 @@ class OnDemandDriver:
             if self._residency.drop(group):
                 del self._in[group]
             else:
-                self._residency.write_home(group.home)
+                self._residency.write_home(group.weight_chunk)
                 self._residency.expose(group)
 
     def adopt(self, groups: list[ParamGroup]) -> None:
         """Take over what a plan left on the compute tier."""
-        self._in = {group: None for group in groups if 0 in group.home.copies}
+        self._in = {group: None for group in groups if 0 in group.weight_chunk.copies}

@@ -69,7 +69,7 @@ class PlanRequest:
         """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
         if self.machine is not SMALL_COMPUTER or tiers[0].name != "device":
             return self.machine
-        homes = sum(home.bytes for group in self._engine.groups if not group.pinned for home in group.homes.values())
+        homes = sum(chunk.bytes for group in self._engine.groups if not group.pinned for chunk in group.chunks.values())
         return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
@@ -96,6 +96,8 @@ class PlanRequest:
         taken = self._engine.activations.bytes + store.fixed_bytes
         if taken:
             others[0] = Tier(others[0].name, others[0].capacity_bytes - taken)
-        pinned = [home.slot for group in self._engine.groups if group.fixed_tier == 0 for home in group.homes.values()]
+        pinned = [
+            chunk.home for group in self._engine.groups if group.fixed_tier == 0 for chunk in group.chunks.values()
+        ]
         end = min((slot.offset for slot in pinned), default=first.capacity_bytes)
         return (Tier(first.name, end & -128), *others)

@@ -17,7 +17,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
     store, residency = engine.store, engine.residency
     if group_with_aliases(plan.order) is not None or not _has_its_places(store, plan):
         return False
-    pending = [held for held in plan.plan.home if not in_place(plan.home(held.extent).slot, held)]
+    pending = [held for held in plan.plan.home if not in_place(plan.chunk(held.extent).home, held)]
     for held in pending:
         group = plan.order[held.extent.index]
         for record in group.tensors:
@@ -30,20 +30,20 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
             residency.unbind(record)
         store.settle(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
     while pending:
-        ready = [held for held in pending if _may_move(store, plan.home(held.extent), held)]
+        ready = [held for held in pending if _may_move(store, plan.chunk(held.extent), held)]
         for held in ready:
-            if _may_move(store, plan.home(held.extent), held):
-                move(engine, plan.home(held.extent), held.tier, held.offset if held.tier == 0 else -1)
+            if _may_move(store, plan.chunk(held.extent), held):
+                move(engine, plan.chunk(held.extent), held.tier, held.offset if held.tier == 0 else -1)
                 pending.remove(held)
         if not ready:
-            inside = [plan.home(held.extent) for held in pending]
-            spill_outside_tiers(engine, next((home for home in inside if home.slot.bytes), inside[0]))
+            inside = [plan.chunk(held.extent) for held in pending]
+            spill_outside_tiers(engine, next((chunk for chunk in inside if chunk.home.bytes), inside[0]))
     return True
 
 
 def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
     """Whether nothing but homes is where the plan has them: sums that it does not know of, say."""
-    slots = {id(slot): slot for held in plan.plan.home for slot in (plan.home(held.extent).slot,)}
+    slots = {id(slot): slot for held in plan.plan.home for slot in (plan.chunk(held.extent).home,)}
     others = list(store.used_bytes)
     for slot in slots.values():
         others[slot.tier] -= slot.bytes
@@ -60,7 +60,7 @@ def in_place(slot: Slot, held: Held) -> bool:
     return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
 
 
-def _may_move(store: TierStore, home: Chunk, held: Held) -> bool:
+def _may_move(store: TierStore, chunk: Chunk, held: Held) -> bool:
     if held.tier:
         return store.used_bytes[held.tier] + held.bytes <= store.tiers[held.tier].capacity_bytes
     return not store.overlapping(held.offset, held.bytes)
@@ -68,7 +68,11 @@ def _may_move(store: TierStore, home: Chunk, held: Held) -> bool:
 
 def group_with_aliases(groups: Iterable[ParamGroup]) -> ParamGroup | None:
     """A group whose memory on the compute tier cannot be moved, for somebody besides its parameters has it."""
-    held = (group for group in groups if 0 in group.home.copies or (group.home.slot.tier == 0 and group.aliased))
+    held = (
+        group
+        for group in groups
+        if 0 in group.weight_chunk.copies or (group.weight_chunk.home.tier == 0 and group.aliased)
+    )
     return next(held, None)
 
 
@@ -81,17 +85,17 @@ def clear(engine: Engine) -> None:
         engine.residency.await_all(queue)
 
 
-def move(engine: Engine, home: Chunk, tier: int, offset: int = -1) -> None:
+def move(engine: Engine, chunk: Chunk, tier: int, offset: int = -1) -> None:
     """Let a home be elsewhere, with what is in it."""
-    target = engine.store.reserve(tier, home.bytes, offset)
-    engine.residency.copy_to(home, target)
-    old, home.slot = home.slot, target
+    target = engine.store.reserve(tier, chunk.bytes, offset)
+    engine.residency.copy_to(chunk, target)
+    old, chunk.home = chunk.home, target
     engine.residency.give_back(old)
 
 
-def spill_outside_tiers(engine: Engine, home: Chunk) -> None:
+def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
     """Let an extent wait outside every tier."""
-    old = home.slot
-    memory = old.in_host_memory() if old.place is None else engine.residency.contents(home)
-    home.slot = Slot(engine.store.work_tier(old.tier), -1, 0, memory, home.extent, old.version)
+    old = chunk.home
+    memory = old.in_host_memory() if old.place is None else engine.residency.contents(chunk)
+    chunk.home = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)
     engine.residency.give_back(old)

@@ -211,21 +211,23 @@ class PlanScheduler:
         if known is None or not known[0].covers(self._served):
             self._homes.lower()
             return
-        largest = max((group.home.bytes for group in self._engine.groups if not group.on_host), default=0)
+        largest = max((group.weight_chunk.bytes for group in self._engine.groups if not group.on_host), default=0)
         self._engine.passes.demand.expect(known[1])
         self._homes.lower(known[1] + 2 * largest)
 
     def _bytes_to_read(self) -> int:
         """Of the compute tier, besides homes: all weights that are elsewhere, and a copy of all in fp32."""
         groups = self._engine.groups
-        return sum(group.home.bytes * (group.home.slot.tier > 0) + group.chunk_numel * 4 for group in groups)
+        return sum(
+            group.weight_chunk.bytes * (group.weight_chunk.home.tier > 0) + group.chunk_numel * 4 for group in groups
+        )
 
     def _unready(self, training: bool) -> str:
         """Why a segment cannot begin; empty: it can."""
         if training and not self._setup.training:
             return "a backward pass of a model without an optimizer"
         for group in self._engine.groups:
-            if 0 in group.home.copies:
+            if 0 in group.weight_chunk.copies:
                 return f"somebody holds on to memory of {group.name}"
             if any(record.contents is not SlotContents.WEIGHT for record in group.tensors):
                 return f"a gradient lies over {group.name}"
@@ -299,7 +301,7 @@ class PlanScheduler:
         for group in self._engine.groups:
             if group.pinned:
                 continue
-            if 0 in group.home.copies:
+            if 0 in group.weight_chunk.copies:
                 return False
             states = {record.gradient for record in group.tensors} - {GradientPlace.NONE}
             if states and (states != {wanted} or group not in stepped):

@@ -86,14 +86,14 @@ class GradientStore:
         """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
         if self._residency.exposed.bounds:
             self._residency.exposed.check(record, ended=True)
-        slot = record.group.home.newest(record.group.fixed_tier or 0)
+        slot = record.group.weight_chunk.newest(record.group.fixed_tier or 0)
         if slot is None or record.busy or record.own_gradient is None:
             return False
         target = record.shaped(slot.memory.view(record.dtype))
         queue = Queue.CPU if slot.tier else Queue.COMPUTE
         self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
         target.copy_(record.own_gradient)
-        record.group.home.mark_written(slot)
+        record.group.weight_chunk.mark_written(slot)
         record.own_gradient, record.overwrite_pending = None, False
         record.gradient, record.contents = GradientPlace.IN_WEIGHT_SLOT, SlotContents.GRADIENT
         if self._store.file is not None:
@@ -135,13 +135,13 @@ class GradientStore:
         if record.gradient is GradientPlace.OWN_TENSOR and record.own_gradient is not None:
             record.own_gradient = record.own_gradient.float().mul_(factor)
         elif record.gradient is GradientPlace.IN_ACCUMULATOR:
-            home = record.group.homes[Kind.ACC]
-            slot = home.source()
+            chunk = record.group.chunks[Kind.ACC]
+            slot = chunk.source()
             target = self._residency.part_of(slot, record, torch.float32)
             self._store.device.work(Queue.CPU, f"factor of {record.name}", (target,), (target,))
             target.mul_(factor)
             if slot.place is None:
-                home.mark_written(slot)
+                chunk.mark_written(slot)
             else:
                 self._residency.replace(record, Kind.ACC, target)
         record.norm_part = None
@@ -161,16 +161,16 @@ class GradientStore:
             self._add_summed(record, gradient)
 
     def _add_summed(self, record: ParamState, gradient: torch.Tensor) -> None:
-        home = self.accumulator(record.group)
+        chunk = self.accumulator(record.group)
         flat = flatten(record, gradient)
-        tier = self._store.work_tier(home.slot.tier)
+        tier = self._store.work_tier(chunk.home.tier)
         if not tier or record.group.on_host:
-            self._add_home(record, flat, home)
+            self._add_home(record, flat, chunk)
         elif self._store.free_bytes(tier) < flat.nbytes:
-            self._add_in_pieces(record, flat, home, tier)
+            self._add_in_pieces(record, flat, chunk, tier)
         else:
             stage = self._store.reserve(tier, max(1, flat.nbytes))
-            self._add_home(record, self._put_down(flat, stage.memory, tier), home)
+            self._add_home(record, self._put_down(flat, stage.memory, tier), chunk)
             self._residency.give_back(stage)
 
     def _put_down(self, flat: torch.Tensor, memory: torch.Tensor, tier: int) -> torch.Tensor:
@@ -181,9 +181,9 @@ class GradientStore:
         self._residency.watcher.moved(0, tier, flat.nbytes)
         return staged
 
-    def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, home: Chunk, tier: int) -> None:
+    def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, chunk: Chunk, tier: int) -> None:
         """Add to the sums where their tier is full: by way of a little beside the budget, as the disk's buffers are."""
-        fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, home.slot.place is not None
+        fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, chunk.home.place is not None
         total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
         beside = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
@@ -192,13 +192,13 @@ class GradientStore:
         if on_disk:
             self._residency.replace(record, Kind.ACC, total)
         else:
-            home.mark_written(home.slot)
+            chunk.mark_written(chunk.home)
         record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, measured(total) if on_disk else None
 
-    def _add_home(self, record: ParamState, flat: torch.Tensor, home: Chunk) -> None:
+    def _add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
-        if home.slot.place is None:
-            self.add_flat(record, flat, home.slot, Queue.CPU if home.slot.tier else Queue.COMPUTE)
+        if chunk.home.place is None:
+            self.add_flat(record, flat, chunk.home, Queue.CPU if chunk.home.tier else Queue.COMPUTE)
             return
         fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
@@ -217,15 +217,15 @@ class GradientStore:
 
     def sum_staged(self, record: ParamState, slot: Slot) -> None:
         """Add a gradient that lies in a slot of its own."""
-        flat, home = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
-        tier = self._store.work_tier(home.slot.tier)
+        flat, chunk = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
+        tier = self._store.work_tier(chunk.home.tier)
         if slot.tier and not tier:
             self._residency.await_all(Queue.H2D)
             above = torch.empty_like(flat, device=self._store.device.torch_device)
             self._store.device.copy(Queue.H2D, above, flat)
             flat = above
         if slot.tier:
-            self._add_home(record, flat, home)
+            self._add_home(record, flat, chunk)
         else:
             self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
@@ -260,20 +260,20 @@ class GradientStore:
             target.copy_(flat)
         for record in records:
             record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, None
-        group.homes[Kind.ACC].mark_written(slot)
+        group.chunks[Kind.ACC].mark_written(slot)
 
     def accumulator(self, group: ParamGroup) -> Chunk:
         """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
-        home = group.homes.get(Kind.ACC)
-        if home is None:
+        chunk = group.chunks.get(Kind.ACC)
+        if chunk is None:
             slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
-            home = group.homes[Kind.ACC] = Chunk(group.extent(Kind.ACC), slot.bytes, slot)
-            home.mark_written(slot)
-        return home
+            chunk = group.chunks[Kind.ACC] = Chunk(group.extent(Kind.ACC), slot.bytes, slot)
+            chunk.mark_written(slot)
+        return chunk
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
         """Where sums lie that no plan knows of: beside the master, which the step reads."""
-        return group.homes[Kind.P32].slot.tier
+        return group.chunks[Kind.P32].home.tier
 
     # The parameter wanted back.
 
@@ -281,7 +281,7 @@ class GradientStore:
         """Make every payload of a group its parameter again, whatever lies over it."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
-        self._residency.at_home(group.home)
+        self._residency.at_home(group.weight_chunk)
         for record in over:
             flat, record.gradient = self._over(record), GradientPlace.NONE
             if self._resident(record):
@@ -343,8 +343,8 @@ class GradientStore:
 
     def _slot_over(self, group: ParamGroup) -> Slot:
         """Where gradients that went over their parameters are."""
-        home = group.home
-        return home.slot if not home.home_is_stale and home.slot.place is None else home.source()
+        chunk = group.weight_chunk
+        return chunk.home if not chunk.home_is_stale and chunk.home.place is None else chunk.source()
 
     def _over(self, record: ParamState) -> torch.Tensor:
         return self._residency.part_of(self._slot_over(record.group), record, record.group.dtype)
@@ -354,7 +354,7 @@ class GradientStore:
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             return self._over(record)
         if record.gradient is GradientPlace.IN_ACCUMULATOR:
-            return self._residency.part_of(record.group.homes[Kind.ACC].source(), record, torch.float32)
+            return self._residency.part_of(record.group.chunks[Kind.ACC].source(), record, torch.float32)
         assert record.own_gradient is not None, "there is a gradient"
         return flatten(record, record.own_gradient)
 

@@ -71,7 +71,7 @@ class Chunk:
 
     extent: Extent
     bytes: int
-    slot: Slot
+    home: Slot
     version: int = 0
     copies: dict[int, Slot] = field(default_factory=dict)
     planned: bool = False
@@ -79,14 +79,14 @@ class Chunk:
 
     def newest(self, tier: int) -> Slot | None:
         """The slot on a tier that holds the newest bytes."""
-        for slot in (self.copies.get(tier), self.slot):
+        for slot in (self.copies.get(tier), self.home):
             if slot is not None and slot.tier == tier and slot.version == self.version:
                 return slot
         return None
 
     def source(self) -> Slot:
         """Any slot that holds the newest bytes, fastest tier first."""
-        for slot in sorted((*self.copies.values(), self.slot), key=lambda slot: slot.tier):
+        for slot in sorted((*self.copies.values(), self.home), key=lambda slot: slot.tier):
             if slot.version == self.version:
                 return slot
         raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is the newest")
@@ -100,9 +100,9 @@ class Chunk:
     @property
     def has_current_copy(self) -> bool:
         """Whether the newest bytes are anywhere."""
-        return any(slot.version == self.version for slot in (self.slot, *self.copies.values()))
+        return any(slot.version == self.version for slot in (self.home, *self.copies.values()))
 
     @property
     def home_is_stale(self) -> bool:
         """Whether home is behind."""
-        return self.slot.version != self.version
+        return self.home.version != self.version

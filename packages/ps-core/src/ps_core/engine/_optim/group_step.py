@@ -145,12 +145,12 @@ def _note_changed(group: ParamGroup, slots: Mapping[Kind, Slot]) -> None:
     """Mark what a step wrote as the newest of its kind; sums are used up."""
     for kind, slot in slots.items():
         if kind is not Kind.ACC:
-            home = group.homes[kind]
-            home.mark_written(slot)
-            if slot is not home.slot:
-                home.copies[slot.tier] = slot
+            chunk = group.chunks[kind]
+            chunk.mark_written(slot)
+            if slot is not chunk.home:
+                chunk.copies[slot.tier] = slot
     if group.gathered:
-        group.home.version += 1  # no copy that was put together from all shards is the newest now
+        group.weight_chunk.version += 1  # no copy that was put together from all shards is the newest now
 
 
 def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:

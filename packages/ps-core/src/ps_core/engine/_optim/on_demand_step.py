@@ -47,17 +47,17 @@ class OnDemandStepper:
         kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
         if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             kinds.append(Kind.ACC)
-        tier = self._store.work_tier(group.homes[Kind.P32].slot.tier)
+        tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)
         slots = self._all_on(group, kinds, tier)
-        copies = {kind: group.homes[kind].copies.get(tier) for kind in kinds}
+        copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
         self._residency.await_all(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
         for kind, slot in slots.items():
-            self._put_back(group.homes[kind], slot)
+            self._put_back(group.chunks[kind], slot)
         for kind, copy in copies.items():
             if copy is not None and copy is not slots[kind]:
-                group.homes[kind].copies[tier] = copy  # something aliases this memory, and keeps the old values
+                group.chunks[kind].copies[tier] = copy  # something aliases this memory, and keeps the old values
 
     def _all_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """The newest bytes of these on a tier; where there is no room for all of them, all is as it was."""
@@ -67,41 +67,41 @@ class OnDemandStepper:
                 slots[kind] = self._on(group, kind, tier)
         except BaseException:
             for kind, slot in slots.items():
-                self._put_back(group.homes[kind], slot)
+                self._put_back(group.chunks[kind], slot)
             raise
         return slots
 
     def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
         """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
-        home = group.homes[kind]
-        self._residency.write_home(home)
-        if home.slot.tier == tier:
-            return home.slot
-        slot = self._store.reserve(tier, home.bytes)
-        home.copies.setdefault(tier, slot)  # or the bytes would be nowhere if they cannot be put back
-        return self._residency.copy_to(home, slot)
+        chunk = group.chunks[kind]
+        self._residency.write_home(chunk)
+        if chunk.home.tier == tier:
+            return chunk.home
+        slot = self._store.reserve(tier, chunk.bytes)
+        chunk.copies.setdefault(tier, slot)  # or the bytes would be nowhere if they cannot be put back
+        return self._residency.copy_to(chunk, slot)
 
-    def _put_back(self, home: Chunk, slot: Slot) -> None:
+    def _put_back(self, chunk: Chunk, slot: Slot) -> None:
         """Have what a slot of the moment holds at home."""
-        if slot is home.slot:
+        if slot is chunk.home:
             return
-        if home.home_is_stale:
-            self._residency.copy_to(home, home.slot)
-        if home.copies.get(slot.tier) is slot:
-            del home.copies[slot.tier]
+        if chunk.home_is_stale:
+            self._residency.copy_to(chunk, chunk.home)
+        if chunk.copies.get(slot.tier) is slot:
+            del chunk.copies[slot.tier]
         self._residency.give_back(slot)
 
     def free_sums(self) -> None:
         """Give back accumulators that no plan knows of."""
         for group in self._groups:
-            home = group.homes.get(Kind.ACC)
+            chunk = group.chunks.get(Kind.ACC)
             if (
-                home is not None
-                and not home.planned
+                chunk is not None
+                and not chunk.planned
                 and not any(r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors)
             ):
-                self._residency.give_back(home.slot)
-                del group.homes[Kind.ACC]
+                self._residency.give_back(chunk.home)
+                del group.chunks[Kind.ACC]
 
     # Contents.
 
@@ -119,22 +119,22 @@ class OnDemandStepper:
 
     def read_while_loading(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """Copy like `read`; several ranks compare what they load only once all of it is there."""
-        if kind is Kind.P32 and Kind.P32 not in record.group.homes:
+        if kind is Kind.P32 and Kind.P32 not in record.group.chunks:
             return self._copy(record, record.group.weight).float()
         return self._copy(record, kind)
 
     @contextmanager
     def opened(self, group: ParamGroup, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
         """One kind of a group as a vector that the host thread may read within the block, and with ``write`` change."""
-        home = group.homes[kind]
-        memory = self._residency.contents(home)
+        chunk = group.chunks[kind]
+        memory = self._residency.contents(chunk)
         what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
         self._store.device.work(Queue.CPU, what, (memory,), (memory,) if write else ())
         try:
             yield memory.view(group.dtype_of(kind))
         finally:
             if write:
-                self._residency.changed_at_home(home, memory)
+                self._residency.changed_at_home(chunk, memory)
 
     def _copy(self, record: ParamState, kind: Kind) -> torch.Tensor:
         flat = self._residency.vector(record, kind)
@@ -154,7 +154,7 @@ class OnDemandStepper:
         kinds = [kind]
         if kind is Kind.P32:
             value = value.to(torch.float32)  # from which 16 bits are rounded, as every step does
-            kinds = [each for each in (group.weight, Kind.P32) if each in group.homes]
+            kinds = [each for each in (group.weight, Kind.P32) if each in group.chunks]
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 self._gradients.reclaim(group)
         for each in dict.fromkeys(kinds):

@@ -137,9 +137,9 @@ def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset:
     slot = store.reserve(tier, size, offset)
     if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
         store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
-    home = Chunk(group.extent(kind), size, slot, planned=True)
-    home.mark_written(slot)
-    group.homes[kind] = home
+    chunk = Chunk(group.extent(kind), size, slot, planned=True)
+    chunk.mark_written(slot)
+    group.chunks[kind] = chunk
 
 
 def copy_in_values(
@@ -159,9 +159,9 @@ def copy_in_values(
 def _write(record: ParamState, value: torch.Tensor, keeper: Any) -> None:
     group = record.group
     for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
-        home, dtype = group.homes[kind], group.dtype_of(kind)
-        if home.slot.place is None and not group.gathered:
-            record.shaped(home.slot.flat(dtype, group.chunk_numel)).copy_(value)
+        chunk, dtype = group.chunks[kind], group.dtype_of(kind)
+        if chunk.home.place is None and not group.gathered:
+            record.shaped(chunk.home.flat(dtype, group.chunk_numel)).copy_(value)
         else:
             flat = torch.empty(record.numel, dtype=dtype)
             flat.as_strided(record.shape, record.stride).copy_(value)

@@ -44,7 +44,7 @@ class Residency:
         if record.bound is not None:
             return record.bound
         group = record.group
-        slot = group.home.newest(0)
+        slot = group.weight_chunk.newest(0)
         assert slot is not None, "a group is brought in before its parameters are bound"
         bound = slot.bounds.get(record)
         if bound is not None:
@@ -88,50 +88,50 @@ class Residency:
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Do without what was written to a slot: another copy has the parameter as it was, or else its master."""
-        record.counted_version, home = version_of(record.parameter), record.group.home
-        if self._copies_besides(home, slot):
+        record.counted_version, chunk = version_of(record.parameter), record.group.weight_chunk
+        if self._copies_besides(chunk, slot):
             slot.version = -1
         elif record.group.weight is Kind.P16 and record.group.trainable and record.contents is SlotContents.WEIGHT:
             self.rebuild(record.group, [record])
 
-    def _copies_besides(self, home: Chunk, slot: Slot) -> list[Slot]:
+    def _copies_besides(self, chunk: Chunk, slot: Slot) -> list[Slot]:
         """The newest copies but for this one."""
         return [
-            each for each in (home.slot, *home.copies.values()) if each is not slot and each.version == home.version
+            each for each in (chunk.home, *chunk.copies.values()) if each is not slot and each.version == chunk.version
         ]
 
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a parameter's elements in a slot, and those they were made from; None: there is no other copy."""
         group, own = record.group, self.part_of(slot, record, record.dtype)
-        if copies := self._copies_besides(group.home, slot):
+        if copies := self._copies_besides(group.weight_chunk, slot):
             return own, self.part_of(max(copies, key=lambda each: each.tier), record, record.dtype)
         if group.weight is Kind.P16 and group.trainable:
-            return own, self.part_of(group.homes[Kind.P32].source(), record, torch.float32)
+            return own, self.part_of(group.chunks[Kind.P32].source(), record, torch.float32)
         return own, next((self.part_of(slot, other, record.dtype) for other in record.others), None)
 
     # Groups.
 
     def bring(self, group: ParamGroup) -> Slot:
         """Have the newest weight on the compute tier, where there must be room for it."""
-        home = group.home
-        slot = home.newest(0)
+        chunk = group.weight_chunk
+        slot = chunk.newest(0)
         if slot is not None:
             return slot
-        if 0 not in home.copies:  # else one is there that is behind, for whoever holds on to its memory
-            home.copies[0] = self.store.reserve(0, home.bytes)
-        return self.copy_to(home, home.copies[0])
+        if 0 not in chunk.copies:  # else one is there that is behind, for whoever holds on to its memory
+            chunk.copies[0] = self.store.reserve(0, chunk.bytes)
+        return self.copy_to(chunk, chunk.copies[0])
 
-    def copy_to(self, home: Chunk, slot: Slot) -> Slot:
+    def copy_to(self, chunk: Chunk, slot: Slot) -> Slot:
         """Fill a slot with an extent's newest bytes; whatever comes after may read it."""
-        source, queue = self._source(home), None
+        source, queue = self._source(chunk), None
         apart = abs(source.tier - slot.tier)
         if apart > 1 or (source.place is not None and slot.place is not None):
-            self._by_way_of_memory(source, slot, home.bytes)
+            self._by_way_of_memory(source, slot, chunk.bytes)
         elif apart:
-            queue = self._launch(source, slot, home.bytes)
+            queue = self._launch(source, slot, chunk.bytes)
         else:
-            self._within(source, slot, home.bytes)
-        slot.extent, slot.version = home.extent, home.version
+            self._within(source, slot, chunk.bytes)
+        slot.extent, slot.version = chunk.extent, chunk.version
         if queue is not None:
             self._arrived(queue)  # a disk that fails takes the stamp away again
         return slot
@@ -166,16 +166,16 @@ class Residency:
                 device.wait(queue, device.record(other))
         self.watcher.waited(time.perf_counter() - started)
 
-    def write_home(self, home: Chunk) -> None:
+    def write_home(self, chunk: Chunk) -> None:
         """Have the newest bytes at home; but not on a disk that failed."""
-        if home.home_is_stale and not (home.slot.place is not None and self.broken):
-            self.copy_to(home, home.slot)
+        if chunk.home_is_stale and not (chunk.home.place is not None and self.broken):
+            self.copy_to(chunk, chunk.home)
 
-    def _source(self, home: Chunk) -> Slot:
+    def _source(self, chunk: Chunk) -> Slot:
         """A slot with the newest bytes; where a disk that failed had the only ones, this raises that again."""
-        if not home.has_current_copy:
+        if not chunk.has_current_copy:
             self.check_disk()
-        return home.source()
+        return chunk.source()
 
     def check_disk(self) -> None:
         """Raise again if the disk tier has failed."""
@@ -189,19 +189,19 @@ class Residency:
 
     def drop(self, group: ParamGroup) -> bool:
         """Take a group's copy off the compute tier, saved at home if it is the newest; False if it is held on to."""
-        home = group.home
-        slot = home.copies.get(0)
+        chunk = group.weight_chunk
+        slot = chunk.copies.get(0)
         if slot is None:
             return True
         if group.aliased:
             return False
         for record in group.tensors:
             self.unbind(record)
-        if slot.version == home.version:
-            self.write_home(home)
-            if home.home_is_stale:
+        if slot.version == chunk.version:
+            self.write_home(chunk)
+            if chunk.home_is_stale:
                 return False  # the disk failed: what is here is all there is
-        del home.copies[0]
+        del chunk.copies[0]
         self.give_back(slot)
         self.watcher.evicted()
         return True
@@ -215,64 +215,64 @@ class Residency:
 
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Make these payloads the parameters again, from the masters."""
-        home, master = group.home, group.homes[Kind.P32]
+        chunk, master = group.weight_chunk, group.chunks[Kind.P32]
         if group.weight is Kind.P32 or not records:
             return
-        if home.slot.place is not None or master.slot.place is not None:
+        if chunk.home.place is not None or master.home.place is not None:
             for record in records:
                 self.replace(record, group.weight, self.vector(record, Kind.P32))
             return
-        source, target = self.at_home(master), self.at_home(home)
+        source, target = self.at_home(master), self.at_home(chunk)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
         self.store.device.work(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
         whole = target.flat(group.dtype, group.chunk_numel)
         values = source.flat(torch.float32, group.chunk_numel)
         for record in records:
             whole[record.span].copy_(values[record.span])
-        home.mark_written(target)
+        chunk.mark_written(target)
 
-    def at_home(self, home: Chunk) -> Slot:
+    def at_home(self, chunk: Chunk) -> Slot:
         """The home slot, holding the newest bytes, for the host thread to work on."""
-        self.write_home(home)
+        self.write_home(chunk)
         self.await_all(Queue.CPU)
-        return home.slot
+        return chunk.home
 
     # For the host thread. What is on the disk is read and written there, without a slot.
 
     @defer_interrupts_installing
-    def contents(self, home: Chunk) -> torch.Tensor:
+    def contents(self, chunk: Chunk) -> torch.Tensor:
         """An extent's newest bytes, for the host thread: where they lie, or from the disk."""
-        if home.slot.place is None:
-            return self.at_home(home).memory[: home.bytes]
-        source = self._near(home)
+        if chunk.home.place is None:
+            return self.at_home(chunk).memory[: chunk.bytes]
+        source = self._near(chunk)
         if source.place is None:
             self.await_all(Queue.CPU)
-            return source.memory[: home.bytes]
-        return self._read(source, 0, home.bytes)
+            return source.memory[: chunk.bytes]
+        return self._read(source, 0, chunk.bytes)
 
     @defer_interrupts_installing
-    def changed_at_home(self, home: Chunk, memory: torch.Tensor) -> None:
+    def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:
         """What `contents` gave was changed."""
-        if home.slot.place is not None:
-            self._write(home.slot, 0, memory)
-        home.mark_written(home.slot)
+        if chunk.home.place is not None:
+            self._write(chunk.home, 0, memory)
+        chunk.mark_written(chunk.home)
 
-    def _near(self, home: Chunk) -> Slot:
+    def _near(self, chunk: Chunk) -> Slot:
         """The newest bytes of an extent with a home on the disk, there or in host memory."""
-        source = self._source(home)
+        source = self._source(chunk)
         if source.place is None and source.tier == 0 and self.store.tiers[0].name != "host":
-            self.write_home(home)
-            return home.slot if not home.home_is_stale else source
+            self.write_home(chunk)
+            return chunk.home if not chunk.home_is_stale else source
         return source
 
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """A parameter's newest elements of a kind, to be read by the host thread: where they lie, or from the disk."""
         group = record.group
-        home = group.homes[kind]
-        if home.slot.place is None:
-            return self.at_home(home).flat(group.dtype_of(kind), group.chunk_numel)[record.span]
+        chunk = group.chunks[kind]
+        if chunk.home.place is None:
+            return self.at_home(chunk).flat(group.dtype_of(kind), group.chunk_numel)[record.span]
         self.await_all(Queue.CPU)
-        return self.part_of(self._near(home), record, group.dtype_of(kind))
+        return self.part_of(self._near(chunk), record, group.dtype_of(kind))
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
         """A parameter's elements in some slot: a view, or where that is on the disk a copy in host memory."""
@@ -292,17 +292,17 @@ class Residency:
     def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Change a parameter's elements of a kind at home, for good."""
         group = record.group
-        home, dtype = group.homes[kind], group.dtype_of(kind)
-        self.write_home(home)
+        chunk, dtype = group.chunks[kind], group.dtype_of(kind)
+        self.write_home(chunk)
         self.await_all(Queue.CPU)
-        if home.slot.place is None:
-            target = home.slot.flat(dtype, group.chunk_numel)[record.span]
+        if chunk.home.place is None:
+            target = chunk.home.flat(dtype, group.chunk_numel)[record.span]
             self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
             target.copy_(value)
         else:
             source = value.to("cpu", dtype).contiguous().view(torch.uint8)
-            self._write(home.slot, record.offset * dtype.itemsize, source)
-        home.mark_written(home.slot)
+            self._write(chunk.home, record.offset * dtype.itemsize, source)
+        chunk.mark_written(chunk.home)
 
     def _write(self, slot: Slot, start: int, source: torch.Tensor) -> None:
         assert slot.place is not None, "slots on the disk have a place there"

@@ -48,7 +48,7 @@ class Fetcher(Protocol):
 class SavedParameterRef:
     """A saved view of a parameter, without its memory."""
 
-    __slots__ = ("_held", "update_count", "offset", "record", "shape", "stride")
+    __slots__ = ("_held", "offset", "record", "shape", "stride", "update_count")
 
     def __init__(self, record: ParamState, view: torch.Tensor) -> None:
         self.record = record

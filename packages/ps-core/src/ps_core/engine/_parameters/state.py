@@ -168,7 +168,7 @@ class ParamGroup:
     host's (tables, of which only rows leave it). None: it moves."""
     tensors: list[ParamState] = field(default_factory=list)
     numel: int = 0
-    homes: dict[Kind, Chunk] = field(default_factory=dict)
+    chunks: dict[Kind, Chunk] = field(default_factory=dict)
     last_read_moment: int = -1
     """Serial number of the last moment that reads it."""
     last_grad_moment: int = -1
@@ -212,9 +212,9 @@ class ParamGroup:
         return slice(start, stop)
 
     @property
-    def home(self) -> Chunk:
+    def weight_chunk(self) -> Chunk:
         """The weight's, as parameters are bound to it."""
-        return self.homes[Kind.FULL if self.gathered else self.weight]
+        return self.chunks[Kind.FULL if self.gathered else self.weight]
 
     def extent(self, kind: Kind) -> Extent:
         """One kind of this group."""

@@ -41,7 +41,7 @@ class SlotMoves(Protocol):
     def store(self) -> TierStore:
         """The tiers."""
 
-    def copy_to(self, home: Chunk, slot: Slot) -> Slot:
+    def copy_to(self, chunk: Chunk, slot: Slot) -> Slot:
         """Fill a slot with a chunk's newest bytes."""
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
@@ -92,11 +92,11 @@ class ExposedParameters:
                 self._check(owner, bound, before, alive=alive)
 
     def _check(self, record: ParamState, bound: SlotView, before: torch.Tensor | None, *, alive: bool) -> None:
-        residency, home, slot = self._residency, record.group.home, bound.slot
+        residency, chunk, slot = self._residency, record.group.weight_chunk, bound.slot
         group = record.group
-        if slot.version != home.version:
-            if alive and home.copies.get(slot.tier) is slot and not group.gathered:
-                residency.copy_to(home, slot)  # what a step did shows in aliases, as in plain PyTorch
+        if slot.version != chunk.version:
+            if alive and chunk.copies.get(slot.tier) is slot and not group.gathered:
+                residency.copy_to(chunk, slot)  # what a step did shows in aliases, as in plain PyTorch
         elif record.contents is SlotContents.WEIGHT and (
             self._differs(record, slot) if before is None else not _same(bound.view, before)
         ):
@@ -107,7 +107,7 @@ class ExposedParameters:
                 flat = slot.flat(group.dtype, group.chunk_numel)
                 for other in record.others:
                     flat[other.span].copy_(flat[record.span])
-                home.mark_written(slot)
+                chunk.mark_written(slot)
 
     def _differs(self, record: ParamState, slot: Slot) -> bool:
         """Return True if a parameter's elements in a slot differ from those that they were copied from."""

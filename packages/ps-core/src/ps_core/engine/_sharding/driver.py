@@ -112,7 +112,7 @@ class ShardedDriver(OnDemandDriver):
         for group in groups:
             self._have(group, name)
             self._in[group] = None
-            slot = group.home.newest(0)
+            slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
             self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
         self._advance()
@@ -147,10 +147,10 @@ class ShardedDriver(OnDemandDriver):
 
     def _have(self, group: ParamGroup, name: str) -> None:
         """Have a group gathered."""
-        if group.home.newest(0) is not None and group not in self._steps.ahead:
+        if group.weight_chunk.newest(0) is not None and group not in self._steps.ahead:
             return
         early = group in self._steps.ahead
-        while group.home.newest(0) is None:
+        while group.weight_chunk.newest(0) is None:
             step = self._steps.ahead.get(group)
             if step is not None and step.done and step not in self._steps.on_way:
                 del self._steps.ahead[group]  # it was changed since
@@ -158,7 +158,7 @@ class ShardedDriver(OnDemandDriver):
             if step is None:
                 step = self._follow_to(group, name)
             if step is None:
-                self._clear_way(group.home.bytes)
+                self._clear_way(group.weight_chunk.bytes)
                 self._talks.ask(ProposalKind.GATHER, group.index)
             else:
                 self._talks.wait(step)
@@ -176,7 +176,7 @@ class ShardedDriver(OnDemandDriver):
                 continue
             position = self._turns.prepared
             if position == place:
-                self._clear_way(group.home.bytes)
+                self._clear_way(group.weight_chunk.bytes)
             step = self._prepare(position, wanted=position == place)
             if step is None:
                 return None
@@ -215,7 +215,7 @@ class ShardedDriver(OnDemandDriver):
 
     def _wants(self, group: ParamGroup, *, mine: bool) -> bool:
         """Whether this process will use a gather of the schedule, as far as it can tell."""
-        there = group in self._steps.ahead or group.home.newest(0) is not None
+        there = group in self._steps.ahead or group.weight_chunk.newest(0) is not None
         return mine and not there and not self._bound
 
     def _may_come_ahead(self, group: ParamGroup) -> bool:
@@ -284,8 +284,8 @@ class ShardedDriver(OnDemandDriver):
         return usual is not None and usual == sum(1 << record.index for record in staged.records)
 
     def _stage(self, group: ParamGroup) -> StagedGradients:
-        self._clear_way(group.home.bytes)
-        slot = self._steps.reserve(group.home.bytes, f"gradients of {group.name}")
+        self._clear_way(group.weight_chunk.bytes)
+        slot = self._steps.reserve(group.weight_chunk.bytes, f"gradients of {group.name}")
         staged = self._steps.staged[group] = StagedGradients(slot)
         return staged
 

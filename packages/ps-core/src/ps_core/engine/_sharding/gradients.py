@@ -79,28 +79,28 @@ class ShardedGradients(GradientStore):
         """What the next sum of a group fills; None: there is one already, to which it is added."""
         if any(each.gradient is not GradientPlace.NONE and each not in self._fresh for each in group.tensors):
             return None
-        return group.homes[Kind.P16] if self._goes_over(group) else self.accumulator(group)
+        return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
 
     def direct(self, group: ParamGroup) -> Slot | None:
         """Where the sum over processes may be put as it is, if there is such a place on the compute tier."""
-        home = self._empty(group)
-        if home is None or home.slot.tier:
+        chunk = self._empty(group)
+        if chunk is None or chunk.home.tier:
             return None
         if self._goes_over(group):
             _lose(group)
-        return home.slot
+        return chunk.home
 
     def add_shard(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Take the sum over processes of this shard, which lies on the compute tier."""
-        home = self._empty(group)
-        if home is None:
+        chunk = self._empty(group)
+        if chunk is None:
             self._add(group, records, slot)
         else:
             over = self._goes_over(group)
             if over:
                 _lose(group)
                 self._measure_all(records, slot)
-            self._fill(home, slot)
+            self._fill(chunk, slot)
             for record in records:
                 record.gradient = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
                 record.contents = SlotContents.GRADIENT if over else SlotContents.WEIGHT
@@ -115,39 +115,39 @@ class ShardedGradients(GradientStore):
             for record in group.tensors:
                 record.contents = SlotContents.WEIGHT
 
-    def _fill(self, home: Chunk, slot: Slot) -> None:
+    def _fill(self, chunk: Chunk, slot: Slot) -> None:
         """Have at home what a slot holds."""
-        home.mark_written(slot)
-        if slot is not home.slot:
-            home.copies[slot.tier] = slot
-            self._shards.write_home(home)
+        chunk.mark_written(slot)
+        if slot is not chunk.home:
+            chunk.copies[slot.tier] = slot
+            self._shards.write_home(chunk)
             self._shards.check_disk()
-            del home.copies[slot.tier]
+            del chunk.copies[slot.tier]
 
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Add to what there is, in fp32."""
         self.reclaim(group)
-        home, kind = self.accumulator(group), self.dtype(group)
-        tier = self._store.work_tier(home.slot.tier)
+        chunk, kind = self.accumulator(group), self.dtype(group)
+        tier = self._store.work_tier(chunk.home.tier)
         stage = slot if tier == slot.tier else self._down(slot, tier)
         source = stage.flat(kind, group.shard_numel)
         self._shards.await_all(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
-            for part in self._cut(home, record.piece):
+            for part in self._cut(chunk, record.piece):
                 if record in self._fresh:
-                    self._shards.save(home, part, source[part])
+                    self._shards.save(chunk, part, source[part])
                     continue
-                total = self._shards.load(home, part)
+                total = self._shards.load(chunk, part)
                 ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), source[part])
-                self._shards.save(home, part, total)
+                self._shards.save(chunk, part, total)
         if stage is not slot:
             self._shards.give_back(stage)
 
-    def _cut(self, home: Chunk, span: slice) -> Iterator[slice]:
+    def _cut(self, chunk: Chunk, span: slice) -> Iterator[slice]:
         """The whole of it in memory, pieces on the disk."""
-        step = _CUT_NUMEL if home.slot.place is not None else max(1, span.stop - span.start)
+        step = _CUT_NUMEL if chunk.home.place is not None else max(1, span.stop - span.start)
         for start in range(span.start, span.stop, step):
             yield slice(start, min(start + step, span.stop))
 
@@ -164,7 +164,7 @@ class ShardedGradients(GradientStore):
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
         if over:
-            source, target = group.homes[Kind.P16], self.accumulator(group)
+            source, target = group.chunks[Kind.P16], self.accumulator(group)
             for part in self._cut(target, slice(0, group.shard_numel)):
                 self._shards.save(target, part, self._shards.load(source, part))
             for record in over:
@@ -175,7 +175,7 @@ class ShardedGradients(GradientStore):
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
         """Below, whatever has risen: room was only found for what is there in every step."""
-        return low_tier(group.homes[Kind.P32])
+        return low_tier(group.chunks[Kind.P32])
 
     # Norms.
 
@@ -203,13 +203,13 @@ class ShardedGradients(GradientStore):
         """Where they lie, in one call for each group; what is on the disk is read one by one."""
         rows: dict[Chunk, list[ParamState]] = {}
         for record in records:
-            home = record.group.homes[Kind.P16 if record.gradient is GradientPlace.IN_WEIGHT_SLOT else Kind.ACC]
-            rows.setdefault(home, []).append(record)
-        for home, found in rows.items():
-            if home.slot.place is None:
-                self._measure_pieces(found, self._shards.load(home, slice(0, found[0].group.shard_numel)))
+            chunk = record.group.chunks[Kind.P16 if record.gradient is GradientPlace.IN_WEIGHT_SLOT else Kind.ACC]
+            rows.setdefault(chunk, []).append(record)
+        for chunk, found in rows.items():
+            if chunk.home.place is None:
+                self._measure_pieces(found, self._shards.load(chunk, slice(0, found[0].group.shard_numel)))
             else:
-                self._measured.update({each: measured(self._shards.load(home, each.piece)) for each in found})
+                self._measured.update({each: measured(self._shards.load(chunk, each.piece)) for each in found})
 
     def _measure_all(self, records: list[ParamState], slot: Slot) -> None:
         """While it is on the compute tier."""
@@ -263,26 +263,26 @@ class ShardedStepper(OnDemandStepper):
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard, once there is room for it where its master is."""
-        while not self._store.work_tier(group.homes[Kind.P32].slot.tier):
-            missing = [home.bytes for kind, home in group.homes.items() if kind is not Kind.FULL and home.slot.tier]
+        while not self._store.work_tier(group.chunks[Kind.P32].home.tier):
+            missing = [chunk.bytes for kind, chunk in group.chunks.items() if kind is not Kind.FULL and chunk.home.tier]
             if self._store.has_holes(missing) or not self._shards.risers.sink(1):
                 break
         super().step_one(group, settings_of, factor)
 
     def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
-        home = group.homes[kind]
-        below = home.copies.get(tier)
-        if below is None or home.slot.tier == tier:
+        chunk = group.chunks[kind]
+        below = chunk.copies.get(tier)
+        if below is None or chunk.home.tier == tier:
             return super()._on(group, kind, tier)
         if kind is group.weight and all(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             return below  # all of it is written
-        return self._residency.copy_to(home, below)
+        return self._residency.copy_to(chunk, below)
 
-    def _put_back(self, home: Chunk, slot: Slot) -> None:
-        if slot.tier == low_tier(home) != home.slot.tier:  # the place that it keeps below
-            self._residency.write_home(home)
+    def _put_back(self, chunk: Chunk, slot: Slot) -> None:
+        if slot.tier == low_tier(chunk) != chunk.home.tier:  # the place that it keeps below
+            self._residency.write_home(chunk)
         else:
-            super()._put_back(home, slot)
+            super()._put_back(chunk, slot)
 
     def free_sums(self) -> None:
         """After a step; what these had is room to rise to."""

@@ -25,7 +25,7 @@ class GatherHeadroom:
     ) -> None:
         self._shards, self._steps, self._talks, self._prefetch = residency, steps, talks, prefetch
         self._store = residency.store
-        self._largest_bytes = max((group.home.bytes for group in residency.groups), default=0)
+        self._largest_bytes = max((group.weight_chunk.bytes for group in residency.groups), default=0)
 
     def has_ahead(self, group: ParamGroup, *, trains: bool, keeps: bool) -> bool:
         """Whether there is room for a group that is not needed yet.
@@ -34,7 +34,7 @@ class GatherHeadroom:
         """
         if self._prefetch is not None and len(self._steps.ahead) >= self._prefetch:
             return False
-        size = 0 if self._store.spare.has(group.home.bytes) else group.home.bytes
+        size = 0 if self._store.spare.has(group.weight_chunk.bytes) else group.weight_chunk.bytes
         if keeps:
             return self._steps.roomy(size)
         if self._prefetch is None and self._shards.risers.waiting and len(self._steps.ahead) >= _AHEAD:
@@ -76,9 +76,9 @@ class GatherHeadroom:
     def beyond(self) -> Headroom:
         """What more there is room for than passes took so far."""
         store, groups = self._store, self._shards.groups
-        states = sum(home.slot.bytes for group in groups for home in group.homes.values() if home.slot.tier == 0)
+        states = sum(chunk.home.bytes for group in groups for chunk in group.chunks.values() if chunk.home.tier == 0)
         besides = _MARGIN * (store.peak_bytes[0] - states)
-        if states + besides + sum(group.home.bytes for group in groups) <= store.tiers[0].capacity_bytes:
+        if states + besides + sum(group.weight_chunk.bytes for group in groups) <= store.tiers[0].capacity_bytes:
             return Headroom.ALL
         ahead = self._prefetch != 0 and store.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
         return Headroom.NEXT if ahead else Headroom.TIGHT

@@ -61,7 +61,7 @@ class InFlightCollectives:
 
     def offer(self, step: CollectiveOp) -> None:
         """Have this process's shard ready for those who gather; again, where its place is to be used otherwise."""
-        self.finds_hole(step.group.homes[step.group.weight].bytes)
+        self.finds_hole(step.group.chunks[step.group.weight].bytes)
         step.shard, lent = self._shards.offered(step.group, changing=self.sum_on_way(step.group) is not None)
         step.slots = () if lent is None else (lent,)
         self._store.device.work(Queue.COLL, f"gather {step.group.name}", (step.shard,), ())
@@ -103,7 +103,7 @@ class InFlightCollectives:
             assert step.slot is not None, "it has where to go"
             assert step.position is not None, "it waits for its place in the schedule"
             self.ahead.pop(step.group, None)
-            step.group.home.copies.pop(0, None)
+            step.group.weight_chunk.copies.pop(0, None)
             self._turns.leave(step.position)
             slots = (step.slot,)
             step.whole = step.slot = None

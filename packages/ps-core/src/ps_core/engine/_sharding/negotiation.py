@@ -68,7 +68,7 @@ class Negotiator:
             _, words = self._turns.take_choice()
         act, left = Collective(choice.turn, choice.arg), list(self._steps.on_way)
         same = [step for step in left if step.act == act]
-        needed = self._steps.sum_bytes(group) if act.turn is ProposalKind.SUM else group.homes[group.weight].bytes
+        needed = self._steps.sum_bytes(group) if act.turn is ProposalKind.SUM else group.chunks[group.weight].bytes
         if not self._steps.finds_hole(needed):
             for each in reversed(left):
                 if each not in same:

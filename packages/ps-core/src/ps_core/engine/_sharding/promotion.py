@@ -55,7 +55,7 @@ class ShardPromoter:
         if self._besides_bytes > known:
             return
         for unit in self._below():
-            room -= sum(home.bytes for home in unit)
+            room -= sum(chunk.bytes for chunk in unit)
             if room < 0 or not self._lift(unit):
                 return
         self.waiting = False
@@ -70,28 +70,28 @@ class ShardPromoter:
         apart = self._store.is_disk(1)
         rows = [row for group in self._groups if not group.pinned for row in _units(group, apart=apart)]
         for _, unit in sorted(rows, key=lambda row: row[0]):
-            if all(home.planned and home.slot.tier for home in unit):
+            if all(chunk.planned and chunk.home.tier for chunk in unit):
                 yield unit
 
     def _lift(self, unit: _Unit) -> bool:
         """Bring a unit up, if there is memory for it."""
         targets: list[Slot] = []
-        for home in unit:
-            offset = self._store.highest_hole(home.bytes)
+        for chunk in unit:
+            offset = self._store.highest_hole(chunk.bytes)
             try:
                 if offset is None:
                     break
-                targets.append(self._store.reserve(0, home.bytes, offset))
+                targets.append(self._store.reserve(0, chunk.bytes, offset))
             except torch.OutOfMemoryError:  # others have it
                 break
         if len(targets) < len(unit):
             for target in targets:
                 self._residency.give_back(target)
             return False
-        for home, target in zip(unit, targets, strict=True):
-            self._store.note_risen(home.bytes)
-            self._residency.copy_to(home, target)
-            home.copies[home.slot.tier], home.slot = home.slot, target
+        for chunk, target in zip(unit, targets, strict=True):
+            self._store.note_risen(chunk.bytes)
+            self._residency.copy_to(chunk, target)
+            chunk.copies[chunk.home.tier], chunk.home = chunk.home, target
         self._risen.append(unit)
         return True
 
@@ -104,7 +104,7 @@ class ShardPromoter:
             if self._groups[unit[0].extent.index] not in in_use:
                 self._risen.remove(unit)
                 self.waiting = True
-                done += sum(self._lower(home) for home in unit)
+                done += sum(self._lower(chunk) for chunk in unit)
         return done
 
     def give_in(self, size: int, in_use: Collection[ParamGroup]) -> int:
@@ -120,31 +120,31 @@ class ShardPromoter:
             self._spare_bytes += bytes_to_reserve(missing_bytes, self._store.tiers[0].capacity_bytes)
         self.sink(self._store.risen_bytes)
 
-    def _lower(self, home: Chunk) -> int:
-        risen, below = home.slot, home.copies[low_tier(home)]
-        if below.version != home.version:
-            self._residency.copy_to(home, below)
+    def _lower(self, chunk: Chunk) -> int:
+        risen, below = chunk.home, chunk.copies[low_tier(chunk)]
+        if below.version != chunk.version:
+            self._residency.copy_to(chunk, below)
             self._residency.check_disk()
-        home.slot = below
-        del home.copies[below.tier]
+        chunk.home = below
+        del chunk.copies[below.tier]
         self._store.note_risen(-risen.bytes)
         self._residency.give_back(risen)
         return risen.bytes
 
 
-def low_tier(home: Chunk) -> int:
+def low_tier(chunk: Chunk) -> int:
     """Where a home is, or where it goes back to."""
-    return max((home.slot.tier, *home.copies))
+    return max((chunk.home.tier, *chunk.copies))
 
 
 def _units(group: ParamGroup, *, apart: bool) -> Iterator[tuple[int, _Unit]]:
     """What of a group rises at once, and how soon; ``apart``: every home by itself."""
-    homes = {kind: home for kind, home in group.homes.items() if kind is not Kind.FULL}
-    ranks = {kind: _WEIGHTS if kind is group.weight else _SUMS if kind is Kind.ACC else _STATES for kind in homes}
+    chunks = {kind: chunk for kind, chunk in group.chunks.items() if kind is not Kind.FULL}
+    ranks = {kind: _WEIGHTS if kind is group.weight else _SUMS if kind is Kind.ACC else _STATES for kind in chunks}
     if apart:
-        yield from ((ranks[kind], (home,)) for kind, home in homes.items())
+        yield from ((ranks[kind], (chunk,)) for kind, chunk in chunks.items())
     elif group.weight is Kind.P32:
-        yield _WEIGHTS, tuple(homes.values())
+        yield _WEIGHTS, tuple(chunks.values())
     else:
         for rank in sorted(set(ranks.values())):
-            yield rank, tuple(home for kind, home in homes.items() if ranks[kind] == rank)
+            yield rank, tuple(chunk for kind, chunk in chunks.items() if ranks[kind] == rank)

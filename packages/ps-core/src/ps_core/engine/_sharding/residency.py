@@ -48,7 +48,7 @@ class ShardedResidency(Residency):
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
-            group.homes[Kind.FULL] = Chunk(group.extent(Kind.FULL), size, nowhere)
+            group.chunks[Kind.FULL] = Chunk(group.extent(Kind.FULL), size, nowhere)
 
     def note_forward(self, *, trains: bool) -> int:
         """Note that a forward pass begins; return how many of this pass wait for backward."""
@@ -65,8 +65,8 @@ class ShardedResidency(Residency):
 
     def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
-        home = group.home
-        slot = home.copies.setdefault(0, home.copies.get(0) or self.borrow(home.bytes, group.tensors[0]))
+        chunk = group.weight_chunk
+        slot = chunk.copies.setdefault(0, chunk.copies.get(0) or self.borrow(chunk.bytes, group.tensors[0]))
         slot.version = -1
         whole = slot.flat(group.dtype, group.chunk_numel)
         numel = group.shard_numel
@@ -76,7 +76,7 @@ class ShardedResidency(Residency):
 
     def end_gather(self, group: ParamGroup, slot: Slot) -> None:
         """What `begin_gather` gave was filled."""
-        slot.extent, slot.version = group.home.extent, group.home.version
+        slot.extent, slot.version = group.weight_chunk.extent, group.weight_chunk.version
 
     def offered(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
         """This process's shard for others to gather: where it lies, or else in a slot to be given back.
@@ -84,31 +84,31 @@ class ShardedResidency(Residency):
         ``changing``: it may be written before they have it.
         """
         source, valid = (
-            group.homes[group.weight].source(),
+            group.chunks[group.weight].source(),
             all(r.contents is SlotContents.WEIGHT for r in group.tensors),
         )
         if valid and self.beside.reaches(source) and not changing:
             self.beside.before()
             return source.flat(group.dtype, group.shard_numel), None
-        slot = self.borrow(max(align_up(group.homes[group.weight].bytes), 128))
+        slot = self.borrow(max(align_up(group.chunks[group.weight].bytes), 128))
         own = slot.flat(group.dtype, group.shard_numel)
         self._copy_shard(group, own)
         return own, slot
 
     def _copy_shard(self, group: ParamGroup, own: torch.Tensor) -> None:
         """Put this process's shard into its place, where the collective may read it."""
-        home, place = group.homes[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
+        chunk, place = group.chunks[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
         self.check_disk()
         if all(record.contents is SlotContents.WEIGHT for record in group.tensors):
-            self.copy_to(home, place)
+            self.copy_to(chunk, place)
         else:
             self._cast_shard(group, place)
         self.beside.before()
 
     def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
         """The same from the master, while gradients lie over the weight."""
-        values = self.shard(group.homes[Kind.P32]).view(torch.float32)
-        near = group.homes[Kind.P32].slot.tier == 0 or self.store.tiers[0].name == "host"
+        values = self.shard(group.chunks[Kind.P32]).view(torch.float32)
+        near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
         target = place if near else self.store.reserve(1, place.bytes)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
         self.await_all(queue)
@@ -120,7 +120,7 @@ class ShardedResidency(Residency):
 
     def drop(self, group: ParamGroup) -> bool:
         """Let the gathered copy go; there is nothing to write back."""
-        slot = group.home.copies.pop(0, None)
+        slot = group.weight_chunk.copies.pop(0, None)
         if slot is not None:
             bounds: dict[Hashable, SlotView] = {
                 record: record.bound for record in group.tensors if record.bound is not None
@@ -164,34 +164,34 @@ class ShardedResidency(Residency):
 
     # For the host thread: this process's part, where it lies or from the disk.
 
-    def shard(self, home: Chunk) -> torch.Tensor:
+    def shard(self, chunk: Chunk) -> torch.Tensor:
         """This process's newest bytes of an extent."""
-        return super().contents(home)
+        return super().contents(chunk)
 
-    def load(self, home: Chunk, span: slice) -> torch.Tensor:
+    def load(self, chunk: Chunk, span: slice) -> torch.Tensor:
         """Of these, some elements."""
-        group = self.groups[home.extent.index]
-        dtype = group.dtype_of(home.extent.kind)
-        if home.slot.place is None:
-            return self.at_home(home).flat(dtype, group.shard_numel)[span]
+        group = self.groups[chunk.extent.index]
+        dtype = group.dtype_of(chunk.extent.kind)
+        if chunk.home.place is None:
+            return self.at_home(chunk).flat(dtype, group.shard_numel)[span]
         self.await_all(Queue.CPU)
-        return self._elements(self._near(home), span, dtype, group.shard_numel)
+        return self._elements(self._near(chunk), span, dtype, group.shard_numel)
 
-    def save(self, home: Chunk, span: slice, values: torch.Tensor) -> None:
+    def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
         """Change them at home; where they lie in memory, ``values`` may be what `load` gave."""
-        group = self.groups[home.extent.index]
-        dtype = group.dtype_of(home.extent.kind)
-        if home.slot.place is None:
-            target = self.at_home(home).flat(dtype, group.shard_numel)[span]
-            self.store.device.work(Queue.CPU, f"write {group.name}", (), (home.slot.memory,))
+        group = self.groups[chunk.extent.index]
+        dtype = group.dtype_of(chunk.extent.kind)
+        if chunk.home.place is None:
+            target = self.at_home(chunk).flat(dtype, group.shard_numel)[span]
+            self.store.device.work(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
         else:
-            self.write_home(home)
+            self.write_home(chunk)
             if span.stop > span.start:
                 source = values.to("cpu", dtype).contiguous().view(torch.uint8)
-                self._write(home.slot, span.start * dtype.itemsize, source)
-        self._changed(home)
+                self._write(chunk.home, span.start * dtype.itemsize, source)
+        self._changed(chunk)
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
         """This process's elements of a parameter in a slot that holds a shard."""
@@ -203,49 +203,49 @@ class ShardedResidency(Residency):
         size = (span.stop - span.start) * dtype.itemsize
         return self._read(slot, span.start * dtype.itemsize, size).view(dtype)
 
-    def _changed(self, home: Chunk) -> None:
-        home.mark_written(home.slot)
-        group = self.groups[home.extent.index]
-        if home.extent.kind is group.weight:
-            group.home.version += 1  # what was gathered is old now
+    def _changed(self, chunk: Chunk) -> None:
+        chunk.mark_written(chunk.home)
+        group = self.groups[chunk.extent.index]
+        if chunk.extent.kind is group.weight:
+            group.weight_chunk.version += 1  # what was gathered is old now
 
     def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Change this process's elements of a parameter, all of which are given."""
         group, piece = record.group, record.piece
         start = group.rank * group.shard_numel + piece.start - record.offset
-        self.save(group.homes[kind], piece, value[start : start + piece.stop - piece.start])
+        self.save(group.chunks[kind], piece, value[start : start + piece.stop - piece.start])
 
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
-        slot = group.home.copies.get(0)
+        slot = group.weight_chunk.copies.get(0)
         if slot is not None:
             slot.version = -1
         if group.weight is Kind.P16:
             for record in records:
-                self.save(group.homes[Kind.P16], record.piece, self.load(group.homes[Kind.P32], record.piece))
+                self.save(group.chunks[Kind.P16], record.piece, self.load(group.chunks[Kind.P32], record.piece))
 
     # All processes' parts: every process asks for the same at once, and gets the whole.
 
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """All elements of a parameter of a kind."""
-        home = record.group.homes[kind]
-        if self._whole is None or self._whole[0] is not home or self._whole[1] != home.version:
-            self._whole = (home, home.version, self.contents(home).view(record.group.dtype_of(kind)))
+        chunk = record.group.chunks[kind]
+        if self._whole is None or self._whole[0] is not chunk or self._whole[1] != chunk.version:
+            self._whole = (chunk, chunk.version, self.contents(chunk).view(record.group.dtype_of(kind)))
         return self._whole[2][record.span]
 
-    def contents(self, home: Chunk) -> torch.Tensor:
+    def contents(self, chunk: Chunk) -> torch.Tensor:
         """All of a group's bytes of a kind, put together."""
-        group, shard = self.groups[home.extent.index], self.shard(home)
+        group, shard = self.groups[chunk.extent.index], self.shard(chunk)
         self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
-        whole = torch.empty(home.bytes * group.ranks, dtype=torch.uint8)
-        self._together.start_all_gather(whole, shard.cpu(), f"{home.extent.kind.value} of {group.name}").wait()
+        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
+        self._together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole
 
-    def changed_at_home(self, home: Chunk, memory: torch.Tensor) -> None:
+    def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:
         """What `contents` gave was changed: keep this process's part."""
-        group = self.groups[home.extent.index]
-        dtype, numel = group.dtype_of(home.extent.kind), group.shard_numel
-        self.save(home, slice(0, numel), memory.view(dtype)[group.rank * numel : (group.rank + 1) * numel])
+        group = self.groups[chunk.extent.index]
+        dtype, numel = group.dtype_of(chunk.extent.kind), group.shard_numel
+        self.save(chunk, slice(0, numel), memory.view(dtype)[group.rank * numel : (group.rank + 1) * numel])
 
     def forget(self) -> None:
         """Nobody reads any more."""
