@@ -30,7 +30,7 @@ def places(engine: Engine, above: list[Chunk], below: list[Chunk]) -> Any:
         offset += chunk.bytes
     held += [Held(1, 0, chunk.bytes, chunk.extent) for chunk in below]
     return SimpleNamespace(
-        order=engine.groups, plan=SimpleNamespace(chunk=held, tiers=engine.store.tiers), chunk=by_extent.__getitem__
+        order=engine.groups, plan=SimpleNamespace(home=held, tiers=engine.store.tiers), chunk=by_extent.__getitem__
     )
 
 

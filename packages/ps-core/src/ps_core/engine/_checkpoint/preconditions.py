@@ -15,7 +15,7 @@ from ps_core.engine._checkpoint.sections import EXTRA, Sections, TensorSource
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._parameters.state import GradientPlace
+from ps_core.engine._parameters.transitions import GradientPlace
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:

@@ -24,7 +24,6 @@ from ps_core.engine._checkpoint.sections import (
     elements_of,
     largest_chunk_bytes,
     layout_of,
-    replaced,
 )
 from ps_core.engine._checkpoint.shard_ranges import FileRange, Layout, plain_order, runs, same_order, spans
 from ps_core.engine._checkpoint.tensor_files import TensorReader
@@ -126,7 +125,7 @@ class Reader:
         self._check(files, rows, sums)
         if not self._peers.alone:
             for record in {held[0]: None for file in files for held in file.targets.values() if _is_managed(held)}:
-                replaced(record)
+                record.mark_replaced()
 
     def _spans(self, file: SavedFile) -> list[FileRange]:
         def layout(entry: TensorEntry) -> Layout | None:

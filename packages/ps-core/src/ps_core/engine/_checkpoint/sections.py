@@ -19,7 +19,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.state_format import MOMENTS
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._sharding.residency import ShardedResidency
 
 MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
@@ -157,7 +157,7 @@ class OpenChunks(AbstractContextManager["OpenChunks"]):
         if kind is not group.weight:
             self._engine.residency.rebuild(group, list(dict.fromkeys(records)))
         for record in records:
-            replaced(record)
+            record.mark_replaced()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -183,10 +183,3 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
     finally:
         if write:
             residency.save(chunk, slice(0, shard.numel()), shard)
-
-
-def replaced(record: ParamState) -> None:
-    """Its values are others now; every process that has a share in the group says so, whether it has some or none."""
-    record.contents = SlotContents.WEIGHT
-    record.update_count += 1
-    record.group.last_read_moment = -1

@@ -30,8 +30,9 @@ from ps_core.engine._parameters.errors import changed_in_place, not_trained, who
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, clear_grad, version_of
 from ps_core.engine._parameters.masters import Masters
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
-from ps_core.engine._parameters.state import GradientPlace, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamState
 from ps_core.engine._parameters.state_copies import StateCopies
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 
@@ -246,13 +247,13 @@ class Engine:
         record.counted_version = version_of(record.parameter)
         if record.bound is not None:
             self.residency.undo_changes(record, record.bound.slot)
-        record.group.last_read_moment = -1
+        record.group.forget_moment()
         raise changed_in_place(record.name)
 
     def forget_version(self, record: ParamState) -> None:
         """Changes in place so far were meant."""
         record.counted_version = version_of(record.parameter)
-        record.group.last_read_moment = -1
+        record.group.forget_moment()
 
     # What saved tensors ask (`_parameters.saved_tensors.Fetcher`).
 

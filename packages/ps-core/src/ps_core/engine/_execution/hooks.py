@@ -115,7 +115,7 @@ class ModelHooks:
             self.engine.residency.exposed.clear()
             for group in self.engine.groups:
                 for record in group.tensors:
-                    record.fresh()
+                    record.mark_discarded()
                     self.engine.forget_version(record)
                     self.engine.residency.unbind(record)
                 if not forked:

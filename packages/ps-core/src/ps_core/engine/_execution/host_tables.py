@@ -22,7 +22,8 @@ from ps_core.engine._execution.passes import PassTracker
 from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._memory.store import TierStore
 from ps_core.engine._parameters.errors import graph_of_gradient
-from ps_core.engine._parameters.state import ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 

@@ -35,7 +35,8 @@ from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 
 
@@ -121,8 +122,9 @@ class InstructionExecutor:
 
         The plan may have fetched the group anew for a later moment already, before it gave this slot back.
         """
-        if slot is not group.weight_chunk.home:
-            group.weight_chunk.copies[slot.tier] = slot
+        chunk = group.weight_chunk
+        if slot is not chunk.home and chunk.copies.get(slot.tier) is not slot:
+            chunk.add_copy(slot)
         for record in group.tensors:
             if record.bound is not None and record.bound.slot is not slot and not record.bound.aliased:
                 self._residency.unbind(record)
@@ -137,10 +139,10 @@ class InstructionExecutor:
                 raise Diverged(f"{record.name} is still wanted where the plan has only its gradient")
         for record in group.tensors:
             self._residency.unbind(record)
-            record.contents = SlotContents.UNDEFINED
-        if slot is not chunk.home:
-            chunk.copies[slot.tier] = slot
+            record.mark_slot_taken()
         chunk.mark_written(slot)
+        if slot is not chunk.home:
+            chunk.add_copy(slot)
 
     def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the plan has room for it; False: it has none."""
@@ -191,7 +193,8 @@ class InstructionExecutor:
         if chunk.extent.kind is group.weight and slot.tier == 0:
             self._vacate(group, slot)
             self._counters.evicted()
-        self._forget(slot)
+        if chunk.copies.get(slot.tier) is slot:
+            chunk.drop_copy(slot.tier, needed=not dead)
 
     def _vacate(self, group: ParamGroup, slot: Slot) -> None:
         """Let no parameter lie in a slot; nobody but parameters may hold on to it."""
@@ -211,10 +214,7 @@ class InstructionExecutor:
             if group in self._staged:
                 self._staged[group] = (target, self._staged[group][1])
         else:
-            chunk = group.chunks[kind]
-            if target is not chunk.home and chunk.newest(target.tier) is None:
-                chunk.copies[target.tier] = target  # else one is still in use; see `_settle_in`
-            target.extent, target.version = chunk.extent, chunk.version
+            group.chunks[kind].fill_copy(target)  # where another copy is registered, it is in use; see `_settle_in`
         self._residency.watcher.moved(source.tier, target.tier, op.bytes)
         if target.tier == 0 and self._moments:
             self._counters.fetched(early=instr.visit > self.moment)
@@ -239,7 +239,7 @@ class InstructionExecutor:
         flat = slot.flat(group.dtype, group.chunk_numel)
         self._gradients.add_staged(group, records, flat, sums, instr.queue)
         if records and sums is not chunk.home:
-            chunk.copies[sums.tier] = sums
+            chunk.add_copy(sums)
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
@@ -286,7 +286,8 @@ class InstructionExecutor:
                 self._residency.write_home(chunk)
                 if chunk.home_is_stale:
                     continue  # the disk failed: what is here is all there is
-            self._forget(slot)
+            if chunk is not None and chunk.copies.get(slot.tier) is slot:
+                chunk.drop_copy(slot.tier)
             self._residency.give_back(slot)
 
     # Slots and homes.
@@ -300,11 +301,6 @@ class InstructionExecutor:
     def _group_of(self, slot: Slot) -> ParamGroup:
         assert slot.extent is not None, "the slot holds something"
         return self._residency.groups[slot.extent.index]
-
-    def _forget(self, slot: Slot) -> None:
-        chunk = self._home_of(slot)
-        if chunk is not None and chunk.copies.get(slot.tier) is slot:
-            del chunk.copies[slot.tier]
 
     def settle_homes(self) -> None:
         """At the end: homes that a tight plan lent out are the slots that came back to their places."""

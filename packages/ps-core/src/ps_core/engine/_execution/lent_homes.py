@@ -20,7 +20,7 @@ from ps_core._plan import Held
 from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._memory.slot import Chunk, Slot
-from ps_core.engine._parameters.state import GradientPlace
+from ps_core.engine._parameters.transitions import GradientPlace
 
 
 def restore_lent_homes(
@@ -48,11 +48,9 @@ def restore_lent_homes(
                 assert broken, "a slot is given back once the next is there"
                 continue
             loose = [other for other in loose if other is not slot]
-            if chunk.copies.get(slot.tier) is slot:
-                del chunk.copies[slot.tier]
             if not chunk.has_current_copy:
                 chunk.mark_written(slot)
-            chunk.home = slot
+            chunk.rehome(slot)
 
 
 def _seat(plan: EnginePlan, held: Held, chunk: Chunk, loose: list[Slot], place: Slot | None) -> Slot | None:

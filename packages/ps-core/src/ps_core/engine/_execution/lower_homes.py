@@ -79,13 +79,13 @@ class HomePlacement:
 
     def _down(self, chunk: Chunk, tier: int) -> None:
         """Amid a pass: parameters may lie there."""
-        store, residency, old = self._engine.store, self._engine.residency, chunk.home
+        store, residency = self._engine.store, self._engine.residency
         target = store.reserve(tier, chunk.bytes)
         residency.copy_to(chunk, target)
-        chunk.home = target
+        old = chunk.rehome(target)
         tensors = self._engine.groups[chunk.extent.index].tensors
         if any(record.bound is not None and record.bound.slot is old for record in tensors):
-            chunk.copies[old.tier] = old
+            chunk.add_copy(old)
         else:
             residency.give_back(old)
 

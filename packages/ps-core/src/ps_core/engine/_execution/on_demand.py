@@ -12,7 +12,8 @@ from ps_core._plan import Queue
 from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import SlotContents
 
 
 class OnDemandDriver:

@@ -22,7 +22,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
         group = plan.order[held.extent.index]
         for record in group.tensors:
             residency.unbind(record)
-        group.last_read_moment = -1
+        group.forget_moment()
     for queue in (*store.queues, Queue.CPU):
         residency.await_all(queue)
     if not store.device.lazy:
@@ -80,7 +80,7 @@ def clear(engine: Engine) -> None:
     """Let no parameter be anywhere, and nothing be under way: any home may be moved."""
     for record in engine.records:
         engine.residency.unbind(record)
-        record.group.last_read_moment = -1
+        record.group.forget_moment()
     for queue in (*engine.store.queues, Queue.CPU):
         engine.residency.await_all(queue)
 
@@ -89,13 +89,12 @@ def move(engine: Engine, chunk: Chunk, tier: int, offset: int = -1) -> None:
     """Let a home be elsewhere, with what is in it."""
     target = engine.store.reserve(tier, chunk.bytes, offset)
     engine.residency.copy_to(chunk, target)
-    old, chunk.home = chunk.home, target
-    engine.residency.give_back(old)
+    engine.residency.give_back(chunk.rehome(target))
 
 
 def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
     """Let an extent wait outside every tier."""
     old = chunk.home
     memory = old.in_host_memory() if old.place is None else engine.residency.contents(chunk)
-    chunk.home = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)
-    engine.residency.give_back(old)
+    target = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)
+    engine.residency.give_back(chunk.rehome(target))

@@ -25,7 +25,8 @@ from ps_core.engine._execution.instructions import Diverged, InstructionExecutor
 from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._support.counters import Counters
 
 

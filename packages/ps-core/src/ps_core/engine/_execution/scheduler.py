@@ -30,7 +30,7 @@ from ps_core.engine._execution.replay import PlanDriver
 from ps_core.engine._execution.resident import ResidentDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.state import GradientPlace, SlotContents
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module

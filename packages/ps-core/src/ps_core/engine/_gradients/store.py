@@ -20,7 +20,8 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 
 SMALL_NUMEL = 2**14
 """What has fewer elements takes less time than a call: it is measured with the others of its group, and stepped so."""
@@ -70,10 +71,8 @@ class GradientStore:
         over = self._overwrites and record.group.weight is Kind.P16
         if record.gradient is not GradientPlace.NONE or not over:
             self.add(record, gradient)
-            return
-        record.own_gradient, record.gradient = gradient, GradientPlace.OWN_TENSOR
-        if not self.put_over(record):
-            record.overwrite_pending = True
+        elif not self._write_over_weight(record, gradient):
+            record.keep_gradient(gradient, overwrite_pending=True)
             self._waiting[record] = None
         elif self._one_tier and record.numel >= SMALL_NUMEL:
             self.measure(record)  # while it is in the processor's caches
@@ -83,19 +82,21 @@ class GradientStore:
         return self._one_tier or record.group.fixed_tier == 0
 
     def put_over(self, record: ParamState) -> bool:
-        """Write the gradient aside over the parameter, if nothing needs that any more and the group is in."""
+        """Write a gradient in its own tensor over the weight; False: that is needed, or not on the compute tier."""
+        return record.own_gradient is not None and self._write_over_weight(record, record.own_gradient)
+
+    def _write_over_weight(self, record: ParamState, gradient: torch.Tensor) -> bool:
         if self._residency.exposed.bounds:
             self._residency.exposed.check(record, ended=True)
         slot = record.group.weight_chunk.newest(record.group.fixed_tier or 0)
-        if slot is None or record.busy or record.own_gradient is None:
+        if slot is None or record.busy:
             return False
         target = record.shaped(slot.memory.view(record.dtype))
         queue = Queue.CPU if slot.tier else Queue.COMPUTE
         self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
-        target.copy_(record.own_gradient)
+        target.copy_(gradient)
         record.group.weight_chunk.mark_written(slot)
-        record.own_gradient, record.overwrite_pending = None, False
-        record.gradient, record.contents = GradientPlace.IN_WEIGHT_SLOT, SlotContents.GRADIENT
+        record.mark_overwritten()
         if self._store.file is not None:
             self.measure(record)  # or it would have to be read for that
         return True
@@ -108,17 +109,18 @@ class GradientStore:
     def stop_waiting(self) -> None:
         """Backward is over: what still cannot go over its parameter goes into the sums (or stays, on one tier)."""
         for record in self.waiting():
-            if self._resident(record):
-                record.overwrite_pending = False
-            else:
+            if not self._resident(record):
                 self.sum_up(record)
+            elif record.own_gradient is not None:
+                record.keep_gradient(record.own_gradient)
         self._waiting.clear()
 
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Add a gradient to what there is, in fp32."""
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             self.reclaim(record.group)
-        self.apply_factor(record)
+        if record.factor != 1.0:
+            self.apply_factor(record)
         if self._resident(record):
             self._add_aside(record, gradient)
             return
@@ -133,7 +135,7 @@ class GradientStore:
             return
         self._residency.await_all(Queue.CPU)
         if record.gradient is GradientPlace.OWN_TENSOR and record.own_gradient is not None:
-            record.own_gradient = record.own_gradient.float().mul_(factor)
+            record.keep_gradient(record.own_gradient.float().mul_(factor), overwrite_pending=record.overwrite_pending)
         elif record.gradient is GradientPlace.IN_ACCUMULATOR:
             chunk = record.group.chunks[Kind.ACC]
             slot = chunk.source()
@@ -147,18 +149,13 @@ class GradientStore:
         record.norm_part = None
 
     def _add_aside(self, record: ParamState, gradient: torch.Tensor) -> None:
-        if record.own_gradient is None:
-            record.own_gradient, record.gradient = gradient, GradientPlace.OWN_TENSOR
-        else:
-            record.own_gradient = record.own_gradient.float().add_(gradient)
-        record.overwrite_pending = False
+        own = record.own_gradient
+        record.keep_gradient(gradient if own is None else own.float().add_(gradient))
 
     def sum_up(self, record: ParamState) -> None:
-        """Move a gradient that is aside into the accumulator."""
-        gradient, record.own_gradient, record.overwrite_pending = record.own_gradient, None, False
-        record.gradient = GradientPlace.NONE
-        if gradient is not None:
-            self._add_summed(record, gradient)
+        """Move a gradient in its own tensor into the accumulator."""
+        if record.own_gradient is not None:
+            self._add_summed(record, record.own_gradient)
 
     def _add_summed(self, record: ParamState, gradient: torch.Tensor) -> None:
         chunk = self.accumulator(record.group)
@@ -193,18 +190,20 @@ class GradientStore:
             self._residency.replace(record, Kind.ACC, total)
         else:
             chunk.mark_written(chunk.home)
-        record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, measured(total) if on_disk else None
+        record.mark_summed()
+        record.norm_part = measured(total) if on_disk else None
 
     def _add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
         """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
         if chunk.home.place is None:
-            self.add_flat(record, flat, chunk.home, Queue.CPU if chunk.home.tier else Queue.COMPUTE)
+            self._add_run([record], flat, chunk.home, Queue.CPU if chunk.home.tier else Queue.COMPUTE)
             return
         fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
-        record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, measured(total)
+        record.mark_summed()
+        record.norm_part = measured(total)
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
@@ -229,10 +228,6 @@ class GradientStore:
         else:
             self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
-    def add_flat(self, record: ParamState, flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
-        """Add a vector to the record's part of an accumulator's slot on the same tier, or start it."""
-        self._add_run([record], flat, slot, queue)
-
     def add_staged(
         self, group: ParamGroup, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue
     ) -> None:
@@ -240,8 +235,7 @@ class GradientStore:
         for record in records:
             if record.factor != 1.0:
                 self.apply_factor(record)
-        first = group.tensors[0].gradient
-        if len(records) == len(group.tensors) and all(record.gradient is first for record in records):
+        if len(records) == len(group.tensors) and len({record.gradient for record in records}) == 1:
             self._add_run(group.tensors, flat[: group.numel], slot, queue)
             return
         for record in records:
@@ -259,7 +253,8 @@ class GradientStore:
         else:
             target.copy_(flat)
         for record in records:
-            record.gradient, record.norm_part = GradientPlace.IN_ACCUMULATOR, None
+            record.mark_summed()
+            record.norm_part = None
         group.chunks[Kind.ACC].mark_written(slot)
 
     def accumulator(self, group: ParamGroup) -> Chunk:
@@ -283,16 +278,15 @@ class GradientStore:
         lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
         self._residency.at_home(group.weight_chunk)
         for record in over:
-            flat, record.gradient = self._over(record), GradientPlace.NONE
+            flat = self._over(record)
             if self._resident(record):
                 with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
-                    record.own_gradient = flat.float().as_strided(record.shape, record.stride)
-                record.gradient = GradientPlace.OWN_TENSOR
+                    record.keep_gradient(flat.float().as_strided(record.shape, record.stride))
             else:
                 self._add_home(record, flat, self.accumulator(group))
         self._residency.rebuild(group, over + lost)
         for record in over + lost:
-            record.contents = SlotContents.WEIGHT
+            record.mark_rebuilt()
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Multiply a gradient in the step, by this too."""
@@ -302,21 +296,12 @@ class GradientStore:
         """Forget gradients; what they lay over becomes the parameters again."""
         groups: dict[ParamGroup, None] = {}
         for record in records:
-            if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
-                groups[record.group] = None
-                record.contents = SlotContents.UNDEFINED
-            record.fresh()
+            if record.gradient in (GradientPlace.IN_WEIGHT_SLOT, GradientPlace.ON_ITS_WAY):
+                groups[record.group] = None  # also where a sum over ranks was broken off half-way
+            record.mark_discarded()
         for group in groups:
-            if self._residency.broken:
-                continue  # nothing can be rebuilt on the disk; the masters are there to be read
-            gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
-            kept = [record for record in gone if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
-            if kept:
+            if not self._residency.broken:  # else nothing can be rebuilt on the disk; the masters are there to be read
                 self.reclaim(group)
-            else:
-                self._residency.rebuild(group, gone)
-            for record in gone:
-                record.contents = SlotContents.WEIGHT
 
     # Norms.
 

@@ -1,9 +1,11 @@
-"""Slots, the chunks that they hold, and which copy of a chunk is the newest.
+"""Keep slots (ranges of a tier), the chunks that lie in them, and which copy of a chunk is current.
 
-[Note: stamps]
-An extent's *stamp* grows with every change of its contents, wherever that happens; a slot remembers the stamp it was
-filled with. A slot whose stamp is its extent's holds the newest bytes. At least one always does: a release of the last
-one raises. Nothing is read from a slot that is behind.
+[Note: versions]
+A chunk's *version* grows with every change of its bytes, on whichever tier; a slot remembers the version that it was
+filled with. A slot whose version is its chunk's holds the current bytes, and nothing is read from any other slot. At
+least one slot is current at all times. The methods of `Chunk` keep that, and raise `PlanMismatch` without a change
+where they could not. There are two exceptions. A gathered chunk is put together from the shards of all ranks, so its
+copies may all go. Nobody reads a gradient sum before its first gradient or after its step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ps_core.engine._devices.disk.file import FileExtent
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A range of one tier."""
+    """A range of bytes on one tier."""
 
     tier: int
     offset: int
@@ -29,24 +31,34 @@ class Slot:
     memory: torch.Tensor
     """``bytes`` of uint8; on the disk they are on ``meta``, so that nobody takes them for contents."""
     extent: Extent | None = None
+    """What the slot holds, or held; None: nothing yet."""
     version: int = -1
+    """Which version of the extent; -1: no usable bytes. `Chunk` writes both."""
     place: FileExtent | None = None
     """On the disk: where in the file."""
     bounds: dict[Hashable, SlotView] = field(default_factory=dict)
     """What parameters were bound to here, for the next time; goes with the memory."""
 
+    def clear(self) -> None:
+        """Note that the slot holds nothing."""
+        self.extent, self.version = None, -1
+
+    def mark_unread(self) -> None:
+        """Note that a read from the disk into this slot failed."""
+        self.version = -1
+
     def flat(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first elements, as a vector."""
+        """Return a view of the first ``numel`` elements as a vector."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
     def in_host_memory(self) -> torch.Tensor:
-        """A copy of its bytes there."""
+        """Return a copy of the bytes in pageable host memory, outside every budget."""
         return torch.empty(self.bytes, dtype=torch.uint8).copy_(self.memory)
 
 
 @dataclass(slots=True)
 class SlotView:
-    """A parameter's residency: a view of a slot with a storage of its own, whose uses can be counted."""
+    """A parameter's view of a slot, with a storage of its own, whose uses can be counted."""
 
     slot: Slot
     view: torch.Tensor
@@ -56,53 +68,132 @@ class SlotView:
 
     @property
     def aliased(self) -> bool:
-        """Whether something besides the parameter holds on to the memory."""
+        """True if a tensor besides the parameter uses the memory: keep the slot where it is."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
 
     @property
     def outlived(self) -> bool:
-        """True if something holds on to the memory although the parameter does not any more: keep the slot."""
+        """True if a tensor uses the memory although the parameter does not any more: keep the slot."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One extent: the slot that always exists for it, and its other copies by tier."""
+    """One extent (a group's weight, master, moment or gradient sum): its home slot, and its copies on other tiers.
+
+    Only the methods of this class write its attributes, and what slots say of their contents; see [Note: versions].
+    """
 
     extent: Extent
     bytes: int
     home: Slot
+    """The slot that is kept for this chunk all the time (a plan for tight memory may lend its memory out)."""
     version: int = 0
     copies: dict[int, Slot] = field(default_factory=dict)
+    """By tier: slots besides the home slot."""
     planned: bool = False
-    """Whether it is there for good (an accumulator may be there for one step only)."""
+    """True if the chunk exists for good; a gradient sum may exist for one step only."""
+    gathered: bool = False
+    """True if the bytes are put together from the shards of all ranks: the chunk has no home slot of its own."""
+
+    # Changes.
+
+    def fill(self, slot: Slot) -> None:
+        """Note that ``slot`` received the current bytes."""
+        slot.extent, slot.version = self.extent, self.version
+
+    def fill_copy(self, slot: Slot) -> None:
+        """Note that ``slot`` received the current bytes, and register it unless a slot on its tier has them too."""
+        home, copy = self.home, self.copies.get(slot.tier)
+        in_home = home.tier == slot.tier and home.version == self.version
+        if slot is not home and not in_home and (copy is None or copy.version != self.version):
+            self.copies[slot.tier] = slot
+        slot.extent, slot.version = self.extent, self.version
+
+    def mark_written(self, slot: Slot) -> None:
+        """Note that the bytes in ``slot`` were changed: that slot alone is current now."""
+        self.version += 1
+        slot.extent, slot.version = self.extent, self.version
+
+    def add_copy(self, slot: Slot) -> None:
+        """Register a slot as the copy on its tier, in place of another one there."""
+        old = self.copies.get(slot.tier)
+        self.copies[slot.tier] = slot
+        if old is not None and old.version == self.version and not self._keeps_bytes:
+            self.copies[slot.tier] = old
+            raise self._lost("replaced")
+
+    def drop_copy(self, tier: int, *, needed: bool = True) -> Slot | None:
+        """Take the copy on a tier off the books and return its slot; ``needed``: some slot must stay current."""
+        slot = self.copies.pop(tier, None)
+        if needed and slot is not None and slot.version == self.version != self.home.version and not self._keeps_bytes:
+            self.copies[tier] = slot
+            raise self._lost("dropped")
+        return slot
+
+    def rehome(self, slot: Slot) -> Slot:
+        """Make ``slot`` the home slot, and return the one that was."""
+        old, copy = self.home, self.copies.get(slot.tier)
+        self.home = slot
+        if copy is slot:
+            del self.copies[slot.tier]
+        if old.version == self.version != slot.version and not self._keeps_bytes:
+            self.home = old
+            if copy is slot:
+                self.copies[slot.tier] = slot
+            raise self._lost("given up as home")
+        return old
+
+    def invalidate(self, slot: Slot) -> None:
+        """Note that the bytes in ``slot`` are not to be used any more."""
+        version, slot.version = slot.version, -1
+        if version == self.version and not self._keeps_bytes:
+            slot.version = version
+            raise self._lost("invalidated")
+
+    def invalidate_gathered(self) -> None:
+        """Note that a shard was changed: no copy of this gathered chunk is current."""
+        assert self.gathered, "other chunks have one current slot at all times"
+        self.version += 1
+
+    @property
+    def _keeps_bytes(self) -> bool:
+        return self.gathered or self.has_current_copy
+
+    def _lost(self, what: str) -> PlanMismatch:
+        kind, index = self.extent.kind.value, self.extent.index
+        return PlanMismatch(f"the only current copy of {kind} of group {index} would be {what}: copy the bytes first")
+
+    # Questions.
 
     def newest(self, tier: int) -> Slot | None:
-        """The slot on a tier that holds the newest bytes."""
+        """Return the slot on a tier that holds the current bytes; None: there is none, so copy them there first."""
         for slot in (self.copies.get(tier), self.home):
             if slot is not None and slot.tier == tier and slot.version == self.version:
                 return slot
         return None
 
     def source(self) -> Slot:
-        """Any slot that holds the newest bytes, fastest tier first."""
-        for slot in sorted((*self.copies.values(), self.home), key=lambda slot: slot.tier):
-            if slot.version == self.version:
-                return slot
-        raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is the newest")
-
-    def mark_written(self, slot: Slot) -> None:
-        """Note that a slot's bytes were changed: it alone is the newest now."""
-        self.version += 1
-        slot.version = self.version
-        slot.extent = self.extent
+        """Return a slot that holds the current bytes, on the fastest tier that has one."""
+        found = None
+        for slot in (*self.copies.values(), self.home):
+            if slot.version == self.version and (found is None or slot.tier < found.tier):
+                found = slot
+        if found is None:
+            raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is current")
+        return found
 
     @property
     def has_current_copy(self) -> bool:
-        """Whether the newest bytes are anywhere."""
-        return any(slot.version == self.version for slot in (self.home, *self.copies.values()))
+        """True if any slot holds the current bytes."""
+        if self.home.version == self.version:
+            return True
+        for slot in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
+            if slot.version == self.version:
+                return True
+        return False
 
     @property
     def home_is_stale(self) -> bool:
-        """Whether home is behind."""
+        """True if the home slot does not hold the current bytes: copy them there before another slot is given up."""
         return self.home.version != self.version

@@ -19,7 +19,7 @@ class SlotCache:
 
     def put(self, slot: Slot) -> None:
         """Keep it; nothing works on it any more."""
-        slot.extent, slot.version = None, -1
+        slot.clear()
         self._slots.setdefault(slot.bytes, []).append(slot)
 
     def has(self, size: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 
@@ -167,7 +166,7 @@ class TierStore:
             self._taken.remove(slot)
         if slot.place is not None:
             self._leave(slot, slot.place, queue)
-        slot.extent, slot.version = None, -1
+        slot.clear()
         slot.bounds = {}
         self.used_bytes[slot.tier] -= slot.bytes
         slot.memory = slot.memory.new_empty(0)
@@ -199,7 +198,7 @@ class TierStore:
         if target.place is not None:
             self.device.write(target.place, to, source.memory[begin : begin + size])
         elif source.place is not None:
-            self.device.read(target.memory[to : to + size], source.place, begin, partial(_lose, target))
+            self.device.read(target.memory[to : to + size], source.place, begin, target.mark_unread)
         else:
             self.device.copy(queue, target.memory[to : to + size], source.memory[begin : begin + size])
 
@@ -373,8 +372,3 @@ class TierStore:
         if end > self.tiers[0].capacity_bytes:
             raise PlanMismatch(f"{slot.offset} to {end} is beyond {self.tiers[0].capacity_bytes} bytes")
         self._taken.insert(place, slot)
-
-
-def _lose(slot: Slot) -> None:
-    """What was to be read into a slot never comes."""
-    slot.version = -1

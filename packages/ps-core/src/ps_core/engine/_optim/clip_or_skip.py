@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._optim.group_step import StepDecision, decide
-from ps_core.engine._parameters.state import GradientPlace, ParamState
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.transitions import GradientPlace
 
 
 @dataclass(frozen=True, slots=True)

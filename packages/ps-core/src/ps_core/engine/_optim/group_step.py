@@ -20,7 +20,8 @@ from ps_core.engine._devices.device import Device
 from ps_core.engine._gradients.store import BESIDE_NUMEL, SMALL_NUMEL, beside
 from ps_core.engine._memory.slot import Slot
 from ps_core.engine._optim.settings import Settings, StepRule, clip_factor
-from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 
 SettingsOf = Callable[[ParamState], Settings]
 
@@ -126,10 +127,7 @@ def step_group(
             rows = master[span], moments[0][span], moments[1][span]
             _step(run, rows, gradient, target, run.records[0].factor * factor)
         for record in run.records:
-            record.steps += 1
-            record.update_count += 1
-            record.contents = SlotContents.WEIGHT
-            record.fresh()
+            record.mark_stepped()
             for other in record.others if record.tied else ():  # as memory that they share would be
                 master[other.piece].copy_(master[record.piece])
                 other.update_count += 1
@@ -137,7 +135,7 @@ def step_group(
     for record in group.tensors:
         if (record.contents is not SlotContents.WEIGHT or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
-            record.contents = SlotContents.WEIGHT
+            record.mark_rebuilt()
     _note_changed(group, slots)
 
 
@@ -148,9 +146,9 @@ def _note_changed(group: ParamGroup, slots: Mapping[Kind, Slot]) -> None:
             chunk = group.chunks[kind]
             chunk.mark_written(slot)
             if slot is not chunk.home:
-                chunk.copies[slot.tier] = slot
+                chunk.add_copy(slot)
     if group.gathered:
-        group.weight_chunk.version += 1  # no copy that was put together from all shards is the newest now
+        group.weight_chunk.invalidate_gathered()
 
 
 def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
@@ -57,7 +58,7 @@ class OnDemandStepper:
             self._put_back(group.chunks[kind], slot)
         for kind, copy in copies.items():
             if copy is not None and copy is not slots[kind]:
-                group.chunks[kind].copies[tier] = copy  # something aliases this memory, and keeps the old values
+                group.chunks[kind].add_copy(copy)  # something aliases this memory, and keeps the old values
 
     def _all_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """The newest bytes of these on a tier; where there is no room for all of them, all is as it was."""
@@ -78,7 +79,8 @@ class OnDemandStepper:
         if chunk.home.tier == tier:
             return chunk.home
         slot = self._store.reserve(tier, chunk.bytes)
-        chunk.copies.setdefault(tier, slot)  # or the bytes would be nowhere if they cannot be put back
+        if tier not in chunk.copies:
+            chunk.add_copy(slot)  # or the bytes would be nowhere if they cannot be put back
         return self._residency.copy_to(chunk, slot)
 
     def _put_back(self, chunk: Chunk, slot: Slot) -> None:
@@ -88,7 +90,7 @@ class OnDemandStepper:
         if chunk.home_is_stale:
             self._residency.copy_to(chunk, chunk.home)
         if chunk.copies.get(slot.tier) is slot:
-            del chunk.copies[slot.tier]
+            chunk.drop_copy(slot.tier)
         self._residency.give_back(slot)
 
     def free_sums(self) -> None:
@@ -162,6 +164,4 @@ class OnDemandStepper:
             flat.as_strided(record.shape, record.stride).copy_(value)
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):
-            record.contents = SlotContents.WEIGHT
-            record.update_count += 1
-            record.group.last_read_moment = -1
+            record.mark_replaced()

@@ -17,7 +17,8 @@ from ps_core.engine._memory.observer import TransferObserver
 from ps_core.engine._memory.slot import Chunk, Slot, SlotView
 from ps_core.engine._memory.store import TierStore
 from ps_core.engine._parameters.managed_parameter import set_data, version_of
-from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._parameters.uncounted_writes import ExposedParameters
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
@@ -90,7 +91,7 @@ class Residency:
         """Do without what was written to a slot: another copy has the parameter as it was, or else its master."""
         record.counted_version, chunk = version_of(record.parameter), record.group.weight_chunk
         if self._copies_besides(chunk, slot):
-            slot.version = -1
+            chunk.invalidate(slot)
         elif record.group.weight is Kind.P16 and record.group.trainable and record.contents is SlotContents.WEIGHT:
             self.rebuild(record.group, [record])
 
@@ -118,7 +119,7 @@ class Residency:
         if slot is not None:
             return slot
         if 0 not in chunk.copies:  # else one is there that is behind, for whoever holds on to its memory
-            chunk.copies[0] = self.store.reserve(0, chunk.bytes)
+            chunk.add_copy(self.store.reserve(0, chunk.bytes))
         return self.copy_to(chunk, chunk.copies[0])
 
     def copy_to(self, chunk: Chunk, slot: Slot) -> Slot:
@@ -131,7 +132,7 @@ class Residency:
             queue = self._launch(source, slot, chunk.bytes)
         else:
             self._within(source, slot, chunk.bytes)
-        slot.extent, slot.version = chunk.extent, chunk.version
+        chunk.fill(slot)
         if queue is not None:
             self._arrived(queue)  # a disk that fails takes the stamp away again
         return slot
@@ -201,7 +202,7 @@ class Residency:
             self.write_home(chunk)
             if chunk.home_is_stale:
                 return False  # the disk failed: what is here is all there is
-        del chunk.copies[0]
+        chunk.drop_copy(0)
         self.give_back(slot)
         self.watcher.evicted()
         return True

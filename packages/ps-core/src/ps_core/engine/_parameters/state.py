@@ -1,52 +1,26 @@
-"""Keep what the engine knows of each parameter and of each group: bookkeeping only, nothing is moved here.
-
-[Note: contents and gradient]
-`ParamState.payload` says what the parameter's part of its group's weight slot holds (16 bits; in fp32 the only weight):
-
-    WEIGHT      the weight.
-    GRADIENT    the gradient, written over the weight. The weight itself is in the fp32 master only.
-    UNDEFINED   nothing: the slot was reserved for gradients without a fetch, and this parameter got none.
-                The weight is in the fp32 master only.
-
-`ParamState.gradient` says where the gradient is, and what that costs for n elements in 16 bits:
-
-    NONE            there is none.
-    IN_WEIGHT_SLOT  over the weight: no memory of its own.
-    IN_ACCUMULATOR  in the group's fp32 sum, in the tier of that sum's home slot: 4n bytes.
-    OWN_TENSOR      in the tensor that autograd made: 2n bytes, until one of the two above takes it.
-"""
+"""Keep what the engine knows of each parameter and of each group: bookkeeping only, no bytes are moved here."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 from torch import nn
 
+from ps_core._errors import IllegalTransition
 from ps_core._program import Extent, Kind
 from ps_core.engine._memory.slot import Chunk, SlotView
+from ps_core.engine._parameters.transitions import (
+    TRANSITIONS,
+    GradientPlace,
+    ParamEvent,
+    SlotContents,
+    legal_events,
+)
 
 TAIL_NUMEL = 64
 """A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
-
-
-class SlotContents(Enum):
-    """What a parameter's part of the weight slot holds; see [Note: contents and gradient]."""
-
-    WEIGHT = auto()
-    GRADIENT = auto()
-    UNDEFINED = auto()
-
-
-class GradientPlace(Enum):
-    """Where a parameter's gradient is; see [Note: contents and gradient]."""
-
-    NONE = auto()
-    IN_WEIGHT_SLOT = auto()
-    IN_ACCUMULATOR = auto()
-    OWN_TENSOR = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +48,9 @@ class ParamState:
     contents: SlotContents = SlotContents.WEIGHT
     gradient: GradientPlace = GradientPlace.NONE
     own_gradient: torch.Tensor | None = None
+    """The gradient where ``gradient`` is OWN_TENSOR, else None. Only methods of this class write these four."""
     overwrite_pending: bool = False
-    """The gradient aside may go over the payload as soon as nothing needs that any more."""
+    """True if `own_gradient` is to go over the weight as soon as nothing may read the weight any more."""
     factor: float = 1.0
     """What the user multiplied the gradient by (clipping); applied by the step."""
     assigned: bool = False
@@ -121,7 +96,9 @@ class ParamState:
     @property
     def busy(self) -> bool:
         """Whether somebody may still read the parameter where it lies."""
-        return self.handles > 0 or (self.bound is not None and self.bound.aliased)
+        if sys.getrefcount(self.saved_token) > self.saved_token_uses:
+            return True
+        return self.bound is not None and self.bound.aliased
 
     @property
     def piece(self) -> slice:
@@ -142,16 +119,89 @@ class ParamState:
         """The other parameters of its tie, which are to have the same elements at all times."""
         return [other for other in self.tied if other is not self]
 
-    def fresh(self) -> None:
-        """Forget the gradient (the payload is another matter)."""
-        self.gradient = GradientPlace.NONE
-        self.own_gradient = None
-        self.overwrite_pending = False
+    # Transitions; see [Note: contents and gradient] in `_parameters.transitions`. Each is one method with one look into
+    # the table, and without helpers: backward and the step call them for every parameter.
+
+    def keep_gradient(self, gradient: torch.Tensor, *, overwrite_pending: bool = False) -> None:
+        """Store the gradient in a tensor of its own; ``overwrite_pending``: it is to go over the weight later."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.KEPT, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.KEPT) from None
+        self.own_gradient, self.overwrite_pending = gradient, overwrite_pending
+
+    def expect_sum(self) -> None:
+        """Note that the gradient's sum over ranks was promised, and is not there yet."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.SUM_EXPECTED, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.SUM_EXPECTED) from None
+
+    def mark_overwritten(self) -> None:
+        """Note that the gradient, or its sum over ranks, was written over the weight."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.OVERWRITTEN, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.OVERWRITTEN) from None
+        self.own_gradient, self.overwrite_pending = None, False
+
+    def mark_summed(self) -> None:
+        """Note that the gradient is in the group's fp32 sum."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.SUMMED, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.SUMMED) from None
+        self.own_gradient, self.overwrite_pending = None, False
+
+    def mark_slot_taken(self) -> None:
+        """Note that the weight slot was given to gradients: the slot does not hold the weight any more."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.SLOT_TAKEN, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.SLOT_TAKEN) from None
+
+    def mark_rebuilt(self) -> None:
+        """Note that the weight slot holds the weight again."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.REBUILT, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.REBUILT) from None
+
+    def mark_replaced(self) -> None:
+        """Note that somebody wrote another weight: references that autograd saved before do not match any more."""
+        self.mark_rebuilt()
+        self.update_count += 1
+        self.group.forget_moment()
+
+    def mark_discarded(self) -> None:
+        """Forget the gradient; where it lay over the weight, the weight has to be rebuilt next."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.DISCARDED, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.DISCARDED) from None
+        self.own_gradient = self.norm_part = self.grad_proxy = None
+        self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
-        self.norm_part = None
-        self.assigned = False
-        self.dropped = False
-        self.grad_proxy = None
+
+    def mark_stepped(self) -> None:
+        """Note that the optimizer used the gradient up and wrote the new weight."""
+        try:
+            self.contents, self.gradient = TRANSITIONS[ParamEvent.STEPPED, self.contents, self.gradient]
+        except KeyError:
+            raise self._illegal(ParamEvent.STEPPED) from None
+        self.own_gradient = self.norm_part = self.grad_proxy = None
+        self.overwrite_pending = self.assigned = self.dropped = False
+        self.factor = 1.0
+        self.steps += 1
+        self.update_count += 1
+
+    def _illegal(self, event: ParamEvent) -> IllegalTransition:
+        return IllegalTransition(
+            subject=self.name,
+            state=f"({self.contents.name}, {self.gradient.name})",
+            event=event.value,
+            expected=tuple(legal.value for legal in legal_events(self.contents, self.gradient)),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +227,10 @@ class ParamGroup:
     """Its homes are one of ``ranks`` equal shards; parameters are bound to a copy put together from all of them."""
     rank: int = 0
     ranks: int = 1
+
+    def forget_moment(self) -> None:
+        """Have the next use of a parameter begin a moment, as if no moment had read the group yet."""
+        self.last_read_moment = -1
 
     @property
     def pinned(self) -> bool:

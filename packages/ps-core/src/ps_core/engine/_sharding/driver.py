@@ -249,7 +249,7 @@ class ShardedDriver(OnDemandDriver):
     def _let_go(self, group: ParamGroup) -> None:
         self._shards.drop(group)
         self._in.pop(group, None)
-        group.last_read_moment = -1
+        group.forget_moment()
 
     # Gradients.
 
@@ -320,7 +320,6 @@ class ShardedDriver(OnDemandDriver):
             self._shards.sweep()
             if not self._keeps:
                 self._store.free_spare()
-            self._sums.settled()
         if backward and len(self._store.tiers) == 1:
             self.tracked = False  # one pass has shown that it fits
         if not self._trainable:

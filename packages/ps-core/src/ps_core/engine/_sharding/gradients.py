@@ -21,7 +21,8 @@ from ps_core.engine._gradients.store import GradientStore, measured, measured_sp
 from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, numbers
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
-from ps_core.engine._parameters.state import GradientPlace, ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.alike import Alike, checksum
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.promotion import low_tier
@@ -39,18 +40,15 @@ class ShardedGradients(GradientStore):
         self._shards, self._together = residency, together
         self.alike = Alike(together)
         self._over_weights = overwrites
-        self._fresh: set[ParamState] = set()
-        """Those whose gradient is on its way, and is nowhere yet."""
         self._measured: dict[ParamState, torch.Tensor] = {}
         """This process's part of the norm, where it was taken when the sum came."""
 
     def announce(self, record: ParamState) -> None:
-        """A gradient is on its way."""
+        """Expect the sum over ranks of a parameter's gradient, to which this rank may have nothing to add."""
         record.norm_part = None
         self._measured.pop(record, None)
         if record.gradient is GradientPlace.NONE:
-            record.gradient = GradientPlace.IN_ACCUMULATOR
-            self._fresh.add(record)
+            record.expect_sum()
 
     def discard(self, records: list[ParamState]) -> None:
         """As for one process; the other ranks must forget the same."""
@@ -64,10 +62,6 @@ class ShardedGradients(GradientStore):
         self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
 
-    def settled(self) -> None:
-        """Everything that was announced has come."""
-        self._fresh.clear()
-
     def dtype(self, group: ParamGroup) -> torch.dtype:
         """What sums over processes are rounded to."""
         return group.dtype if self._goes_over(group) else torch.float32
@@ -77,7 +71,7 @@ class ShardedGradients(GradientStore):
 
     def _empty(self, group: ParamGroup) -> Chunk | None:
         """What the next sum of a group fills; None: there is one already, to which it is added."""
-        if any(each.gradient is not GradientPlace.NONE and each not in self._fresh for each in group.tensors):
+        if any(each.gradient not in (GradientPlace.NONE, GradientPlace.ON_ITS_WAY) for each in group.tensors):
             return None
         return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
 
@@ -102,9 +96,10 @@ class ShardedGradients(GradientStore):
                 self._measure_all(records, slot)
             self._fill(chunk, slot)
             for record in records:
-                record.gradient = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
-                record.contents = SlotContents.GRADIENT if over else SlotContents.WEIGHT
-        self._fresh.difference_update(records)
+                if over:
+                    record.mark_overwritten()
+                else:
+                    record.mark_summed()
 
     def nothing_came(self, group: ParamGroup) -> None:
         """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
@@ -113,16 +108,16 @@ class ShardedGradients(GradientStore):
         """
         if all(each.gradient is GradientPlace.NONE for each in group.tensors):
             for record in group.tensors:
-                record.contents = SlotContents.WEIGHT
+                record.mark_rebuilt()
 
     def _fill(self, chunk: Chunk, slot: Slot) -> None:
         """Have at home what a slot holds."""
         chunk.mark_written(slot)
         if slot is not chunk.home:
-            chunk.copies[slot.tier] = slot
+            chunk.add_copy(slot)
             self._shards.write_home(chunk)
             self._shards.check_disk()
-            del chunk.copies[slot.tier]
+            chunk.drop_copy(slot.tier)
 
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Add to what there is, in fp32."""
@@ -136,12 +131,13 @@ class ShardedGradients(GradientStore):
         for record in records:
             factor, record.factor = record.factor, 1.0
             for part in self._cut(chunk, record.piece):
-                if record in self._fresh:
+                if record.gradient is GradientPlace.ON_ITS_WAY:
                     self._shards.save(chunk, part, source[part])
                     continue
                 total = self._shards.load(chunk, part)
                 ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), source[part])
                 self._shards.save(chunk, part, total)
+            record.mark_summed()
         if stage is not slot:
             self._shards.give_back(stage)
 
@@ -168,10 +164,10 @@ class ShardedGradients(GradientStore):
             for part in self._cut(target, slice(0, group.shard_numel)):
                 self._shards.save(target, part, self._shards.load(source, part))
             for record in over:
-                record.gradient = GradientPlace.IN_ACCUMULATOR
+                record.mark_summed()
         self._shards.rebuild(group, gone)
         for record in gone:
-            record.contents = SlotContents.WEIGHT
+            record.mark_rebuilt()
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
         """Below, whatever has risen: room was only found for what is there in every step."""
@@ -223,9 +219,9 @@ class ShardedGradients(GradientStore):
 
 
 def _lose(group: ParamGroup) -> None:
-    """The shard of the weight is not the weight any more."""
+    """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""
     for record in group.tensors:
-        record.contents = SlotContents.UNDEFINED
+        record.mark_slot_taken()
 
 
 class ShardedStepper(OnDemandStepper):

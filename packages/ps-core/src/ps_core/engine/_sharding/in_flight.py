@@ -103,7 +103,7 @@ class InFlightCollectives:
             assert step.slot is not None, "it has where to go"
             assert step.position is not None, "it waits for its place in the schedule"
             self.ahead.pop(step.group, None)
-            step.group.weight_chunk.copies.pop(0, None)
+            step.group.weight_chunk.drop_copy(0)
             self._turns.leave(step.position)
             slots = (step.slot,)
             step.whole = step.slot = None

@@ -91,7 +91,7 @@ class ShardPromoter:
         for chunk, target in zip(unit, targets, strict=True):
             self._store.note_risen(chunk.bytes)
             self._residency.copy_to(chunk, target)
-            chunk.copies[chunk.home.tier], chunk.home = chunk.home, target
+            chunk.add_copy(chunk.rehome(target))
         self._risen.append(unit)
         return True
 
@@ -125,8 +125,7 @@ class ShardPromoter:
         if below.version != chunk.version:
             self._residency.copy_to(chunk, below)
             self._residency.check_disk()
-        chunk.home = below
-        del chunk.copies[below.tier]
+        chunk.rehome(below)
         self._store.note_risen(-risen.bytes)
         self._residency.give_back(risen)
         return risen.bytes

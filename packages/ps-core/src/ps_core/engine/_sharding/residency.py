@@ -21,7 +21,8 @@ from ps_core.engine._memory.slot import Chunk, Slot, SlotView
 from ps_core.engine._memory.store import TierStore
 from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState, SlotContents
+from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.promotion import ShardPromoter
 from ps_core.engine._sharding.streams import beside
@@ -48,7 +49,7 @@ class ShardedResidency(Residency):
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
-            group.chunks[Kind.FULL] = Chunk(group.extent(Kind.FULL), size, nowhere)
+            group.chunks[Kind.FULL] = Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True)
 
     def note_forward(self, *, trains: bool) -> int:
         """Note that a forward pass begins; return how many of this pass wait for backward."""
@@ -66,8 +67,11 @@ class ShardedResidency(Residency):
     def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
         chunk = group.weight_chunk
-        slot = chunk.copies.setdefault(0, chunk.copies.get(0) or self.borrow(chunk.bytes, group.tensors[0]))
-        slot.version = -1
+        slot = chunk.copies.get(0)
+        if slot is None:
+            slot = self.borrow(chunk.bytes, group.tensors[0])
+            chunk.add_copy(slot)
+        chunk.invalidate(slot)
         whole = slot.flat(group.dtype, group.chunk_numel)
         numel = group.shard_numel
         own = whole[group.rank * numel : (group.rank + 1) * numel]
@@ -76,7 +80,7 @@ class ShardedResidency(Residency):
 
     def end_gather(self, group: ParamGroup, slot: Slot) -> None:
         """What `begin_gather` gave was filled."""
-        slot.extent, slot.version = group.weight_chunk.extent, group.weight_chunk.version
+        group.weight_chunk.fill(slot)
 
     def offered(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
         """This process's shard for others to gather: where it lies, or else in a slot to be given back.
@@ -120,7 +124,7 @@ class ShardedResidency(Residency):
 
     def drop(self, group: ParamGroup) -> bool:
         """Let the gathered copy go; there is nothing to write back."""
-        slot = group.weight_chunk.copies.pop(0, None)
+        slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
             bounds: dict[Hashable, SlotView] = {
                 record: record.bound for record in group.tensors if record.bound is not None
@@ -160,7 +164,7 @@ class ShardedResidency(Residency):
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Gather anew what was written to; the shard is as it was."""
         record.counted_version = version_of(record.parameter)
-        slot.version = -1
+        record.group.weight_chunk.invalidate(slot)
 
     # For the host thread: this process's part, where it lies or from the disk.
 
@@ -207,7 +211,7 @@ class ShardedResidency(Residency):
         chunk.mark_written(chunk.home)
         group = self.groups[chunk.extent.index]
         if chunk.extent.kind is group.weight:
-            group.weight_chunk.version += 1  # what was gathered is old now
+            group.weight_chunk.invalidate_gathered()
 
     def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Change this process's elements of a parameter, all of which are given."""
@@ -219,7 +223,7 @@ class ShardedResidency(Residency):
         """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
         slot = group.weight_chunk.copies.get(0)
         if slot is not None:
-            slot.version = -1
+            group.weight_chunk.invalidate(slot)
         if group.weight is Kind.P16:
             for record in records:
                 self.save(group.chunks[Kind.P16], record.piece, self.load(group.chunks[Kind.P32], record.piece))
