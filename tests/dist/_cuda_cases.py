@@ -67,7 +67,7 @@ def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
         optimizer.zero_grad()
         norms.append(optimizer.last_norm)
     check_memory(model, each, accumulates=way.accumulate > 1)
-    assert bool(way.room) == bool(hooks_of(model).engine.store.risen_bytes)
+    assert bool(way.room) == bool(hooks_of(model).engine.store.ledger.promoted_bytes)
     rows = states(optimizer) | {name: value.clone() for name, value in model.state_dict().items()}
     release(model)
     after = each.statistics().wire_bytes
@@ -83,7 +83,7 @@ def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: boo
     order = engine.residency.beside
     staging = order.staging.bytes if isinstance(order, beside.StreamCollectives) and order.staging is not None else 0
     homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
-    places = engine.store.risen_bytes  # which are kept below
+    places = engine.store.ledger.promoted_bytes  # which are kept below
     assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + places + staging
 
 

@@ -60,7 +60,7 @@ def counts_memory(each: Together) -> tuple[int, int, int]:
     assert spare >= sum(sizes)
     assert statistics(model).tiers["host"].current_bytes <= statistics(model).tiers["host"].peak_bytes
     release(model)
-    return forward, engine.store.spare.bytes, engine.store.used_bytes[0]
+    return forward, engine.store.spare.bytes, engine.store.ledger.used_bytes[0]
 
 
 def test_a_forward_pass_takes_no_memory_for_groups_once_there_is_some_kept() -> None:

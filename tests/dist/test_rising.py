@@ -250,7 +250,9 @@ def ran_out(each: Together) -> None:
     del device.short_bytes
     one.settle()
     store = hooks_of(one.model).engine.store
-    assert most - store.risen_bytes - store.peak_besides_bytes >= most // 20, "more is left free than before"
+    assert most - store.ledger.promoted_bytes - store.ledger.peak_besides_bytes >= most // 20, (
+        "more is left free than before"
+    )
     release(one.model)
 
 
@@ -272,7 +274,7 @@ def above_a_disk(each: Together, folder: str) -> None:
     store = hooks_of(one.model).engine.store
     release(one.model)
     release(plain.model)
-    assert store.used_bytes == [0, 0, 0]
+    assert store.ledger.used_bytes == [0, 0, 0]
 
 
 def test_what_rises_from_a_disk_takes_no_memory_between(tmp_path: Path) -> None:
@@ -359,4 +361,4 @@ def test_the_highest_hole(rows: list[tuple[int, int]], units: int) -> None:
         if start + length <= 16 * 128 and start in holes(taken, length, 16 * 128):
             store.reserve(0, length, start)
             taken.append((start, length))
-    assert store.highest_hole(units * 128) == max(holes(taken, units * 128, 16 * 128), default=None)
+    assert store.arena.highest_free(units * 128) == max(holes(taken, units * 128, 16 * 128), default=None)

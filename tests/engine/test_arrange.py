@@ -56,10 +56,11 @@ def test_any_arrangement_follows_any_other_where_all_is_full(seed: int) -> None:
                 above.append(chunk)
         below = [chunk for chunk in homes if chunk not in above]
         assert move_homes_to_plan(engine, places(engine, above, below))
-        assert engine.store.used_bytes == [sum(chunk.bytes for chunk in part) for part in (above, below)]
+        assert engine.store.ledger.used_bytes == [sum(chunk.bytes for chunk in part) for part in (above, below)]
         engine.store.tiers = tuple(
-            Tier(tier.name, used) for tier, used in zip(engine.store.tiers, engine.store.used_bytes, strict=True)
+            Tier(tier.name, used) for tier, used in zip(engine.store.tiers, engine.store.ledger.used_bytes, strict=True)
         )
+        engine.store.arena._capacity_bytes = engine.store.tiers[0].capacity_bytes
         for _ in range(4):
             above, below = _exchanged(above, below, drawn)
             assert move_homes_to_plan(engine, places(engine, above, below))

@@ -169,5 +169,5 @@ def test_memory_that_runs_out_where_a_pass_ends_loses_nothing(
             assert all(map(torch.equal, masters(optimizer), right[index][1]))
         assert statistics(model).planned_passes
         release(model)
-        assert not any(engine.store.used_bytes)
+        assert not any(engine.store.ledger.used_bytes)
     assert hit

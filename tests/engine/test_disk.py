@@ -81,7 +81,7 @@ def test_a_step_while_a_weight_is_aliased_in_memory(aliases: int, tmp_path: Path
         engine.finish_pass()
         weights = [value.clone() for value in model.state_dict().values()]
         release(model)
-        return losses, weights, engine.store.used_bytes
+        return losses, weights, engine.store.ledger.used_bytes
 
     losses, weights, _ = run(hold=False)
     same_losses, same_weights, left = run(hold=True)

@@ -198,7 +198,7 @@ def test_an_interrupt_within_materialized_leaves_a_managed_model() -> None:
 CELL = """
 torch.manual_seed(0)
 model = models.Language()
-seen.append([store().used_bytes for store in stores])
+seen.append([store().ledger.used_bytes for store in stores])
 model, optimizer = chunked(model, ADAMW, device=device, budget=budget)
 stores.append(weakref.ref(hooks_of(model).engine.store))
 for index in range(3):
@@ -225,7 +225,7 @@ def test_running_a_cell_again_releases_the_earlier_engine(device: str) -> None:
     first = stores[0]()
     assert first is None or first._arena is None
     live = stores[-1]()
-    assert any(live.used_bytes)
+    assert any(live.ledger.used_bytes)
 
 
 def test_the_optimizer_of_a_model_that_is_gone_says_so() -> None:
@@ -277,5 +277,5 @@ def test_a_cell_on_the_same_model_says_what_to_do() -> None:
         chunked(model, ADAMW, device="cpu", budget=Budget(host=HOST))
     store = hooks_of(model).engine.store
     release(model)
-    assert not any(store.used_bytes)
+    assert not any(store.ledger.used_bytes)
     release(chunked(model, ADAMW, device="cpu", budget=Budget(host=HOST))[0])

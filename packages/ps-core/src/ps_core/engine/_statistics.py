@@ -81,8 +81,8 @@ def statistics(model: nn.Module) -> Statistics:
     names = [tier.name for tier in store.tiers]
     tiers = {
         tier.name: TierStatistics(
-            current_bytes=store.used_bytes[index],
-            peak_bytes=store.peak_bytes[index],
+            current_bytes=store.ledger.used_bytes[index],
+            peak_bytes=store.ledger.peak_bytes[index],
             budget_bytes=tier.capacity_bytes,
         )
         for index, tier in enumerate(store.tiers)

@@ -49,18 +49,18 @@ class MemoryMeasurement:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Measure the optimizer step of this block: its highest moment, as one column."""
-        peaks = self._store.peak_bytes
+        peaks = self._store.ledger.peak_bytes
         before, peaks[0] = peaks[0], 0
         try:
             yield
         finally:
-            highest = max(peaks[0], self._store.used_bytes[0])
+            highest = max(peaks[0], self._store.ledger.used_bytes[0])
             peaks[0] = max(before, peaks[0])
         if self._columns:
             counts = self._model_data()
             counts[Category.NONMODEL] = self._engine.constant_bytes
             # What a step brings and takes away again is a group's states.
-            counts[Category.STATES] += max(0, highest - self._store.used_bytes[0])
+            counts[Category.STATES] += max(0, highest - self._store.ledger.used_bytes[0])
             self._columns.append(Column("the optimizer's step", "update", tuple(counts.values())))
 
     def tide(self, model: str) -> Tide | None:
@@ -85,7 +85,7 @@ class MemoryMeasurement:
 
     def _model_data(self) -> dict[Category, int]:
         counts = dict.fromkeys(CATEGORIES, 0)
-        for slot in self._store.slots:
+        for slot in self._store.arena.slots:
             counts[self._category(slot)] += slot.bytes
         return counts
 

@@ -168,7 +168,7 @@ class InstructionExecutor:
 
     def _reserve(self, instr: Instr, op: Reserve) -> None:
         store, tier = self._store, op.tier
-        if store.overlapping(op.offset, op.bytes) if tier == 0 else store.free_bytes(tier) < op.bytes:
+        if store.arena.overlapping(op.offset, op.bytes) if tier == 0 else store.free_bytes(tier) < op.bytes:
             raise Diverged("the plan's place is taken")
         self._slots[op.slot] = self._store.reserve(op.tier, op.bytes, op.offset)
         self._places[op.slot] = op.tier, op.offset
@@ -226,7 +226,7 @@ class InstructionExecutor:
             return  # on other tiers slots are memory of their own
         if slot.extent is not None:
             self._vacate(self._group_of(slot), slot)
-        self._store.shift(slot, op.offset, instr.queue)
+        self._store.arena.shift(slot, op.offset, instr.queue)
 
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
         group = self._plan.order[op.group]

@@ -45,7 +45,7 @@ class HomePlacement:
         """
         engine, store = self._engine, self._engine.store
         capacity = store.tiers[0].capacity_bytes
-        if needed_bytes is not None and store.used_bytes[0] + needed_bytes <= capacity:
+        if needed_bytes is not None and store.ledger.used_bytes[0] + needed_bytes <= capacity:
             return
         groups = [group for group in reversed(engine.groups) if not group.pinned]
         if group_with_aliases(groups) is not None:
@@ -59,7 +59,7 @@ class HomePlacement:
             for chunk, tier in chain((first,), moves):
                 move(engine, chunk, tier)
         if not store.device.lazy:
-            store.settle(0)
+            store.arena.resize(0)
         self._low, self.astray = True, False
 
     def left(self, plan: EnginePlan) -> None:

@@ -68,17 +68,19 @@ class OnDemandDriver:
     def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes
         size = sum(group.weight_chunk.bytes for group in wanted)
-        line = capacity - (self._highest_tide_bytes or self._store.tide_bytes)
+        line = capacity - (self._highest_tide_bytes or self._store.ledger.nonmodel_bytes)
         cache = self._highest_tide_bytes is not None
         for group in list(self._in):
-            roomy = cache and self._store.used_bytes[0] + size <= line
-            if roomy and all(self._store.fits(each.weight_chunk.bytes, line) for each in wanted):
+            roomy = cache and self._store.ledger.used_bytes[0] + size <= line
+            if roomy and all(
+                self._store.arena.lowest_free(each.weight_chunk.bytes, line) is not None for each in wanted
+            ):
                 break
             if group not in needed and self._residency.drop(group):
                 del self._in[group]
-        total = self._store.used_bytes[0] + size + self._store.tide_bytes
+        total = self._store.ledger.used_bytes[0] + size + self._store.ledger.nonmodel_bytes
         if total > capacity:
-            groups, tide = self._residency.groups, self._store.tide_bytes
+            groups, tide = self._residency.groups, self._store.ledger.nonmodel_bytes
             raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
 
     def take(self, record: ParamState, gradient: torch.Tensor) -> bool:

@@ -227,9 +227,11 @@ class PassTracker:
         peak = self.tide.take_peak()
         beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
         store = self._store
-        store.note_tide(peak + self._constant_bytes, backward=beat.backward)
-        needed = (store.held_bytes if isinstance(self.driver, PlanDriver) else store.used_bytes[0]) + store.tide_bytes
-        store.set_tide(self.tide.current_bytes + self._constant_bytes)
+        store.ledger.end_moment(peak + self._constant_bytes, backward=beat.backward)
+        needed = (
+            store.held_bytes if isinstance(self.driver, PlanDriver) else store.ledger.used_bytes[0]
+        ) + store.ledger.nonmodel_bytes
+        store.ledger.set_nonmodel(self.tide.current_bytes + self._constant_bytes)
         return needed
 
     def _too_large(self, beat: MomentRecord, needed: int) -> DoesNotFit:
@@ -244,10 +246,10 @@ class PassTracker:
         for record in self._residency.take_tampered():
             raise changed_in_place(record.name)
         install()
-        self._store.note_left_over(0)
+        self._store.ledger.note_left_over(0)
         if self.broke_off and self.tide.current_bytes:
             _free_broken_pass()
-            self._store.note_left_over(self.tide.current_bytes)
+            self._store.ledger.note_left_over(self.tide.current_bytes)
         training = backward or torch.is_grad_enabled()
         self.recording = PassRecording(regular=not backward, training=training)
         self.driver = self.demand if backward and not self._still else self.guide.choose(training)
@@ -294,7 +296,7 @@ class PassTracker:
             self.tide.stop()
             self._clock.turn("")
             uninstall()
-        self._store.set_tide(0)
+        self._store.ledger.set_nonmodel(0)
         recording.regular &= not any(record.handles for record in self._records)
         self._counters.passed(replayed=self.driver is not self.demand)
         self.guide.observe(recording)

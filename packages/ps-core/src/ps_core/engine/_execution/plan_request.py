@@ -93,7 +93,7 @@ class PlanRequest:
         """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""
         store = self._engine.store
         first, *others = store.tiers
-        taken = self._engine.activations.bytes + store.fixed_bytes
+        taken = self._engine.activations.bytes + store.ledger.fixed_host_bytes
         if taken:
             others[0] = Tier(others[0].name, others[0].capacity_bytes - taken)
         pinned = [

@@ -28,7 +28,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
     if not store.device.lazy:
         for record in engine.records:
             residency.unbind(record)
-        store.settle(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
+        store.arena.resize(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
     while pending:
         ready = [held for held in pending if _may_move(store, plan.chunk(held.extent), held)]
         for held in ready:
@@ -44,13 +44,13 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
 def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
     """Whether nothing but homes is where the plan has them: sums that it does not know of, say."""
     slots = {id(slot): slot for held in plan.plan.home for slot in (plan.chunk(held.extent).home,)}
-    others = list(store.used_bytes)
+    others = list(store.ledger.used_bytes)
     for slot in slots.values():
         others[slot.tier] -= slot.bytes
     for held in plan.plan.home:
         if held.tier:
             others[held.tier] += held.bytes
-        elif any(id(slot) not in slots for slot in store.overlapping(held.offset, held.bytes)):
+        elif any(id(slot) not in slots for slot in store.arena.overlapping(held.offset, held.bytes)):
             return False
     return all(used <= tier.capacity_bytes for used, tier in list(zip(others, store.tiers, strict=True))[1:])
 
@@ -62,8 +62,8 @@ def in_place(slot: Slot, held: Held) -> bool:
 
 def _may_move(store: TierStore, chunk: Chunk, held: Held) -> bool:
     if held.tier:
-        return store.used_bytes[held.tier] + held.bytes <= store.tiers[held.tier].capacity_bytes
-    return not store.overlapping(held.offset, held.bytes)
+        return store.ledger.used_bytes[held.tier] + held.bytes <= store.tiers[held.tier].capacity_bytes
+    return not store.arena.overlapping(held.offset, held.bytes)
 
 
 def group_with_aliases(groups: Iterable[ParamGroup]) -> ParamGroup | None:

@@ -61,7 +61,7 @@ class PlanDriver:
         for queue in (*self._store.queues, Queue.CPU):
             residency.await_all(queue)  # segments join here; whatever came before is done with all addresses
         if self._lines.runs:
-            self._store.trim(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
+            self._store.arena.return_pages(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
 
     # The driver.
 
@@ -179,11 +179,11 @@ class PlanDriver:
         self._carrier.begin(op)
         self._at[Queue.COMPUTE] += 1
         self._running = instr
-        self._store.set_tide(op.nonmodel_bytes)
-        self._store.note_peak()
+        self._store.ledger.set_nonmodel(op.nonmodel_bytes)
+        self._store.ledger.update_peaks()
 
     def _end_run(self) -> None:
         instr, self._running = self._running, None
         if instr is not None:
             self._complete(instr)
-            self._store.set_tide(0)
+            self._store.ledger.set_nonmodel(0)

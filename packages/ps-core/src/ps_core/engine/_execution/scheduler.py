@@ -159,7 +159,7 @@ class PlanScheduler:
             self._estimated = self._adopt(recording, self._batch)
         except DoesNotFit as error:
             if error.tier == engine.store.tiers[0].name:
-                engine.store.foresee(error.needed_bytes)
+                engine.store.ledger.note_foreseen(error.needed_bytes)
             log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
     def choose(self, training: bool) -> PassDriver:
@@ -243,7 +243,7 @@ class PlanScheduler:
         batch, self._served = self._served, None
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
             self._tried = False  # the next pass is a first one again
-            self._engine.store.foresee(0)
+            self._engine.store.ledger.note_foreseen(0)
         if recording.training and any(beat.grads for beat in recording.beats):
             self._micro += 1
         if batch is None:
@@ -344,6 +344,6 @@ class PlanScheduler:
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         if not self._homes.arrange(plan):
             return False
-        self._engine.store.foresee(0)
+        self._engine.store.ledger.note_foreseen(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         return True

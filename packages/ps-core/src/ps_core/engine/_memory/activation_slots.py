@@ -60,7 +60,7 @@ class ActivationSlots:
             for segment in plan.segments:
                 found = (instr.op for instr in segment.instrs if isinstance(instr.op, Reserve))
                 ends += [op.offset + op.bytes for op in found if op.tier == _HOST]
-            self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.fixed_bytes
+            self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.ledger.fixed_host_bytes
 
     @defer_interrupts
     def put(self, tensor: torch.Tensor) -> OffloadedActivation:
@@ -110,7 +110,7 @@ class ActivationSlots:
             slot = self._free.pop()
             self.bytes -= slot.bytes
             self._store.release(slot, Queue.COMPUTE)
-        others = max(self._planned_bytes, self._store.used_bytes[_HOST] - self.bytes)
+        others = max(self._planned_bytes, self._store.ledger.used_bytes[_HOST] - self.bytes)
         if others + self.bytes + size > self._store.tiers[_HOST].capacity_bytes:
             raise self._too_large(size, others + self.bytes + size)
         self.bytes += size

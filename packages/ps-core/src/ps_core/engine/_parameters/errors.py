@@ -29,12 +29,12 @@ def compute_tier_too_small(
     whole: bool = False,
 ) -> DoesNotFit:
     """The compute tier cannot hold what a moment needs at once. ``whole``: and no moment of the pass needs more."""
-    capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(max(needed_bytes, store.foreseen_bytes))
+    capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(max(needed_bytes, store.ledger.foreseen_bytes))
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     weight, largest = group.chunk_numel * group.dtype.itemsize, _largest(group).numel * group.dtype.itemsize
-    unknown = "" if whole or store.foreseen_bytes else _SO_FAR
+    unknown = "" if whole or store.ledger.foreseen_bytes else _SO_FAR
     asked, missing = needed_bytes, needed_bytes - capacity
-    batch = _smaller_batch(missing, max(nonmodel_bytes, store.foreseen_bytes - 2 * weight))
+    batch = _smaller_batch(missing, max(nonmodel_bytes, store.ledger.foreseen_bytes - 2 * weight))
     if not nonmodel_bytes:
         asked, unknown = asked + largest * group.trainable, _ACTIVATIONS  # and its gradient
         batch = "a smaller batch or sequence: less non-model data, of which nothing is known yet"
@@ -50,7 +50,7 @@ def compute_tier_too_small(
             "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block, in forward "
             "(activation checkpointing): then only one block's activations are there at a time"
         )
-    kept = size(store.left_over_bytes)
+    kept = size(store.ledger.left_over_bytes)
     held = f"drop the exception that ended the pass before (or sys.last_value): its frames may hold up to {kept}"
     return DoesNotFit(
         tier=store.tiers[0].name,
@@ -62,7 +62,7 @@ def compute_tier_too_small(
             suggest_budget(store.limits, 0, asked) + unknown,
             parts,
             batch,
-            *([held] if store.left_over_bytes else []),
+            *([held] if store.ledger.left_over_bytes else []),
         ),
     )
 
@@ -142,7 +142,9 @@ def _enough(store: TierStore, groups: list[ParamGroup], needed_bytes: int) -> st
     """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
     last = len(store.tiers) - 1
     if not last:
-        return suggest_budget(store.limits, 0, needed_bytes) + ("" if store.highest_tide_bytes else _ACTIVATIONS)
+        return suggest_budget(store.limits, 0, needed_bytes) + (
+            "" if store.ledger.highest_nonmodel_bytes else _ACTIVATIONS
+        )
     passing = max(_largest(group).numel for group in groups) * 4
     return suggest_budget(store.limits, last, max(needed_bytes, store.tiers[last].capacity_bytes) + passing)
 

@@ -47,7 +47,7 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
     rest = [group for group in groups if group not in fixed]
     sizes = {group: sum(bytes_of(group, kind) for kind in kinds_of(group, accumulates=accumulates)) for group in rest}
     below = sum(store.free_bytes(tier) for tier in range(1, last + 1)) if last else top
-    everything = sum(sizes.values()) + store.tiers[0].capacity_bytes - top + store.fixed_bytes
+    everything = sum(sizes.values()) + store.tiers[0].capacity_bytes - top + store.ledger.fixed_host_bytes
     if sum(sizes.values()) > below + (top if last else 0):
         raise everything_too_large(store, groups, everything)
     resident: set[ParamGroup] = set()
@@ -68,7 +68,7 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
         for kind in kinds_of(group, accumulates=accumulates):
             _reserve(store, group, kind, tiers.get((group, kind), 0))
     for tier, row in enumerate(store.tiers):
-        if store.used_bytes[tier] > row.capacity_bytes:
+        if store.ledger.used_bytes[tier] > row.capacity_bytes:
             raise everything_too_large(store, groups, everything)
 
 
@@ -88,7 +88,7 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
                 top -= bytes_of(group, kind)
                 _reserve(store, group, kind, 0, top)
     if below:
-        store.keep_on_host(homes, gradients)
+        store.ledger.fix_on_host(homes, gradients)
     return top
 
 

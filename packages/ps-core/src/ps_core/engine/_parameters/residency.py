@@ -212,7 +212,7 @@ class Residency:
         self.await_all(Queue.COMPUTE)
         self.store.release(slot, Queue.COMPUTE)
         if slot.offset >= 0:
-            self.store.trim(slot.offset)
+            self.store.arena.return_pages(slot.offset)
 
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Make these payloads the parameters again, from the masters."""

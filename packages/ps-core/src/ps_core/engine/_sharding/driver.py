@@ -235,10 +235,10 @@ class ShardedDriver(OnDemandDriver):
 
         Collectives under way are waited for: whether a moment fits must not depend on which rank is how fast.
         """
-        before = self._store.used_bytes[0]
+        before = self._store.ledger.used_bytes[0]
         self._talks.settle()
         self._store.free_spare()
-        freed = before - self._store.used_bytes[0]
+        freed = before - self._store.ledger.used_bytes[0]
         return freed if freed >= needed_bytes else freed + self._shards.risers.sink(needed_bytes - freed)
 
     def make_way(self, missing_bytes: int) -> None:

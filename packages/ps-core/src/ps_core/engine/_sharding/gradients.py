@@ -261,7 +261,7 @@ class ShardedStepper(OnDemandStepper):
         """Step one group's shard, once there is room for it where its master is."""
         while not self._store.work_tier(group.chunks[Kind.P32].home.tier):
             missing = [chunk.bytes for kind, chunk in group.chunks.items() if kind is not Kind.FULL and chunk.home.tier]
-            if self._store.has_holes(missing) or not self._shards.risers.sink(1):
+            if self._store.fits_slots(missing) or not self._shards.risers.sink(1):
                 break
         super().step_one(group, settings_of, factor)
 

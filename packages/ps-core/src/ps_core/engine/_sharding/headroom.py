@@ -39,7 +39,7 @@ class GatherHeadroom:
             return self._steps.roomy(size)
         if self._prefetch is None and self._shards.risers.waiting and len(self._steps.ahead) >= _AHEAD:
             return False
-        besides = max(0, self._store.highest_tide_bytes - self._store.tide_bytes)
+        besides = max(0, self._store.ledger.highest_nonmodel_bytes - self._store.ledger.nonmodel_bytes)
         if trains:  # what a moment of backward takes besides
             besides += self._largest_bytes + self._steps.sum_bytes(group)
         return self._steps.roomy(size, besides)
@@ -63,8 +63,8 @@ class GatherHeadroom:
     def _swell_bytes(self, *, backward: bool) -> int:
         """How much higher the tide may get before more is wanted: on the way back it falls from moment to moment."""
         store = self._store
-        most = max(0, store.highest_tide_bytes - store.tide_bytes)
-        return min(most, store.highest_swell_bytes) if backward else most
+        most = max(0, store.ledger.highest_nonmodel_bytes - store.ledger.nonmodel_bytes)
+        return min(most, store.ledger.highest_rise_bytes) if backward else most
 
     def _wait_for_sum(self) -> bool:
         """Wait for one that is under way, if there is any."""
@@ -77,8 +77,10 @@ class GatherHeadroom:
         """What more there is room for than passes took so far."""
         store, groups = self._store, self._shards.groups
         states = sum(chunk.home.bytes for group in groups for chunk in group.chunks.values() if chunk.home.tier == 0)
-        besides = _MARGIN * (store.peak_bytes[0] - states)
+        besides = _MARGIN * (store.ledger.peak_bytes[0] - states)
         if states + besides + sum(group.weight_chunk.bytes for group in groups) <= store.tiers[0].capacity_bytes:
             return Headroom.ALL
-        ahead = self._prefetch != 0 and store.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
+        ahead = (
+            self._prefetch != 0 and store.ledger.peak_bytes[0] + self._largest_bytes <= store.tiers[0].capacity_bytes
+        )
         return Headroom.NEXT if ahead else Headroom.TIGHT

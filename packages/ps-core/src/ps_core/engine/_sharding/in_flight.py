@@ -181,8 +181,8 @@ class InFlightCollectives:
         """Room on the compute tier."""
         if not self.finds_hole(size):
             store, groups = self._store, self._shards.groups
-            total = store.used_bytes[0] + size + store.tide_bytes
-            raise compute_tier_too_small(store, groups, name, total, store.tide_bytes, proven=True)
+            total = store.ledger.used_bytes[0] + size + store.ledger.nonmodel_bytes
+            raise compute_tier_too_small(store, groups, name, total, store.ledger.nonmodel_bytes, proven=True)
 
     def finds_hole(self, size: int) -> bool:
         """Whether there is so much room, if need be once shards that have risen are below again."""
@@ -209,8 +209,11 @@ class InFlightCollectives:
 
     def roomy(self, size: int, besides: int = 0) -> bool:
         """Whether the compute tier has so much room, and more."""
-        line = self._store.tiers[0].capacity_bytes - self._store.tide_bytes
-        return self._store.used_bytes[0] + size + besides <= line and self._store.fits(size, line)
+        line = self._store.tiers[0].capacity_bytes - self._store.ledger.nonmodel_bytes
+        return (
+            self._store.ledger.used_bytes[0] + size + besides <= line
+            and self._store.arena.lowest_free(size, line) is not None
+        )
 
     def drop_unused(self) -> None:
         """Let go of what was gathered ahead of need."""

@@ -49,8 +49,8 @@ class ShardPromoter:
         store, known = self._store, self._besides_bytes
         if not (self.waiting or self._risen) or self._residency.broken:
             return
-        self._besides_bytes = store.peak_besides_bytes
-        room = store.tiers[0].capacity_bytes - self._besides_bytes - store.risen_bytes - self._margin_bytes()
+        self._besides_bytes = store.ledger.peak_besides_bytes
+        room = store.tiers[0].capacity_bytes - self._besides_bytes - store.ledger.promoted_bytes - self._margin_bytes()
         self.sink(-room)
         if self._besides_bytes > known:
             return
@@ -62,7 +62,7 @@ class ShardPromoter:
 
     def _margin_bytes(self) -> int:
         """What a card's allocator loses to pieces too small to use."""
-        lost = 0 if self._store.device.lazy else int(self._store.highest_tide_bytes * FRAGMENTATION)
+        lost = 0 if self._store.device.lazy else int(self._store.ledger.highest_nonmodel_bytes * FRAGMENTATION)
         return lost + self._spare_bytes
 
     def _below(self) -> Iterator[_Unit]:
@@ -77,7 +77,7 @@ class ShardPromoter:
         """Bring a unit up, if there is memory for it."""
         targets: list[Slot] = []
         for chunk in unit:
-            offset = self._store.highest_hole(chunk.bytes)
+            offset = self._store.arena.highest_free(chunk.bytes)
             try:
                 if offset is None:
                     break
@@ -89,7 +89,7 @@ class ShardPromoter:
                 self._residency.give_back(target)
             return False
         for chunk, target in zip(unit, targets, strict=True):
-            self._store.note_risen(chunk.bytes)
+            self._store.ledger.note_promoted(chunk.bytes)
             self._residency.copy_to(chunk, target)
             chunk.add_copy(chunk.rehome(target))
         self._risen.append(unit)
@@ -111,14 +111,14 @@ class ShardPromoter:
         """The same amid a pass, which shows that all else needs more than was known."""
         done = self.sink(size, in_use)
         if done:
-            self._store.note_besides(self._store.tiers[0].capacity_bytes - self._store.risen_bytes)
+            self._store.ledger.note_besides(self._store.tiers[0].capacity_bytes - self._store.ledger.promoted_bytes)
         return done
 
     def sink_all(self, missing_bytes: int) -> None:
         """Take everything back; so much was asked for in vain, if any, and more is to be left free from now on."""
         if missing_bytes:
             self._spare_bytes += bytes_to_reserve(missing_bytes, self._store.tiers[0].capacity_bytes)
-        self.sink(self._store.risen_bytes)
+        self.sink(self._store.ledger.promoted_bytes)
 
     def _lower(self, chunk: Chunk) -> int:
         risen, below = chunk.home, chunk.copies[low_tier(chunk)]
@@ -126,7 +126,7 @@ class ShardPromoter:
             self._residency.copy_to(chunk, below)
             self._residency.check_disk()
         chunk.rehome(below)
-        self._store.note_risen(-risen.bytes)
+        self._store.ledger.note_promoted(-risen.bytes)
         self._residency.give_back(risen)
         return risen.bytes
 
