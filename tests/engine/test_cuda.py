@@ -23,8 +23,6 @@ from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker
 from ps_core.engine._parameters.unmanaged import move_unmanaged
-from ps_core.engine._tracing import first_pass as foresight
-from ps_core.engine._tracing.child import ChildFailed
 
 CASE = {each.name: each for each in CASES}
 NAMES = ("tied", "lstm", "frozen", "mixed_dtypes", "two_forwards", "detached_weight", "evaluation_before_step")
@@ -99,23 +97,32 @@ def test_without_waiting_results_are_wrong() -> None:
     assert wrong == 3
 
 
-def test_a_process_that_began_with_cuda_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first pass runs on demand; the rest is as planned."""
-    settings, copied = Settings(precision="bf16"), []
+def test_the_first_pass_is_foreseen_although_cuda_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(precision="bf16")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    runtime = FakeRuntime(5)
+    with runtime:
+        got = managed(with_loss, settings, partial(CudaDevice, runtime), Budget(device="96KiB", host=HOST))
+    assert not differences(plain(with_loss, settings), got)
+    assert got.statistics[0].planned_passes == 4, "the first of them by a plan from fake tensors"
 
-    def copy(*work: object) -> str:
-        copied.append(work)
-        raise ChildFailed("as on a card, perhaps")
 
-    monkeypatch.setattr(foresight, "in_child", copy)
-    for began in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda began=began: began)
-        runtime = FakeRuntime(5)
-        with runtime:
-            got = managed(language, settings, partial(CudaDevice, runtime), Budget(device="96KiB", host=HOST))
-        assert bool(copied) is not began
-        assert not differences(plain(language, settings), got)
-        assert got.statistics[0].planned_passes >= 2
+class WithLoss(models.Language):
+    """A model that returns its loss."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return next_token(super().forward, tokens)
+
+
+def with_loss(make: Make) -> list[Tensor]:
+    model, optimizer = make(WithLoss(tied=True), SGD(lr=0.2, momentum=0.9))
+    logs = []
+    for index in range(4):
+        loss = model(*tokens(100 * index))
+        loss.backward()
+        logs.append(loss.detach())
+        finish(optimizer)
+    return logs
 
 
 def test_events_and_host_memory_are_used_again() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import _models as models
 from _cases import ADAMW, next_token, rows, square, tokens
@@ -180,7 +181,7 @@ def test_a_step_broken_off_anywhere(where: str, again: int, tmp_path: Path) -> N
     check_same(training(0), told, got)
 
 
-# The first pass, which is traced in a copy of the process and planned
+# The first pass, which is traced with fake tensors and planned
 
 
 class WithLoss(models.Language):
@@ -220,7 +221,7 @@ def first_step(points: Callable[[int], Any], where: str) -> Callable[[Make], lis
     return train
 
 
-@pytest.mark.parametrize(("where", "points"), [("/_tracing/child.py", 6), (ENGINE, 6)], ids=["the fork", "anywhere"])
+@pytest.mark.parametrize(("where", "points"), [("/_tracing/", 12), (ENGINE, 6)], ids=["the fake pass", "anywhere"])
 def test_a_first_pass_broken_off(where: str, points: int) -> None:
     told, runs = Settings(precision="bf16"), []
 
@@ -251,37 +252,40 @@ def _plainly(make: Make, times: int) -> list[Tensor]:
     return logs
 
 
-@contextmanager
-def sending_after_forks() -> Iterator[list[int]]:
-    """Ctrl-C from what Python calls after a fork, whose exceptions go nowhere."""
-    _ARMED.append(0)
-    try:
-        yield _ARMED
-    finally:
-        _ARMED.clear()
+class Interrupting(WithLoss):
+    """Sends Ctrl-C while it runs on fake tensors, then computes on."""
+
+    operators = 0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if isinstance(batch, FakeTensor):
+            signal.raise_signal(signal.SIGINT)
+            for _ in range(10):
+                batch = batch + 0
+                Interrupting.operators += 1
+        return super().forward(batch)
 
 
-_ARMED: list[int] = []
-
-
-def _after_fork() -> None:
-    if _ARMED:
-        _ARMED[0] += 1
-        signal.raise_signal(signal.SIGINT)
-
-
-os.register_at_fork(after_in_parent=_after_fork)
-
-
-def test_an_interrupt_within_the_fork_is_not_lost() -> None:
-    with chunked_model(WithLoss(), budget=Budget(device="256KiB", host=HOST)) as (model, optimizer):
-        with sending_after_forks() as sent, pytest.raises(KeyboardInterrupt):
+def test_an_interrupt_ends_the_fake_pass_at_an_operator() -> None:
+    """Not within the mode's own code, which C++ calls where it can raise nothing."""
+    with chunked_model(Interrupting(), budget=Budget(device="256KiB", host=HOST)) as (model, optimizer):
+        with pytest.raises(KeyboardInterrupt):
             model(*tokens(0))
-        optimizer.zero_grad()
-        model(*tokens(0)).backward()
-        optimizer.step()
-        assert statistics(model).steps == 1
-    assert not sent
+        assert Interrupting.operators == 0
+        assert statistics(model).planned_passes == 0
+
+
+def test_a_handler_that_raises_nothing_costs_the_fake_pass_only(caplog: pytest.LogCaptureFixture) -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        with chunked_model(Interrupting(), budget=Budget(device="256KiB", host=HOST)) as (model, _):
+            with caplog.at_level("INFO", "ps_core"):
+                model(*tokens(0)).backward()
+            assert "an interrupt came (Ctrl-C)" in caplog.text
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert came == [signal.SIGINT]
 
 
 # Elsewhere

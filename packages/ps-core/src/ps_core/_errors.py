@@ -12,8 +12,7 @@
     ├── CheckpointDamaged                  a checkpoint whose bytes are not what was written
     ├── CheckpointMismatch                 a sound checkpoint of something else
     ├── RanksDiverged                      processes that no longer do the same thing
-    ├── TierFailure                        a memory or disk tier failed underneath us
-    └── engine._child.ChildFailed          work done in a copy of the process did not finish (always translated)
+    └── TierFailure                        a memory or disk tier failed underneath us
 
 [Note: what an exception holds]
 Its traceback, that the frames it came through, and these the frames that called them, with all their variables: in a

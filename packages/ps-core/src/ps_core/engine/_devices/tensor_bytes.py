@@ -220,23 +220,24 @@ def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> boo
 
 def _put_at_bottom(mode: TorchDispatchMode) -> None:
     """See [Note: the mode lies at the bottom of the stack]."""
-    above = _pop_users_modes()
-    _push([mode, *above])
+    above = pop_user_modes()
+    push_modes([mode, *above])
 
 
 def _take_out(mode: TorchDispatchMode) -> None:
-    _push([other for other in _pop_users_modes() if other is not mode])
+    push_modes([other for other in pop_user_modes() if other is not mode])
 
 
-def _pop_users_modes() -> list[TorchDispatchMode]:
-    """Empty the stack of the modes that are not torch's own (those have places of their own below); bottom first."""
+def pop_user_modes() -> list[TorchDispatchMode]:
+    """Empty this thread's stack of the modes that are not torch's own (those are kept elsewhere); bottom first."""
     users = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
     for _ in users:
         torch._C._pop_torch_dispatch_stack(None)
     return users
 
 
-def _push(modes: Iterable[TorchDispatchMode]) -> None:
+def push_modes(modes: Iterable[TorchDispatchMode]) -> None:
+    """Push dispatch modes; the last of them is then the first to see an operator."""
     for mode in modes:
         torch._C._push_on_torch_dispatch_stack(mode)
 

@@ -34,8 +34,13 @@ from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
-from ps_core.engine._tracing.estimates import begins_like_estimate, matches_estimate
-from ps_core.engine._tracing.first_pass import NotForeseen, ReturnsNoLoss, estimate_first_pass
+from ps_core.engine._tracing.first_pass import (
+    NotForeseen,
+    ReturnsNoLoss,
+    begins_like_estimate,
+    estimate_first_pass,
+    matches_estimate,
+)
 from ps_core.engine._tracing.moments import PassRecording
 
 _WATCHED_EVERY = 32
@@ -148,7 +153,7 @@ class PlanScheduler:
         say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
         try:
             recording = estimate_first_pass(
-                module, args, kwargs, records=engine.records, plain=engine.management.remove, cast=self._cast
+                module, args, kwargs, records=engine.records, cast=self._cast, shared=(engine, engine.management)
             )
         except NotForeseen as why:
             tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else log_line

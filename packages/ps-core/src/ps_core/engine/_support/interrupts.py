@@ -105,6 +105,11 @@ def _install() -> None:
         signal.signal(signal.SIGINT, _HANDLER)
 
 
+def interrupt_waits() -> bool:
+    """Whether an interrupt came that is delivered when the running `defer_interrupts` function ends."""
+    return bool(_STATE.came)
+
+
 def uninstall() -> None:
     """One of those it was put in for has ended; with the last, the handler is given back that was there."""
     _STATE.users -= 1

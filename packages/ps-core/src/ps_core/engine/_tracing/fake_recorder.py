@@ -11,18 +11,21 @@ between the last touch of forward and the first of backward (the loss) to the fo
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ps_core._trace import Amounts, Moment, Phase
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._parameters import managed_parameter
+from ps_core.engine._support.interrupts import interrupt_waits
 from ps_core.engine._tracing.op_costs import amounts_of
 
 _aten = torch.ops.aten
@@ -68,8 +71,11 @@ class _Handle:
 class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """The tide of fake tensors, cut into moments."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], unit_of: Callable[[str], int] | None) -> None:
+    def __init__(
+        self, named: Mapping[str, torch.Tensor], unit_of: Callable[[str], int] | None, timeout_s: float
+    ) -> None:
         super().__init__("cpu")
+        self._timeout_s, self._end_s = timeout_s, time.monotonic() + timeout_s
         self._names = list(named)
         self._parameters = list(named.values())
         self._indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -130,6 +136,15 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         units = beat.reads | {self._units[index] for index in beat.held}
         return frozenset(index for index in aliased if self._units[index] in units)
 
+    def forget(self) -> list[weakref.ref[torch.UntypedStorage]]:
+        """Release all tensors, and return the storages that were counted; use this object no more."""
+        counted = [storage for life in list(self._lives.values()) if (storage := life()) is not None]
+        for parameter in self._parameters:
+            del parameter._recorder  # type: ignore[attr-defined]
+        found = [weakref.ref(storage) for storage in (*counted, *self._storages)]
+        vars(self).clear()
+        return found
+
     def moments(self) -> tuple[Moment, ...]:
         """All that was recorded."""
         found: list[Moment] = []
@@ -185,9 +200,23 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         with torch._C.DisableTorchFunctionSubclass():  # what torch's own C++ does to a parameter is no touch
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
+            self._check(func, result)
             beat = self._beats[-1] if self._beats else self._before
             beat.amounts = beat.amounts.plus(amounts_of(func, args, kwargs, result))
         return result
+
+    def _check(self, func: Any, result: Any) -> None:
+        """Raise where the pass has to end. Not within a question or a view: C++ asks such where it cannot raise."""
+        made = [each for each in tree_leaves(result) if isinstance(each, FakeTensor)]
+        if not made or getattr(func, "is_view", False):
+            return
+        for each in made:
+            if not _has_device(each.fake_device.type):
+                raise RuntimeError(f"a tensor is made on {each.fake_device}, and this computer has no such device")
+        if interrupt_waits():
+            raise RuntimeError("an interrupt came (Ctrl-C)")
+        if time.monotonic() > self._end_s:
+            raise TimeoutError(f"a pass on fake tensors was not done after {self._timeout_s:g} s")
 
     def _sees_fakes(self) -> bool:
         return True
@@ -213,6 +242,13 @@ class FakeParameter(FakeTensor):
                 if found:
                     found[0]._recorder.touch(found)
             return func(*args, **kwargs)
+
+
+@cache
+def _has_device(kind: str) -> bool:
+    """Whether this computer has devices of a type; without one, autograd would end the process at a tensor there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return kind in ("cpu", "meta") or (accelerator is not None and accelerator.type == kind)
 
 
 def _owner(name: str) -> str:

@@ -1,30 +1,38 @@
-"""A trace without running anything: one forward and backward on fake tensors, which have shapes but no memory.
+"""Traces a model without computing anything: one forward and backward on fake tensors, in a copy of the model.
 
-[Note: where it happens]
-In a forked copy of the process (`child`). There every parameter and buffer *becomes* a fake one under its own
-identity, so that lists, closures and tied modules which also hold it see the fake as well, and whatever the model's
-own code leaves behind disappears with the copy. A fake pass that aborts the process, as one on a device that this
-build of torch lacks does, ends the copy only.
+It happens in this process, on whatever device the model is (`fake_copy`, `isolation`). Operators are those of the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ps_core._errors import InvalidInput
 from ps_core._program import Precision
 from ps_core._trace import Tensor, Trace
-from ps_core.engine._tracing.child import ChildFailed, in_child
+from ps_core.engine._support.interrupts import defer_interrupts_installing
+from ps_core.engine._support.log import log_line
+from ps_core.engine._tracing.fake_copy import CannotCopy, FakeTensors
 from ps_core.engine._tracing.fake_recorder import FakePassRecorder
+from ps_core.engine._tracing.isolation import Isolation
+from ps_core.engine._tracing.leftovers import remove_leftovers
 
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call: by position and by name."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_ENGINE = str(Path(__file__).parents[1])
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -38,7 +46,7 @@ class NoLoss(InvalidInput):
 
 @dataclass(frozen=True, kw_only=True)
 class FakePassOptions:
-    """What a fake pass is to do."""
+    """Says what a fake pass does."""
 
     training: bool = True
     """Whether backward follows forward."""
@@ -51,7 +59,9 @@ class FakePassOptions:
     input_dtype: torch.dtype | None = None
     """What floating inputs are cast to; None: as they are."""
     stays_on_host: Callable[[str], bool] | None = None
-    """Which parameters are tables that never come; None: none is."""
+    """Whether a parameter, by name, is a table of which only rows are moved; None: none is."""
+    timeout_s: float = 120.0
+    """The first operator after so many seconds ends the pass."""
 
 
 def trace(
@@ -64,107 +74,169 @@ def trace(
     unit_of: Callable[[str], int] | None = None,
     timeout_s: float = 120.0,
 ) -> Trace:
-    """What one iteration of ``model`` on ``batch`` touches, found on fake tensors in a copy of this process.
+    """Find what one iteration of ``model`` on ``batch`` touches, with fake tensors in a copy of the model.
 
     ``batch`` is a mapping (keyword arguments), a tuple or list (positional ones), or the only argument; only shapes and
     dtypes matter. ``loss`` makes the loss from what the model returns (default: its ``loss``, or the scalar itself).
     With ``precision``, floating parameters and inputs are taken to be of that; without, as they are. ``unit_of`` maps a
     parameter's name to the unit whose touches make a moment (default: the owning module). Parameters may be on meta.
-    The bytes are those of the CPU's operators, so for an accelerator they are an estimate.
+    The bytes are those of the CPU's operators, so for an accelerator they are an estimate. `CannotTrace` is raised where
+    the model does what fake tensors cannot follow, or the pass is not done after ``timeout_s``. The model's own Python
+    code runs once more, on a copy; what it prints or writes elsewhere happens.
     """
     if precision is not None and precision not in _DTYPES:
         raise InvalidInput(f"precision must be one of {', '.join(Precision)}, found {precision!r}")
     dtype = None if precision is None else _DTYPES[precision]
-    wanted = FakePassOptions(
+    options = FakePassOptions(
         training=training,
         loss=loss,
         unit_of=unit_of,
         dtype_of=None if dtype is None else lambda _: dtype,
         input_dtype=dtype,
+        timeout_s=timeout_s,
     )
     args, kwargs = _arguments(batch)
     try:
-        return Trace.from_json(in_child(lambda: fake_pass(model, args, kwargs, wanted).to_json(), timeout_s))
-    except ChildFailed as error:
+        return fake_pass(model, args, kwargs, options)
+    except InvalidInput:
+        raise
+    except Exception as error:
         raise CannotTrace(
             f"{type(model).__name__} cannot be traced with fake tensors, so it will be recorded on its first iteration "
-            f"instead: {error}"
+            f"instead: {describe(error)}"
         ) from error
 
 
-def fake_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: FakePassOptions) -> Trace:
-    """One pass on fake tensors. It ruins the model and whatever its code touches: see [Note: where it happens]."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    named = dict(model.named_parameters())
-    trainable = {name: parameter.requires_grad for name, parameter in named.items()}
-    for name, parameter in named.items():
-        _become_fake(name, parameter, fake_mode, wanted.dtype_of)
-    for name, buffer in model.named_buffers():
-        _become_fake(name, buffer, fake_mode, None)
-    inputs = {id(tensor): _fake(tensor, fake_mode, wanted.input_dtype) for tensor in _tensors((args, dict(kwargs)))}
-    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: inputs[id(tensor)], (args, dict(kwargs)))
-    recorder = FakePassRecorder(named, wanted.unit_of)
-    away = {name for name in named if wanted.stays_on_host is not None and wanted.stays_on_host(name)}
-    for name, parameter in named.items():
-        if name in away:
-            parameter._away = True  # type: ignore[attr-defined]  # a `FakeParameter` by now
-        elif trainable[name]:
-            parameter.register_post_accumulate_grad_hook(recorder.arrive)  # type: ignore[no-untyped-call]
-    with fake_mode, torch.set_grad_enabled(wanted.training):
-        for tensor in (*model.buffers(), *inputs.values()):
+@defer_interrupts_installing
+def fake_pass(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: FakePassOptions,
+    shared: Iterable[object] = (),
+) -> Trace:
+    """Trace one pass of a copy of the model; see [Note: what a fake pass leaves alone] in `isolation`.
+
+    Objects in ``shared`` hang on the model and are not copied. Whatever the model's code raises comes out of this. An
+    interrupt ends the pass at its next operator: within FakeTensorMode's own code it could end the process.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    try:
+        return _traced(mode, model, (args, dict(kwargs)), options, shared, made)
+    except Exception as error:
+        _forget_frames(error)
+        raise
+    finally:
+        kept = remove_leftovers(mode, made)
+        if kept:
+            log_line(f"{type(model).__name__}: fake tensors of its traced pass are still held by {', '.join(kept)}")
+
+
+def _traced(
+    mode: FakeTensorMode,
+    model: nn.Module,
+    given: Arguments,
+    options: FakePassOptions,
+    shared: Iterable[object],
+    made: list[weakref.ref[torch.UntypedStorage]],
+) -> Trace:
+    """Do what `fake_pass` says, and note the storages of all fake tensors in ``made``."""
+    fakes = FakeTensors(mode)
+    originals = dict(model.named_parameters())
+    named = {name: fakes.fake(each, name, _dtype_of(name, options)) for name, each in originals.items()}
+    given = fakes.replace(given, options.input_dtype)
+    recorder = FakePassRecorder(named, options.unit_of, options.timeout_s)
+    copied: nn.Module | None = None
+    isolation = Isolation()
+    try:
+        isolation.enter(mode, torch.set_grad_enabled(options.training), fakes)
+        copied = fakes.copy(model, shared)
+        for name, parameter in named.items():
+            if options.stays_on_host is not None and options.stays_on_host(name):
+                parameter._away = True  # type: ignore[attr-defined]  # a `FakeParameter` by now
+            elif originals[name].requires_grad:
+                parameter.register_post_accumulate_grad_hook(recorder.arrive)  # type: ignore[no-untyped-call]
+        for tensor in (*copied.buffers(), *_tensors(given)):
             recorder.count(tensor)
-        recorder.start()
-        try:
-            with saved_tensors_hooks(recorder.pack, recorder.unpack):
-                result = model(*args, **kwargs)
-            if wanted.training:
-                loss = _loss(result, wanted.loss)
-                del result  # as in ``loss = model(**batch).loss``: what backward does not need is gone
-                loss.backward()  # type: ignore[no-untyped-call]
-            recorder.close()
-        finally:
-            recorder.stop()
-    return Trace(
-        model=type(model).__name__,
-        tensors=tuple(
-            Tensor(name=name, numel=parameter.numel(), trainable=trainable[name]) for name, parameter in named.items()
-        ),
-        moments=recorder.moments(),
-        tokens=_tokens(args, kwargs),
-    )
+        isolation.track(recorder)
+        _forward_backward(copied, given, options, recorder)
+        return Trace(
+            model=type(model).__name__,
+            tensors=tuple(
+                Tensor(name=name, numel=each.numel(), trainable=each.requires_grad) for name, each in originals.items()
+            ),
+            moments=recorder.moments(),
+            tokens=_tokens(*given),
+        )
+    finally:
+        isolation.leave()
+        made += recorder.forget()
+        for module in () if copied is None else list(copied.modules()):
+            vars(module).clear()  # its hooks may refer to it, and it is not to wait for the garbage collector
 
 
-# ---- from real to fake
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> torch.Tensor:
-    """A fake tensor of the same shape on the CPU; a managed parameter that is not here has strides of zero."""
-    dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    with mode, torch.no_grad():
-        made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-        if not expanded:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _become_fake(
-    name: str, tensor: torch.Tensor, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None
+def _forward_backward(
+    model: nn.Module, given: Arguments, options: FakePassOptions, recorder: FakePassRecorder
 ) -> None:
-    """Make the very object a fake tensor."""
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise TypeError(f"{name!r} is a {type(tensor).__name__}, whose operators are its own")
-    fake = _fake(tensor, mode, dtype_of(name) if dtype_of is not None else None)
-    if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    attributes = {**vars(tensor), **vars(fake)}
-    kind = type(fake)
-    torch._C._swap_tensor_impl(tensor, fake)
-    tensor.__class__ = kind
-    tensor.__dict__.update(attributes)
-    if isinstance(tensor, nn.Parameter):
-        held: Any = tensor  # torch's stub does not know that None is allowed
-        held._post_accumulate_grad_hooks = None  # else torch takes those of the tensor it was for its own
+    args, kwargs = given
+    with saved_tensors_hooks(recorder.pack, recorder.unpack):
+        result = model(*args, **kwargs)
+    if options.training:
+        loss = _loss(result, options.loss)
+        del result  # as in ``loss = model(**batch).loss``: what backward does not need is gone
+        _check_leaves(loss)
+        torch.autograd.backward(loss)  # unlike `Tensor.backward`, it leaves function modes on
+    recorder.close()
+
+
+def describe(error: Exception) -> str:
+    """Say in one line what ended a fake pass, and where in the user's code."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, CannotCopy | TimeoutError):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}{_where(error)}"
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Clear the variables of all frames that an exception came through, which hold fake tensors."""
+    seen: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and each not in seen:
+            seen.append(each)
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__context__, each.__cause__]
+
+
+def _where(error: Exception) -> str:
+    """Return the innermost line outside torch and this package: most often the model's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_TORCH, _ENGINE, "<")):
+            return f" ({frame.filename}, line {frame.lineno})"
+    return ""
+
+
+def _check_leaves(loss: torch.Tensor) -> None:
+    """Raise where backward would give a gradient without memory to a real tensor."""
+    left, seen = [loss.grad_fn], {None}
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+        if leaf is not None and not isinstance(leaf, FakeTensor):
+            raise RuntimeError(
+                f"a function of the model's own (torch.autograd.Function) takes a tensor of shape {tuple(leaf.shape)} "
+                "that is not reached through the model"
+            )
+        left += [following for following, _ in node.next_functions]
+
+
+def _dtype_of(name: str, options: FakePassOptions) -> torch.dtype | None:
+    return None if options.dtype_of is None else options.dtype_of(name)
 
 
 # ---- what goes in and comes out

@@ -1,34 +1,29 @@
-"""What a managed model's first pass will touch, found before it runs."""
+"""Estimates what a managed model's first pass touches, before it runs; and compares the pass with the estimate."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ps_core._errors import InvalidInput
 from ps_core._trace import Amounts, Phase, Trace
 from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._tracing.child import ChildFailed, WorkRaised, in_child
-from ps_core.engine._tracing.fake_trace import FakePassOptions, NoLoss, fake_pass
+from ps_core.engine._tracing.fake_copy import CannotCopy
+from ps_core.engine._tracing.fake_trace import FakePassOptions, NoLoss, describe, fake_pass
 from ps_core.engine._tracing.moments import MomentRecord, PassRecording
 
-_TIMEOUT_S = 120.0
 _MOST_CHARACTERS = 240
 
 
 class NotForeseen(Exception):
-    """Nothing is known of the first pass before it runs; the message says why."""
+    """Raised where the first pass cannot be estimated; the message says why."""
 
 
 class ReturnsNoLoss(NotForeseen):
-    """The model returns no loss, as many do: what its caller computes from the outputs is part of the pass."""
-
-    def __init__(self) -> None:
-        super().__init__("the model returns no loss")
+    """Raised where the model returns no loss, as many do: what its caller computes from the outputs is not known."""
 
 
 def estimate_first_pass(
@@ -37,47 +32,38 @@ def estimate_first_pass(
     kwargs: Mapping[str, Any],
     *,
     records: list[ParamState],
-    plain: Callable[[], None],
     cast: torch.dtype | None,
+    shared: Iterable[object],
 ) -> PassRecording:
-    """Return the moments of a training pass, from a pass on fake tensors in a copy of this process.
+    """Estimate the moments of a training pass, from a pass on fake tensors with a copy of the model.
 
-    `NotForeseen` where there can be none. ``plain`` takes the engine's hooks off; it is called in the copy only. Once
-    CUDA has begun no copy will do: whatever comes to CUDA fails there, or ends it, and PyTorch's backward pass may.
+    Objects in ``shared`` hang on the model and are not copied. `NotForeseen` says why there is no estimate.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise NotForeseen("CUDA has begun in this process, so no copy of it can trace the model")
     record_of = {record.name: record for record in records}
-    wanted = FakePassOptions(
+    options = FakePassOptions(
         unit_of=lambda name: record_of[name].group.index if name in record_of else -1,
         dtype_of=lambda name: record_of[name].dtype if name in record_of else torch.float32,
         input_dtype=cast,
         stays_on_host=lambda name: name in record_of and record_of[name].group.on_host,
     )
-
-    def work() -> str:
-        plain()
-        try:
-            return fake_pass(model, args, kwargs, wanted).to_json()
-        except NoLoss:
-            return ""
-
+    kind, why = NotForeseen, ""
     try:
-        found = in_child(work, _TIMEOUT_S)
-        if not found:
-            raise ReturnsNoLoss
-        recording = _as_recording(Trace.from_json(found), record_of)
-    except (WorkRaised, InvalidInput) as error:
-        raise NotForeseen(f"fake tensors cannot follow the model: {_shortened(error)}") from None
-    except ChildFailed as error:
-        raise NotForeseen(f"a copy of this process could not trace the model: {_shortened(error)}") from None
+        recording = _as_recording(fake_pass(model, args, kwargs, options, shared), record_of)
+    except NoLoss:
+        kind, why = ReturnsNoLoss, "the model returns no loss"
+    except CannotCopy as error:
+        why = f"the model cannot be copied: {_shortened(error)}"
+    except Exception as error:  # whatever the model's code raises on fake tensors
+        why = f"fake tensors cannot follow the model: {_shortened(error)}"
+    if why:
+        raise kind(why)  # not in the clauses above, or this exception would hold the other one and its tensors
     if not recording.complete:
         raise NotForeseen("its backward pass reaches no parameter that is moved")
     return recording
 
 
 def _shortened(error: Exception) -> str:
-    return textwrap.shorten(str(error), _MOST_CHARACTERS, placeholder=" ...")
+    return textwrap.shorten(describe(error), _MOST_CHARACTERS, placeholder=" ...")
 
 
 def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecording:
@@ -118,3 +104,25 @@ def _add(beat: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, A
     assert beat.work is not None, "a fake pass counts it"
     beat.nonmodel_bytes, beat.work = max(beat.nonmodel_bytes, nonmodel_bytes), beat.work.plus(work)
     return 0, Amounts()
+
+
+def matches_estimate(recording: PassRecording, beats: list[MomentRecord]) -> bool:
+    """Whether a pass went as fake tensors said, and held no more besides."""
+    ran, foreseen = map(_outline, recording.beats), map(_outline, beats)
+    peak = max((beat.nonmodel_bytes for beat in recording.beats), default=0)
+    return list(ran) == list(foreseen) and peak <= max((beat.nonmodel_bytes for beat in beats), default=0)
+
+
+def begins_like_estimate(recording: PassRecording, beats: list[MomentRecord]) -> bool:
+    """Whether a pass went so until it ended, before its time."""
+    count = len(recording.beats)
+    if not 0 < count < len(beats):
+        return False
+    ran, foreseen = recording.beats[-1], beats[count - 1]
+    last = ran.backward is foreseen.backward and ran.touched.keys() <= {*foreseen.touched, *foreseen.held}
+    return last and matches_estimate(PassRecording(recording.beats[:-1]), beats[: count - 1])
+
+
+def _outline(beat: MomentRecord) -> tuple[bool, set[int], set[int], set[int]]:
+    """What a moment does, however high the tide."""
+    return beat.backward, {*beat.touched, *beat.held}, set(beat.held), set(beat.grads)

@@ -1,0 +1,92 @@
+"""Copies a model with fake tensors, which have shapes but no memory, in place of all that it holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+T = TypeVar("T")
+
+
+class CannotCopy(Exception):
+    """The model cannot be copied; the message says why."""
+
+
+class FakeTensors(TorchFunctionMode):
+    """The fake tensor of each real one.
+
+    While this mode is on, `copy.deepcopy` makes fake tensors of real ones, whatever holds them. And functions get the
+    fake in place of a real parameter: a closure or a global may still hold one of the model that was copied.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+        self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the real tensor's id, which is kept for that: another tensor might get the same one."""
+
+    def fake(self, tensor: torch.Tensor, name: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor's fake on the CPU, made at the first call; floating ones in ``dtype`` if it is given."""
+        known = self._pairs.get(id(tensor))
+        if known is not None:
+            return known[1]
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError(f"{name!r} is a {kind.__name__}, whose operators are its own")
+        made = _empty_like(tensor, dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype, self)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            vars(made).update({**vars(tensor), **vars(made)})
+        self._pairs[id(tensor)] = (tensor, made)
+        return made
+
+    def copy(self, model: nn.Module, shared: Iterable[object]) -> nn.Module:
+        """Return a copy of the model that holds fakes; objects in ``shared`` are not copied, but the same for both.
+
+        Call it while this mode and the fake-tensor mode are on. `CannotCopy` says what cannot be copied.
+        """
+        memo: dict[int, Any] = {id(each): each for each in shared}
+        memo.update((real, made) for real, (_, made) in self._pairs.items())
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise CannotCopy(f"{type(error).__name__}: {error}") from error
+
+    def replace(self, tree: T, dtype: torch.dtype | None) -> T:
+        """Return nested containers with fakes in place of their tensors."""
+        found: T = tree_map_only(torch.Tensor, lambda tensor: self.fake(tensor, "an input", dtype), tree)
+        return found
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self.fake(args[0], "a tensor")
+        kwargs = kwargs or {}
+        if any(self._is_replaced(leaf) for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda leaf: self.fake(leaf, "a tensor") if self._is_replaced(leaf) else leaf, (args, kwargs)
+            )
+        return func(*args, **kwargs)
+
+    def _is_replaced(self, leaf: Any) -> bool:
+        """True for a real tensor that has a fake, or that would be given a fake gradient."""
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return False
+        return id(leaf) in self._pairs or leaf.requires_grad
+
+
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype, fakes: FakeTensors) -> torch.Tensor:
+    """Return a fake tensor of the same shape; it is dense if the other is expanded, as a placeholder is."""
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    with fakes.mode, torch.no_grad():
+        if expanded:
+            made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        else:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,84 @@
+"""Keeps a pass on fake tensors apart from the rest of the process.
+
+[Note: what a fake pass leaves alone]
+The pass runs the model's own Python code once more, on a copy of the model (`fake_copy`). Put back afterwards: the random
+states of Python, NumPy and torch (also CUDA's), grad mode, warning filters, the dispatch modes and the values that
+autocast keeps. The user's dispatch modes, warnings and torch's log lines on fake tensors are off meanwhile. What the code stored in a
+container, a namespace or an object that the copy does not have is removed if it is a fake tensor (`leftovers`), or the
+next pass would compute with it. All else that the code does outside of the model happens once more: a line printed, a
+file written, a global counter.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+"""Writes the traceback of every operator that refuses fake tensors, also where the caller handles it."""
+
+
+def _say_nothing(_: logging.LogRecord) -> bool:
+    return False
+
+
+class Isolation:
+    """See [Note: what a fake pass leaves alone]."""
+
+    def __init__(self) -> None:
+        self._exits = ExitStack()
+
+    def enter(self, *contexts: AbstractContextManager[Any]) -> None:
+        """Save this thread's state, then enter the contexts in this order."""
+        self._exits.callback(_forget_casts)
+        for restore in _random_states():
+            self._exits.callback(restore)
+        self._exits.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        self._exits.callback(_LOGGER.removeFilter, _say_nothing)
+        _LOGGER.addFilter(_say_nothing)
+        self._exits.callback(push_modes, pop_user_modes())
+        for context in contexts:
+            self._exits.enter_context(context)
+
+    def track(self, tracker: TensorBytesTracker) -> None:
+        """Start a tracker, which stops first of all."""
+        self._exits.callback(tracker.stop)
+        tracker.start()
+
+    def leave(self) -> None:
+        """Put everything back; do nothing where `enter` was not called."""
+        self._exits.close()
+
+
+def _random_states() -> list[Callable[[], None]]:
+    """Return calls that put the states of all global generators back."""
+    before = random.getstate()
+    calls: list[Callable[[], None]] = [lambda: random.setstate(before)]
+    numpy: Any = sys.modules.get("numpy")  # whoever has not imported it draws nothing from it
+    if numpy is not None:
+        state = numpy.random.get_state()
+        calls.append(lambda: numpy.random.set_state(state))
+    for generator in (torch.default_generator, *torch.cuda.default_generators):  # CUDA's are none until it has begun
+        calls.append(_restoring(generator))
+    return calls
+
+
+def _restoring(generator: torch.Generator) -> Callable[[], None]:
+    state = generator.get_state()
+    return lambda: (generator.set_state(state), None)[1]
+
+
+def _forget_casts() -> None:
+    """Clear autocast's casts of fake parameters, which it would keep until the user's autocast region ends."""
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()

@@ -1,0 +1,75 @@
+"""Removes the fake tensors that a model's code stored where no copy of the model reaches: in caches and globals.
+
+The model's next pass would compute with them, and fail. What a container or a ``functools`` cache holds is removed from
+it, and a variable or an attribute becomes None.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import MutableSet
+from functools import _lru_cache_wrapper
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_DEPTH = 4
+"""So many objects that cannot be changed, such as tuples, may lie around a tensor."""
+
+
+def remove_leftovers(mode: FakeTensorMode, made: list[weakref.ref[torch.UntypedStorage]]) -> list[str]:
+    """Remove this mode's tensors from all that refers to them; return the types of objects that keep theirs.
+
+    ``made`` are the tensors' storages. If any is alive, garbage is collected; if one is alive still, the heap searched.
+    """
+    if not _any_alive(made):
+        return []
+    gc.collect()
+    if not _any_alive(made):
+        return []
+    found = [each for each in gc.get_objects() if issubclass(type(each), FakeTensor) and each.fake_mode is mode]
+    return sorted({name for each in found for name in _remove(each, _DEPTH, {id(found)})})
+
+
+def _any_alive(made: list[weakref.ref[torch.UntypedStorage]]) -> bool:
+    return any(storage() is not None for storage in made)
+
+
+def _remove(value: Any, depth: int, ignored: set[int]) -> set[str]:
+    """Remove a value from its holders; return the types of those that cannot be changed, nor removed from theirs."""
+    holders = [each for each in gc.get_referrers(value) if id(each) not in ignored and type(each) is not FrameType]
+    kept: set[str] = set()
+    for holder in holders:
+        if not _remove_from(holder, value):
+            kept |= _remove(holder, depth - 1, ignored | {id(holders)}) if depth else {type(holder).__name__}
+    return kept
+
+
+def _remove_from(holder: Any, value: Any) -> bool:
+    """Make an object hold the value no more; return False if it is of a type that does not allow that."""
+    if isinstance(holder, _lru_cache_wrapper):
+        holder.cache_clear()
+    elif isinstance(holder, CellType):
+        holder.cell_contents = None
+    elif isinstance(holder, list):
+        holder[:] = [each for each in holder if each is not value]
+    elif isinstance(holder, MutableSet):
+        holder.discard(value)
+    elif isinstance(holder, dict):
+        if not any(_clear_attributes(owner, value) for owner in gc.get_referrers(holder)):
+            for key in [key for key, each in holder.items() if each is value]:
+                del holder[key]
+    else:
+        return _clear_attributes(holder, value)
+    return True
+
+
+def _clear_attributes(owner: Any, value: Any) -> bool:
+    """Set the attributes of an object, a class or a module that are this value to None; return whether there were any."""
+    names = [name for name, each in getattr(owner, "__dict__", {}).items() if each is value]
+    for name in names:
+        setattr(owner, name, None)
+    return bool(names)
