@@ -32,14 +32,14 @@ RISING = 5
 @contextmanager
 def from_card_to_card(each: ps_dist.TorchCollectives, wanted: bool = True) -> Iterator[None]:
     """As with NCCL, whose messages gloo carries here: between devices that the CPU plays it can."""
-    bench = each._bench
+    session = each._session
     if wanted:
-        each.go_by(each.card_wire(each._wire._group, torch.device("cpu")))
+        each.use_nccl(each.nccl_messages(each._messages._group, torch.device("cpu")))
         assert each.statistics().transport == "nccl"
     try:
         yield
     finally:
-        each._cards, each._bench = None, bench
+        each._nccl, each._session = None, session
 
 
 @dataclass
@@ -157,21 +157,21 @@ def unordered(each: ps_dist.TorchCollectives, way: Way, fault: str, direct: bool
     with runtime, left_out(fault), from_card_to_card(each, direct):
         device = CheckedCuda(runtime)
         trained(each, on(way, device))
-    assert "ps_dist lane" in runtime.adopted
+    assert "ps_dist collectives" in runtime.adopted
     return device.unordered
 
 
 class Quiet:
-    """A carrier that has no stream."""
+    """A copier that has no stream."""
 
     staging = torch.empty(0, dtype=torch.uint8)
-    settled = 0
+    synchronized = 0
 
-    def working(self, what: str, reads: Any, writes: Any) -> AbstractContextManager[None]:
+    def on_stream(self, what: str, reads: Any, writes: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def settle(self) -> None:
-        self.settled += 1
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
 
 def parts_ways(each: ps_dist.TorchCollectives) -> str:
@@ -179,17 +179,17 @@ def parts_ways(each: ps_dist.TorchCollectives) -> str:
     carrier, rank = Quiet(), each.mesh.rank
 
     def job(bench: Any) -> None:
-        bench.by_way_of(carrier).all_gather(torch.zeros(4), torch.zeros(2), f"layer {rank}", (0, 1))
+        bench.on_device(carrier).all_gather(torch.zeros(4), torch.zeros(2), f"layer {rank}", (0, 1))
 
     with from_card_to_card(each), pytest.raises(RanksDiverged) as caught:
         each.start(job).wait()
-    assert carrier.settled == 0, "it did not get so far"
+    assert carrier.synchronized == 0, "it did not get so far"
     return str(caught.value)
 
 
-def does_not_settle(each: ps_dist.TorchCollectives) -> list[float]:
+def does_not_synchronize(each: ps_dist.TorchCollectives) -> list[float]:
     """The losses where the other thread does not wait for its own copies."""
     runtime = FakeRuntime(None)
     runtime._eagerness = 0.0  # nothing is done before somebody waits for it
-    with runtime, mock.patch.object(beside.DeviceStaging, "settle"):
+    with runtime, mock.patch.object(beside.DeviceStaging, "synchronize"):
         return trained(each, on(Way(precision="bf16"), CudaDevice(runtime))).losses

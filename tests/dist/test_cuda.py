@@ -12,7 +12,7 @@ from _crew import Crew, crew
 from _zero_cases import Way
 from ps_core.engine._sharding import join as joining
 from ps_core.engine._sharding.join import shared_card_error
-from ps_dist._connect import _take_card
+from ps_dist._connect import _choose_card
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_each_process_takes_a_card(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "_queued_calls", [])
-    _take_card({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks})
-    _take_card({})
+    _choose_card({"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks})
+    _choose_card({})
     assert not chosen, "nothing of a card is taken before it is used"
     for call, _ in torch.cuda._queued_calls:  # as torch does then
         call()
@@ -137,5 +137,5 @@ def test_computation_that_does_not_wait_is_found(two: Crew, direct: bool) -> Non
 
 
 def test_a_thread_that_does_not_wait_for_its_copies_sends_anything(two: Crew) -> None:
-    for losses in two.run(cases.does_not_settle):
+    for losses in two.run(cases.does_not_synchronize):
         assert any(loss != loss for loss in losses), "memory that nobody wrote to is not-a-number"  # noqa: PLR0124

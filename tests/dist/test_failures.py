@@ -52,7 +52,7 @@ def test_another_number_of_processes_is_found_at_the_start() -> None:
 def test_a_store_that_outlives_attempts_which_nodes_count_differently() -> None:
     """As where the torchrun of one node was started anew, while the store's stayed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("ps_dist/roll/call", "of an attempt that is over")
+    store.set("ps_dist/roster/call", "of an attempt that is over")
     common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     found = launch("small.py", [common | {"TORCHELASTIC_RESTART_COUNT": count} for count in ("1", "0")])
     assert [(status, output.split()[-1]) for status, output in found] == [(0, "0:3.0"), (0, "1:3.0")], found

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_dist._local_ranks import LocalRanks, Place, _started
+from ps_dist._local_ranks import LocalRanks, Location, _started
 
 
 @pytest.fixture
@@ -19,12 +19,12 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def place_of(process: subprocess.Popen[bytes]) -> Place:
-    return replace(Place.own(), process=process.pid, started=_started(process.pid))
+def place_of(process: subprocess.Popen[bytes]) -> Location:
+    return replace(Location.own(), process=process.pid, started=_started(process.pid))
 
 
 def test_a_process_that_ended(other: subprocess.Popen[bytes]) -> None:
-    ranks = LocalRanks({0: Place.own(), 3: place_of(other)})
+    ranks = LocalRanks({0: Location.own(), 3: place_of(other)})
     assert ranks.ended() == frozenset()
     other.communicate(b"\n")
     assert ranks.ended() == ranks.ended() == {3}

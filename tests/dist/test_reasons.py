@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_dist._journal import Entry, Journal
+from ps_dist._history import CollectiveHistory, HistoryEntry
 from ps_dist._reasons import Failure, Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._timeouts import AwakeClock, Timeouts
 
@@ -16,22 +16,22 @@ LIMITS = Timeouts(timeout_s=120)
 NAMES = Names({rank: f"node{rank}" for rank in range(4)}, keeper=0)
 
 
-def journal(*entries: str) -> Journal:
-    made = Journal()
+def history(*entries: str) -> CollectiveHistory:
+    made = CollectiveHistory()
     for each in entries:
         made.add(each)
     return made
 
 
-MINE = journal("gather", "sum")
+MINE = history("gather", "sum")
 HERE = PeerState(number=2, doing="sum", tail=MINE.tail())
-BEHIND = PeerState(number=1, tail=journal("gather").tail())
+BEHIND = PeerState(number=1, tail=history("gather").tail())
 
 
 def wait(
     waited_s: float = 5.0,
     peers: Mapping[int, PeerState] | None = None,
-    entry: Entry | None = MINE.last,
+    entry: HistoryEntry | None = MINE.last,
     **known: object,
 ) -> Wait:
     """Of rank 3."""
@@ -88,7 +88,7 @@ def test_what_ends_a_wait_at_once() -> None:
     kept = "rank 0 on node0, which keeps the store, ended or cannot be reached (reset)"
     assert judged(wait(0.1, store_error="reset", ended={0})) == kept
     assert judged(wait(0.1, store_error="reset", ended={0, 2})) == f"{kept}; {gone}"
-    parted = {0: HERE, 1: PeerState(tail=journal("gather", "norm").tail()), 2: HERE}
+    parted = {0: HERE, 1: PeerState(tail=history("gather", "norm").tail()), 2: HERE}
     assert "rank 0 did sum, rank 1 did norm" in str(judged(wait(0.1, parted)))
 
 

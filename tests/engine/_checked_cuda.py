@@ -22,7 +22,7 @@ from ps_core.engine._devices.cpu.addresses import AddressNames
 from ps_core.engine._devices.cpu.race_check import START, History, RaceDetector, Range
 from ps_core.engine._devices.cuda.device import CudaDevice
 
-LANE = "ps_dist lane"
+LANE = "ps_dist collectives"
 
 
 class TwoHosts(RaceDetector):

@@ -28,7 +28,7 @@ import ps_core
 import ps_dist
 from ps_core.engine import chunked
 from ps_core.engine._execution.hooks import hooks_of
-from ps_dist import _choice, _connect, _facts
+from ps_dist import _connect, _transport
 
 TIMEOUT_S = 600.0
 """Where the others are to end at once, or when all is well."""
@@ -111,20 +111,20 @@ class Connects:
     def __init__(self, fate: Fate) -> None:
         self._fate = fate
 
-    def connect_cards(self) -> None:
+    def connect_nccl(self) -> None:
         if self._fate.is_lost:
             killed()
         Event().wait()
 
-    def drop_cards(self) -> None:
+    def abort_nccl(self) -> None:
         """There is nothing to let go of."""
 
 
 def killed_connecting(fate: Fate) -> None:
     """While cards are connected, the others wait for it in a call that nothing ends."""
     own: list[float] = [1.0, float(fate.rank)]
-    _choice.own_card = lambda where: own
-    choice = _choice.Choice(None, Connects(fate), fate.together._watchdog._store, deadline_s=1.0)
+    _transport.own_card = lambda where: own
+    choice = _transport.TransportChoice(None, Connects(fate), fate.together._watchdog._store, deadline_s=1.0)
     choice(fate.together, torch.device("cpu"))
 
 
@@ -260,7 +260,7 @@ def disk_failed(fate: Fate) -> None:
 
 UNLIKE: dict[str, tuple[Any, str]] = {
     "ps-core": (ps_core, "__version__"),
-    "ps-dist": (_facts, "__version__"),
+    "ps-dist": (_connect, "__version__"),
     "torch": (torch, "__version__"),
     "byte-order": (sys, "byteorder"),
 }
@@ -307,10 +307,10 @@ def importing(case: str, at: Callable[[], None]) -> None:
 def meeting(case: str, at: Callable[[], None]) -> None:
     """Be lost with a connection to the store."""
 
-    def meet(*args: Any, **kwargs: Any) -> Any:
+    def find_ranks(*args: Any, **kwargs: Any) -> Any:
         at()
 
-    _connect.meet = meet
+    _connect.find_ranks = find_ranks
     connect(case)
 
 

@@ -1,8 +1,8 @@
 """Collectives between training processes, over torch.distributed."""
 
 from ps_dist._collectives import Statistics, TorchCollectives
+from ps_dist._comm_thread import Pending
 from ps_dist._connect import connect, transports
-from ps_dist._lane import Pending
 from ps_dist._mesh import Mesh
 from ps_dist._version import __version__
 

@@ -15,67 +15,76 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
-from ps_dist._bench import Bench, named
-from ps_dist._direct import CardWire
-from ps_dist._farewell import AtExit, words_of
-from ps_dist._groups import Groups
-from ps_dist._journal import Journal
-from ps_dist._lane import Lane, Pending
+from ps_dist._comm_thread import CommThread, Pending
+from ps_dist._exit_message import AtExit, describe_exception
+from ps_dist._history import CollectiveHistory, describe
+from ps_dist._host_staging import staging_bytes
 from ps_dist._mesh import Mesh
-from ps_dist._staging import staging_bytes
+from ps_dist._messages import PeerMessages
+from ps_dist._nccl import NcclMessages
+from ps_dist._process_groups import ProcessGroups
+from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
+from ps_dist._session import CollectiveSession
 from ps_dist._watchdog import Watchdog
-from ps_dist._wire import Sum, Wire
 
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
 """See `TorchCollectives.reach`."""
 _SHOWN_BYTES = 120
-"""Of a value that differs between ranks."""
+"""Of a value that differs between ranks, in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What one process has said to the others."""
+    """What one process has exchanged with the others."""
 
     collectives: int
-    """Entered so far, with whatever else was noted."""
+    """Begun so far, with whatever else was noted."""
     fingerprint: str
-    """Of all that, in order; the same on every process."""
+    """A hash of all of these, in order; the same on every process."""
     wire_bytes: dict[str, int]
-    """Received, by operation; what is sent is as much."""
+    """Bytes received, by operation; as many are sent."""
     transport: str
-    """What memory travels by: ``gloo``, that of CUDA devices by way of the host's; ``nccl``, theirs from card to card.
+    """What carries the data: ``gloo``, through the host's memory, or ``nccl``, between CUDA devices directly.
 
-    As long as no CUDA device was used it is ``gloo``. ``none``: one process uses one, and nothing travels.
+    ``gloo`` until a CUDA device is used; ``none`` where a single process uses one, and nothing is sent.
     """
 
 
 class TorchCollectives:
     """One process's place in the group; made by `ps_dist.connect`.
 
-    Everything is done in the order of the calls, by one thread beside the training, and every process must call the
-    same. ``what`` says what a call is for: in messages, and in the fingerprint by which processes that do different
-    things are found out. A failure of any process shows in every other as `RanksDiverged`. As a context manager it
-    leaves the group at the end of the block.
+    One thread runs all collectives, in the order of the calls, and every process must make the same calls. ``what``
+    says what a call is for: in error messages, and in the fingerprint by which processes that do different things are
+    found. A failure of any process raises `RanksDiverged` in every other. As a context manager it leaves the group at
+    the end of the block.
     """
 
     def __init__(
-        self, *, groups: Groups, lane: Lane, journal: Journal, watchdog: Watchdog, mesh: Mesh, choose: Choose
+        self,
+        *,
+        groups: ProcessGroups,
+        thread: CommThread,
+        history: CollectiveHistory,
+        watchdog: Watchdog,
+        mesh: Mesh,
+        choose: Choose,
     ) -> None:
-        """Take over what `ps_dist.connect` made."""
+        """Own what `ps_dist.connect` made."""
         self._groups, self._mesh, self._choose = groups, mesh, choose
         self._open, self._process = True, os.getpid()
-        self._lane, self._journal, self._watchdog = lane, journal, watchdog
-        self._wire = Wire(groups.control, mesh.rank)
-        self._sum = Sum(self._wire, mesh.shard_peers, mesh.replica_peers, mesh.rank)
-        self._cards: CardWire | None = None
-        self._bench = Bench(self._lane, self._journal, self._wire, self._sum, mesh)
-        self._at_exit = AtExit(lambda words: self._close(words, waits=False))
+        self._thread, self._history, self._watchdog = thread, history, watchdog
+        self._messages = PeerMessages(groups.host, mesh.rank)
+        work = torch.empty(HOST_PIECE_NUMEL, dtype=torch.float32, device="cpu")
+        self._reduce_scatter = OrderedReduceScatter(self._messages, mesh, work)
+        self._nccl: NcclMessages | None = None
+        self._session = CollectiveSession(thread, history, self._messages, self._reduce_scatter, mesh)
+        self._at_exit = AtExit(lambda error: self._close(error, waits=False))
         self.rank = mesh.shard
         """This process's shard, from 0; without ``replicate`` its rank."""
         self.ranks = mesh.shards
-        """How many shards there are; without ``replicate`` how many processes."""
+        """The number of shards; without ``replicate`` the number of processes."""
         self.copy = mesh.rank // mesh.shards
-        """Which copy of the model this process has a part of; without ``replicate`` 0."""
+        """The copy of the model that this process has a shard of, from 0; without ``replicate`` 0."""
         self.process = mesh.rank
         """This process's rank among all."""
         self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)
@@ -83,41 +92,41 @@ class TorchCollectives:
 
     @property
     def mesh(self) -> Mesh:
-        """Who shares the model with this process, and who has the same part of it."""
+        """Which ranks share a copy of the model with this process, and which have the same shard."""
         return self._mesh
 
     # Jobs.
 
-    def start(self, job: Callable[[Bench], None]) -> Pending:
-        """Have a job done when its turn comes, by the thread that does all collectives.
+    def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
+        """Queue a job for the thread of collectives.
 
-        A job does collectives one after another, and what it does next may depend on what came before; every process
-        must do the same ones in the same order, in whatever jobs.
+        A job calls collectives of its session one after another, and may choose each by the results before; every
+        process must call the same ones in the same order, in whatever jobs.
         """
         self._check_open("a job")
-        return self._lane.submit(None, partial(job, self._bench))
+        return self._thread.submit(None, partial(job, self._session))
 
     # Buffers.
 
     def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
-        """Begin to put every process's equal ``shard`` into ``into``; neither may be touched until it is over.
+        """Begin to put every process's equal ``shard`` into ``into``; use neither until it is complete.
 
         ``shard`` may lie in its place of ``into`` already.
         """
         self._check("all_gather", whole=into, shard=shard)
         if into.dtype != shard.dtype:
             raise InvalidInput(f"all_gather: into is {into.dtype} but shard is {shard.dtype}; expected one type")
-        entry = self._journal.add(_name("all_gather", what, into))
+        entry = self._history.add(describe("all_gather", what, into.numel(), into.dtype))
         peers = self._mesh.shard_peers
-        return self._lane.submit(entry, lambda: self._wire.gather("all_gather", entry.tag, peers, into, shard))
+        return self._thread.submit(entry, lambda: self._messages.gather("all_gather", entry.tag, peers, into, shard))
 
     def start_reduce_scatter(
         self, into: Tensor, source: Tensor, scratch: Tensor | None = None, what: str = ""
     ) -> Pending:
         """Begin to sum this process's shard of every ``source`` into ``into``; see `reduce_scatter`.
 
-        ``scratch`` are bytes (uint8) for what the others send; where they are fewer than `scratch_bytes`, the shard is
-        exchanged piece by piece. None: memory is taken for it.
+        ``scratch`` is uint8 memory for what the others send; if it is smaller than `scratch_bytes`, the shard is
+        exchanged piece by piece. None: memory is allocated.
         """
         self._check("reduce_scatter", whole=source, shard=into)
         if scratch is None:
@@ -125,43 +134,45 @@ class TorchCollectives:
             scratch = torch.empty(size, dtype=torch.uint8, device=source.device)
         if scratch.dtype is not torch.uint8 or not scratch.is_contiguous():
             raise InvalidInput(f"reduce_scatter: scratch is {scratch.dtype}, expected contiguous torch.uint8")
-        self._sum.piece_numel(into.numel(), source.dtype, scratch)
-        entry = self._journal.add(_name("reduce_scatter", what, source))
-        room, kind, givers = scratch.view(-1), source.dtype, self._mesh.everyone
-        return self._lane.submit(
-            entry, lambda: self._sum("reduce_scatter", entry.tag, into, source, room, kind=kind, givers=givers)
+        total, kind, room, givers = self._reduce_scatter, source.dtype, scratch.view(-1), self._mesh.everyone
+        total.piece_numel(into.numel(), kind, scratch)
+        entry = self._history.add(describe("reduce_scatter", what, source.numel(), kind))
+        return self._thread.submit(
+            entry, lambda: total("reduce_scatter", entry.tag, into, source, room, kind=kind, givers=givers)
         )
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The scratch with which a reduce-scatter of shards of so many elements is done in one piece."""
-        return self._sum.scratch_bytes(shard_numel, kind)
+        """Return the scratch with which shards of so many elements are summed in one piece."""
+        return self._reduce_scatter.scratch_bytes(shard_numel, kind)
 
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The host memory with which collectives of a device's memory go in one piece; 0: they go without."""
-        return 0 if self._cards is not None else staging_bytes(shard_numel, kind, self._mesh, self._sum)
+        """Return the host memory with which a device's shards go in one piece; 0: they go without any."""
+        return 0 if self._nccl is not None else staging_bytes(shard_numel, kind, self._mesh, self._reduce_scatter)
 
     @property
     def card(self) -> int | None:
-        """The only CUDA device whose memory this process can have collectives of; None: any."""
-        return None if self._cards is None else self._cards.where.index
+        """The only CUDA device whose memory this process can use in collectives; None: any."""
+        return None if self._nccl is None else self._nccl.device.index
 
     def reach(self, where: torch.device) -> str | None:
-        """Decide what memory of this CUDA device travels by, all processes at once; what was decided stays.
+        """Decide what memory of this CUDA device travels by, all processes at once; the first decision stays.
 
-        Why it goes by way of the host's memory, where nobody asked for that; told once. `InvalidInput` on all ranks if
-        what was asked for cannot be.
+        Returns why it goes through the host's memory, once, where the user did not ask for that. Raises `InvalidInput`
+        on all ranks if what the user asked for does not work.
         """
         self._check_open("CUDA")
         return self._choose(self, where)
 
-    def card_wire(self, group: Any, where: torch.device) -> CardWire:
-        """Messages of this device's memory by a group of its own; None: there is nobody to send to."""
-        return CardWire(group, self._wire, self._mesh, where)
+    def nccl_messages(self, group: Any, device: torch.device) -> NcclMessages:
+        """Make messages of this device's memory; ``group``: NCCL's, or None where one process sends nothing."""
+        return NcclMessages(group, self._messages, self._mesh, device)
 
-    def go_by(self, cards: CardWire) -> None:
-        """Let memory of its device travel so from now on."""
-        self._cards = cards
-        self._bench = Bench(self._lane, self._journal, self._wire, self._sum, self._mesh, cards)
+    def use_nccl(self, nccl: NcclMessages) -> None:
+        """Use these messages for the memory of their device from now on."""
+        self._nccl = nccl
+        self._session = CollectiveSession(
+            self._thread, self._history, self._messages, self._reduce_scatter, self._mesh, nccl
+        )
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> None:
         """Put every process's equal ``shard`` into ``into``, in rank order."""
@@ -179,43 +190,43 @@ class TorchCollectives:
     # Numbers.
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        """Every process's values in double precision, a row each, in rank order; every process gives as many.
+        """Return every process's values in double precision, a row each, in rank order; each gives as many.
 
         ``shards_only``: of the processes that share this one's copy of the model.
         """
         peers = self._mesh.shard_peers if shards_only else self._mesh.everyone
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         everyone = torch.empty(mine.numel() * len(peers), dtype=torch.float64, device="cpu")
-        entry = self._journal.add(_name("agreement", what, mine))
+        entry = self._history.add(describe("agreement", what, mine.numel(), mine.dtype))
         self._check_open("agreement")
-        self._lane.submit(entry, lambda: self._wire.gather("agreement", entry.tag, peers, everyone, mine)).wait()
+        self._thread.submit(entry, lambda: self._messages.gather("agreement", entry.tag, peers, everyone, mine)).wait()
         rows: list[list[float]] = everyone.view(len(peers), -1).tolist()
         return rows
 
     def sums(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[float]:
-        """The sums over processes in double precision and rank order, the same bits on each."""
+        """Return the sums over processes in double precision and rank order, the same bits on each."""
         return [sum(column) for column in zip(*self.all_values(values, what, shards_only=shards_only), strict=True)]
 
     def maxima(self, values: Sequence[float], what: str = "") -> list[float]:
-        """The largest over processes, value by value; nan if any is nan."""
+        """Return the largest over processes, value by value; nan if any is nan."""
         return [_largest(column) for column in zip(*self.all_values(values, what), strict=True)]
 
     def all_reduce_sum(self, value: float) -> float:
-        """The sum of every process's value in double precision and rank order, the same bits on each."""
+        """Return the sum over processes in double precision and rank order, the same bits on each."""
         return self.sums([value], "sum")[0]
 
     def all_reduce_max(self, value: float) -> float:
-        """The largest of every process's values; nan if any is nan."""
+        """Return the largest over processes; nan if any is nan."""
         return self.maxima([value], "maximum")[0]
 
     def barrier(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has called this."""
         self.all_values([0.0], "barrier")
 
     # Agreement.
 
     def agree(self, name: str, value: str) -> None:
-        """`RanksDiverged` unless every process gives the same ``value`` for ``name``; says who has what."""
+        """Raise `RanksDiverged` unless every process gives the same ``value``; it says which rank has which."""
         digest = blake2b(value.encode(), digest_size=6).digest()
         mine = float(int.from_bytes(digest, "little"))
         found = [row[0] for row in self.all_values([mine], f"agree on {name}")]
@@ -231,29 +242,29 @@ class TorchCollectives:
         raise RanksDiverged(f"{name} must be the same on all ranks, found: {theirs}")
 
     def note(self, what: str) -> None:
-        """Enter something that every process does alike (a moment) in the fingerprint; nothing is sent."""
-        self._journal.add(what)
+        """Add something that every process does alike (a moment) to the fingerprint; nothing is sent."""
+        self._history.add(what)
 
     def statistics(self) -> Statistics:
-        """What was said so far."""
-        last = self._journal.last
+        """Return what was exchanged so far."""
+        last = self._history.last
         return Statistics(
             collectives=last.number,
-            fingerprint=last.print,
-            wire_bytes=dict(sorted(self._wire.received_bytes.items())),
-            transport="gloo" if self._cards is None else self._cards.name,
+            fingerprint=last.fingerprint,
+            wire_bytes=dict(sorted(self._messages.received_bytes.items())),
+            transport="gloo" if self._nccl is None else self._nccl.name,
         )
 
     def recent(self) -> list[str]:
-        """The latest collectives and notes, oldest first."""
-        return [entry.what for entry in self._journal.tail()[1:]]
+        """Return the latest collectives and notes, oldest first."""
+        return [entry.what for entry in self._history.tail()[1:]]
 
     def close(self) -> None:
-        """Leave the group once everything that was begun is over; safe to call twice.
+        """Leave the group once all that was begun is complete; safe to call twice.
 
-        On the way out of an exception it leaves at once, and the others, should they wait, hear which it was.
+        While an exception is handled it leaves at once, and ranks that wait are told which exception it was.
         """
-        self._close(words_of(sys.exc_info()[1]))
+        self._close(describe_exception(sys.exc_info()[1]))
 
     def __enter__(self) -> TorchCollectives:
         return self
@@ -261,23 +272,23 @@ class TorchCollectives:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._close(words_of(error))
+        self._close(describe_exception(error))
 
-    def _close(self, words: str, *, waits: bool = True) -> None:
-        if not self._open or os.getpid() != self._process:  # a copy of the process has none of its threads
+    def _close(self, error: str, *, waits: bool = True) -> None:
+        if not self._open or os.getpid() != self._process:  # a fork has none of the threads
             return
         self._open = False
         self._at_exit.cancel()
-        ended = self._lane.close(waits=waits and not words)
-        self._watchdog.close("" if self._lane.error is not None else words)  # after a failure the others know more
-        failed = words or self._lane.error is not None or self._lane.failure is not None
+        ended = self._thread.close(waits=waits and not error)
+        self._watchdog.close("" if self._thread.error is not None else error)  # after a failure the others know more
+        failed = error or self._thread.error is not None or self._thread.failure is not None
         if failed or not ended:
-            self._groups.drop_cards()  # NCCL would wait for what the others never answer
+            self._groups.abort_nccl()  # NCCL would wait for what the others never answer
         if ended:
-            self._groups.leave()
-        else:  # taking the transport down would wait for whatever the thread waits for
-            self._wire.cut(self._mesh.everyone)
-            self._lane.wait_cut()
+            self._groups.destroy()
+        else:  # taking the transport down would wait for what the thread waits for
+            self._messages.cut(self._mesh.everyone)
+            self._thread.wait_cut()
 
     # Checks.
 
@@ -298,10 +309,6 @@ class TorchCollectives:
             raise InvalidInput(
                 f"{operation}: expected {self.ranks} shards of {shard.numel()} elements, found {whole.numel()} elements"
             )
-
-
-def _name(operation: str, what: str, buffer: Tensor) -> str:
-    return named(operation, what, buffer.numel(), buffer.dtype)
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -18,76 +18,81 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+import ps_core
 from ps_core._errors import InvalidInput, PatrickStarError, RanksDiverged
-from ps_dist._attempt import Attempt
-from ps_dist._choice import Choice
+from ps_dist._abandonable import AbandonableCall
 from ps_dist._collectives import TorchCollectives
-from ps_dist._facts import own_facts
-from ps_dist._farewell import words_of
-from ps_dist._groups import NO_DUMP, Groups, in_environment
-from ps_dist._journal import Entry, Journal
-from ps_dist._lane import Lane
+from ps_dist._comm_thread import CommThread
+from ps_dist._exit_message import describe_exception
+from ps_dist._history import CollectiveHistory, HistoryEntry
 from ps_dist._mesh import Mesh
-from ps_dist._roll import Met, meet
+from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_environment
+from ps_dist._roster import Roster, find_ranks
 from ps_dist._timeouts import AwakeClock, Timeouts
+from ps_dist._transport import TransportChoice
+from ps_dist._version import __version__
 from ps_dist._watchdog import Watchdog
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TRY_S = 2.0
-"""In which a store answers that is there; else it is tried again."""
+"""Seconds in which a store answers that is there; then it is tried again."""
 _GRACE_S = 10.0
-"""Beyond the timeout, in which processes that could not all meet tell each other why."""
-
+"""Seconds beyond the timeout in which processes that could not all join tell each other why."""
 _MOST_TRIAL_S = 120.0
-"""In which NCCL connects the cards, if it works; or half of the patience with other processes."""
+"""Seconds in which NCCL connects the devices, if it works; or half of the timeout, if that is less."""
+_DEFAULT_GROUP = DefaultGroup()
+"""Of this process, as torch's default group is."""
 
 
 def transports() -> tuple[str, ...]:
-    """What memory of CUDA devices can travel by, with this build of PyTorch."""
+    """Return what memory of CUDA devices can travel by, with this build of PyTorch."""
     return ("gloo", "nccl") if dist.is_nccl_available() else ("gloo",)
 
 
 def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None = None) -> TorchCollectives:
     """Join the processes that ``torchrun`` started; initialises the process group if the program has not.
 
-    A process that waits longer than ``timeout_s`` for the others ends with `RanksDiverged`, one whose others ended
-    much sooner. ``replicate`` copies of the model are kept, each shared by a run of consecutive ranks: with as many
+    A process that waits longer than ``timeout_s`` for the others raises `RanksDiverged`; if the others have ended, it
+    does so much sooner. ``replicate`` copies of the model are kept, each sharded over consecutive ranks: with as many
     copies as nodes, parameters are gathered within a node and only sums of gradients cross the network.
 
     Where a computer has a CUDA device for each of its processes, and the program has used none yet, each gets its own
-    as its current device; nothing of a card is taken before something uses it. ``transport`` is what memory of CUDA
-    devices travels by: ``"nccl"``, from card to card, where each process has one of its own, or ``"gloo"``, by way of
-    the host's. None: NCCL where it works on all ranks, which is tried when the first model is put on such devices; else
-    gloo, and a line says why.
+    as its current device; no memory of a device is taken before something uses it. ``transport`` is what memory of CUDA
+    devices travels by: ``"nccl"``, between devices directly, where each process has its own, or ``"gloo"``, through the
+    host's memory. None: NCCL where it works on all ranks, which is tried when the first model is put on such devices;
+    else gloo, and a log line says why.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
     if transport not in (None, "gloo", "nccl"):
         raise InvalidInput(f"transport: expected 'gloo', 'nccl' or None, found {transport!r}")
-    _take_card(os.environ)
+    _choose_card(os.environ)
     owned = not dist.is_initialized()
     found = _found_in_time(os.environ, timeout_s, replicate, transport, owned=owned)
-    timeouts, journal = Timeouts(timeout_s=timeout_s), Journal()
-    lane = Lane(AwakeClock(), hopeless_s=timeouts.hopeless_s)
+    timeouts, history = Timeouts(timeout_s=timeout_s), CollectiveHistory()
+    thread = CommThread(AwakeClock(), hopeless_s=timeouts.hopeless_s)
     watchdog = Watchdog(
         found.own_store,
-        lane,
-        journal,
+        thread,
+        history,
         rank=found.rank,
-        places=found.met.places,
+        locations=found.roster.locations,
         keeper=_keeper(os.environ),
         timeouts=timeouts,
     )
-    groups = _connected(found, lane, watchdog, timeouts, owned=owned)
-    choice = Choice(transport, groups, found.own_store, min(timeout_s / 2, _MOST_TRIAL_S))
+    groups = _connect_all(found, thread, watchdog, timeouts, owned=owned)
+    choose = TransportChoice(transport, groups, found.own_store, min(timeout_s / 2, _MOST_TRIAL_S))
     mesh = Mesh(found.rank, found.ranks, replicate)
-    joined = TorchCollectives(groups=groups, lane=lane, journal=journal, watchdog=watchdog, mesh=mesh, choose=choice)
+    joined = TorchCollectives(
+        groups=groups, thread=thread, history=history, watchdog=watchdog, mesh=mesh, choose=choose
+    )
     if transport == "nccl":
-        _reach_own(joined)
+        _reach_own_card(joined)
     return joined
 
 
-def _reach_own(joined: TorchCollectives) -> None:
+def _reach_own_card(joined: TorchCollectives) -> None:
+    """Try NCCL now; close the connection if it does not work."""
     refused = None
     try:
         joined.reach(torch.device("cuda", torch.cuda.current_device()))
@@ -97,12 +102,12 @@ def _reach_own(joined: TorchCollectives) -> None:
         joined.close()
         raise
     if refused is not None:
-        joined.close()  # not on the way out of an exception: it is everybody's, and nobody waits to hear of it
+        joined.close()  # not while the exception is handled: all ranks raise it, and none has to be told
         raise refused
 
 
-def _lacking(transport: str | None) -> str | None:
-    """Why memory cannot travel so on this computer."""
+def _why_impossible(transport: str | None) -> str | None:
+    """Return why this computer cannot use the transport, or None."""
     if transport == "nccl" and not torch.cuda.is_available():
         return "torch finds no CUDA device here"
     if transport == "nccl" and not dist.is_nccl_available():
@@ -110,30 +115,30 @@ def _lacking(transport: str | None) -> str | None:
     return None
 
 
-def _take_card(environment: Mapping[str, str]) -> None:
-    """Have a card of its own be this process's current one, from the moment that anything uses CUDA.
+def _choose_card(environment: Mapping[str, str]) -> None:
+    """Give this process a CUDA device of its own as its current one, once anything uses CUDA.
 
-    Setting the device takes memory of the card, which a program that trains on the CPU has no use for; so it is done as
-    torch seeds generators of cards that are not in use yet.
+    Setting the device now would take memory of it, which a program that trains on the CPU does not need. So it is
+    queued in the way in which torch seeds generators of devices that are not in use yet.
     """
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if used or not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environment.keys():
         return
     if 1 < int(environment["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
-        take = partial(torch.cuda.set_device, int(environment["LOCAL_RANK"]))
-        torch.cuda._lazy_call(take)  # type: ignore[no-untyped-call]
+        choose = partial(torch.cuda.set_device, int(environment["LOCAL_RANK"]))
+        torch.cuda._lazy_call(choose)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The other processes, and where to talk of them. Any: torch's stubs have no base of stores with all methods."""
+    """The stores and the ranks of one connection. Any: torch's stubs have no base of stores with all methods."""
 
     store: Any
     own_store: Any
-    """For this connection alone. It is another link: who waits for a key, as NCCL does, blocks all others of a link."""
+    """For this connection alone, by a link of its own: a wait for a key, as NCCL's, blocks other calls of its link."""
     rank: int
     ranks: int
-    met: Met
+    roster: Roster
 
 
 def _found_in_time(
@@ -145,8 +150,8 @@ def _found_in_time(
             f"not started by torchrun: {', '.join(missing)} not set; run torchrun --nproc-per-node=N your_program.py"
         )
     found: list[_Found] = []
-    lacks = _lacking(transport)
-    named = f"{transport}" if lacks is None else f"{transport} ({lacks})"
+    impossible = _why_impossible(transport)
+    shown = f"{transport}" if impossible is None else f"{transport} ({impossible})"
 
     def find() -> None:
         deadline_s = monotonic() + timeout_s
@@ -156,26 +161,41 @@ def _found_in_time(
         own = store.clone()
         if owned:
             own.set_timeout(timedelta(seconds=timeout_s))
-        facts = own_facts(ranks=ranks, replicate=replicate, transport=named)
+        facts = _versions() | {
+            "the number of processes": str(ranks),
+            "replicate": str(replicate),
+            "transport": shown,
+        }
         left_s = max(deadline_s - monotonic(), 0.0)
-        met = meet(PrefixStore("ps_dist/roll", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
-        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{met.call}", own), rank, ranks, met))
+        roster = find_ranks(PrefixStore("ps_dist/roster", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
+        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{roster.call}", own), rank, ranks, roster))
 
-    attempt = Attempt(find)
-    late = attempt.within(timeout_s + _GRACE_S)
-    if attempt.error is not None:
-        _raise_named(attempt.error, environment)
+    call = AbandonableCall(find)
+    late = call.wait(timeout_s + _GRACE_S)
+    if call.error is not None:
+        _raise_named(call.error, environment)
     if late:
         raise RanksDiverged(
             f"{_who(environment)} could not join the others: {_store_name(environment)} has not answered for "
             f"{timeout_s:g} s"
         )
     Mesh(found[0].rank, found[0].ranks, replicate)
-    if lacks is not None:  # told to all before: nobody may wait for one that is gone
+    if impossible is not None:  # only now: the others have been told, and do not wait for this rank
         raise InvalidInput(
-            f"transport={transport!r}: {lacks}; leave it out: memory of CUDA devices then goes by way of the host's"
+            f"transport={transport!r}: {impossible}; leave it out: memory of CUDA devices then goes by way of the "
+            "host's"
         )
     return found[0]
+
+
+def _versions() -> dict[str, str]:
+    """Return what has to be the same on all ranks because messages and arithmetic depend on it."""
+    return {
+        "ps-core": ps_core.__version__,
+        "ps-dist": __version__,
+        "torch": torch.__version__,
+        "the byte order": sys.byteorder,
+    }
 
 
 def _keeper(environment: Mapping[str, str]) -> int | None:
@@ -185,18 +205,18 @@ def _keeper(environment: Mapping[str, str]) -> int | None:
 
 # Any: torch's stubs have no base of stores with all methods.
 def _store(environment: Mapping[str, str], timeout_s: float) -> tuple[Any, int, int]:
-    """Open the store that torchrun tells of; rank 0 keeps it where torchrun does not."""
+    """Open the store at the address that torchrun gives; rank 0 keeps it where torchrun does not."""
     timeout = timedelta(seconds=timeout_s)
     address, port, ranks = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"])
     if int(environment["RANK"]) == _keeper(environment):
-        # As torch does it, but that it would wait for the others here, and not know who is missing.
+        # As torch does, but without waiting here for the others, which could not say who is missing.
         own = TCPStore(address, port, ranks, is_master=True, timeout=timeout, multi_tenant=True, wait_for_workers=False)
         return own, 0, ranks
     deadline_s = monotonic() + timeout_s
     while True:
         try:
             create_connection((address, port), timeout=_TRY_S).close()
-            # It would go on trying for up to twice its timeout, in a call that nothing ends.
+            # rendezvous() goes on trying for up to twice its timeout, in a call that nothing ends.
             store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=_TRY_S)))
         except (OSError, RuntimeError):
             if monotonic() >= deadline_s:
@@ -224,7 +244,7 @@ def _store_name(environment: Mapping[str, str]) -> str:
 
 
 def _raise_named(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
-    """Raise the error, which says whom this rank could not reach."""
+    """Raise the error with the name of what this rank could not reach."""
     if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
         raise error
     reason = str(error).splitlines()[0]
@@ -233,30 +253,33 @@ def _raise_named(error: BaseException, environment: Mapping[str, str]) -> NoRetu
     raise RanksDiverged(f"{_who(environment)} could not join the others: {reason}") from error
 
 
-def _connected(found: _Found, lane: Lane, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool) -> Groups:
-    """Connect the processes, watched: one that is lost meanwhile is found as later."""
-    made: list[Groups] = []
+def _connect_all(
+    found: _Found, thread: CommThread, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool
+) -> ProcessGroups:
+    """Connect the processes while the watchdog runs, which finds a rank that is lost meanwhile."""
+    made: list[ProcessGroups] = []
 
     def connect_all() -> None:
         if owned:
             _initialise(found, timeouts)
-        made.append(Groups(timeouts, owned=owned))
+        made.append(ProcessGroups(timeouts, _DEFAULT_GROUP, made_default=owned))
 
     try:
-        lane.submit(Entry(0, "connecting the processes", "0" * 16), connect_all).wait()
+        thread.submit(HistoryEntry(0, "connecting the processes", "0" * 16), connect_all).wait()
     except BaseException:
-        ended = lane.close(waits=False)
-        watchdog.close(words_of(sys.exc_info()[1]) if lane.error is None else "")
+        ended = thread.close(waits=False)
+        watchdog.close(describe_exception(sys.exc_info()[1]) if thread.error is None else "")
         if not ended and found.rank != _keeper(os.environ):
-            lane.wait_cut()  # the thread ends when the store goes with its process, which must not be as this one exits
+            # The thread ends when the store ends with its process, which must not happen while this process exits.
+            thread.wait_cut()
         raise
     return made[0]
 
 
 def _initialise(found: _Found, timeouts: Timeouts) -> None:
-    """Make the default group."""
+    """Make torch's default group."""
     # torchrun may keep one store from restart to restart, with the addresses of processes that are gone.
-    store = PrefixStore(f"ps_dist/{found.met.call}", found.store)
+    store = PrefixStore(f"ps_dist/{found.roster.call}", found.store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     timeout = timedelta(seconds=timeouts.timeout_s)
     with in_environment(NO_DUMP):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a rank runs."""
 
     host: str
@@ -23,34 +23,34 @@ class Place:
     """When the process started, in the kernel's ticks."""
 
     @staticmethod
-    def own() -> Place:
+    def own() -> Location:
         """Return where this process runs."""
         host, process = socket.gethostname(), os.getpid()
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
             namespace = os.readlink("/proc/self/ns/pid")
-            return Place(host, process, f"{host} {boot} {namespace}", _started(process))
+            return Location(host, process, f"{host} {boot} {namespace}", _started(process))
         except OSError:
-            return Place(host, process)
+            return Location(host, process)
 
 
 class LocalRanks:
     """Handles of the other ranks' processes; a handle tells of the end of one process, never of another's."""
 
-    def __init__(self, places: Mapping[int, Place]) -> None:
+    def __init__(self, locations: Mapping[int, Location]) -> None:
         """Open a handle for each rank of this computer, where the kernel has them."""
         self._ranks: dict[int, int] = {}
         self._poll = select.poll()
-        own = Place.own()
-        for rank, place in places.items():
-            if own.machine and place.machine == own.machine and place.process != own.process:
-                self._open(rank, place)
+        own = Location.own()
+        for rank, location in locations.items():
+            if own.machine and location.machine == own.machine and location.process != own.process:
+                self._open(rank, location)
 
-    def _open(self, rank: int, place: Place) -> None:
+    def _open(self, rank: int, location: Location) -> None:
         """Open a handle; without one, connections that break tell of the rank's end, as between computers."""
         with suppress(AttributeError, OSError):
-            handle = os.pidfd_open(place.process)
-            if _started(place.process) != place.started:  # computers that are copies may pass for one
+            handle = os.pidfd_open(location.process)
+            if _started(location.process) != location.started:  # computers that are copies may pass for one
                 os.close(handle)
                 return
             self._ranks[handle] = rank

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_dist._journal import Entry, first_difference
+from ps_dist._history import HistoryEntry, first_difference
 from ps_dist._timeouts import Timeouts
 
 
@@ -22,10 +22,10 @@ class PeerState:
     silent_s: float = 0.0
     """Seconds since it wrote; since it was first asked, where it never did."""
     number: int = 0
-    """Of its current or latest journal entry."""
+    """Of its current or latest history entry."""
     doing: str = ""
     """Its current collective; empty between collectives."""
-    tail: Sequence[Entry] = ()
+    tail: Sequence[HistoryEntry] = ()
     left: bool = False
 
 
@@ -43,11 +43,11 @@ class Wait:
     """A collective of this rank that takes long or failed, and what the rank knows of the others."""
 
     rank: int
-    entry: Entry | None
+    entry: HistoryEntry | None
     """The collective; None: it failed before its name was known."""
     waited_s: float
-    tail: Sequence[Entry] = ()
-    """This rank's latest journal entries."""
+    tail: Sequence[HistoryEntry] = ()
+    """This rank's latest history entries."""
     peers: Mapping[int, PeerState] = field(default_factory=dict)
     """The other ranks."""
     ended: Collection[int] = ()
@@ -101,9 +101,9 @@ def reason_to_stop(wait: Wait, timeouts: Timeouts, names: Names) -> Reason | Non
     """Return why ``wait`` must end now, or None to go on waiting."""
     if wait.heard is not None:
         return Reason(wait.heard)
-    parted = first_difference({**{r: p.tail for r, p in wait.peers.items() if p.tail}, wait.rank: wait.tail})
-    if parted is not None:
-        return Reason(f"the ranks do different things; {parted}")
+    difference = first_difference({**{r: p.tail for r, p in wait.peers.items() if p.tail}, wait.rank: wait.tail})
+    if difference is not None:
+        return Reason(f"the ranks do different things; {difference}")
     return _ended(wait, names) or _failed(wait, timeouts, names) or _timed_out(wait, timeouts, names)
 
 

@@ -1,8 +1,8 @@
-"""The thread that ends a wait in vain: it asks the other ranks through the store that they met in.
+"""The thread that ends a wait in vain: it asks the other ranks through the store by which they found each other.
 
 [Note: an alarm]
 While all goes well a rank only reads one counter in the store, once in a while. A rank whose collective takes long, or
-fails, counts it up; then every rank writes down that it lives, what it does and its latest journal entries, for as long
+fails, counts it up; then every rank writes down that it lives, what it does and its latest history entries, for as long
 as the counter goes on. From these `_reasons` decides whether the wait must end.
 
 [Note: an exit message]
@@ -23,9 +23,9 @@ from time import sleep
 from typing import Any
 
 from ps_core._errors import RanksDiverged
-from ps_dist._journal import Entry, Journal
-from ps_dist._lane import Lane
-from ps_dist._local_ranks import LocalRanks, Place
+from ps_dist._comm_thread import CommThread
+from ps_dist._history import CollectiveHistory, HistoryEntry
+from ps_dist._local_ranks import LocalRanks, Location
 from ps_dist._reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._timeouts import Timeouts
 
@@ -33,42 +33,42 @@ _ALARM, _MESSAGE, _READERS = "alarm", "exit message", "readers"
 
 
 class Watchdog:
-    """One connection's."""
+    """The watchdog of one connection."""
 
     def __init__(
         self,
         store: Any,
-        lane: Lane,
-        journal: Journal,
+        thread: CommThread,
+        history: CollectiveHistory,
         *,
         rank: int,
-        places: Mapping[int, Place],
+        locations: Mapping[int, Location],
         keeper: int | None,
         timeouts: Timeouts,
     ) -> None:
         """``store``: torch's (any: its stubs have no base with all of these methods). ``keeper``: see `Names`."""
-        self._store, self._lane, self._journal = store, lane, journal
-        self._rank, self._ranks, self._timeouts, self._clock = rank, len(places), timeouts, lane.clock
-        self._names = Names({each: place.host for each, place in places.items()}, keeper)
-        self._local = LocalRanks(places)
+        self._store, self._comm, self._history = store, thread, history
+        self._rank, self._ranks, self._timeouts, self._clock = rank, len(locations), timeouts, thread.clock
+        self._names = Names({each: location.host for each, location in locations.items()}, keeper)
+        self._local = LocalRanks(locations)
         self._stop = Event()
         self._writes = 0
         self._peers: dict[int, tuple[int, float, PeerState]] = {}
         """For each rank how often it wrote its state, when that was last seen to change, and the state."""
         self._failed_at_s: float | None = None
         self._asked_at_s: float | None = None
-        """Since when the store owes an answer."""
+        """When the store was asked for what it has not answered yet."""
         self._heard: str | None = None
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False
-        self._own_words = ""
-        lane.check_wait = self._check_wait
+        self._own_error = ""
+        thread.check_wait = self._check_wait
         self._thread = Thread(target=self._run, name="ps_dist watchdog", daemon=True)
         self._thread.start()
 
-    def close(self, words: str = "") -> None:
-        """Stop the thread, and tell the others; ``words``: the exception by which this process ends."""
-        self._own_words = words
+    def close(self, error: str = "") -> None:
+        """Stop the thread, and tell the others; ``error``: the exception by which this process ends."""
+        self._own_error = error
         self._stop.set()
         deadline_s = self._clock() + 2 * self._timeouts.exit_s
         while self._thread.is_alive() and self._clock() < deadline_s and not self._store_silent_s():
@@ -81,24 +81,24 @@ class Watchdog:
         while not self._stop.wait(self._timeouts.look_s):
             self._asked_at_s = self._clock()
             try:
-                known = self._look(known)
+                known = self._inspect_peers(known)
             except RuntimeError as error:
                 if self._waits():
                     self._judge_alone(store_error=str(error).splitlines()[0])
             self._asked_at_s = None
         self._asked_at_s = self._clock()
-        with suppress(RuntimeError):  # nobody is there to be told
-            self._leave()
+        with suppress(RuntimeError):  # the store has ended
+            self._publish_exit()
         self._asked_at_s = None
 
-    def _look(self, known: int) -> int:
-        """Look once; return the alarm that was answered."""
+    def _inspect_peers(self, known: int) -> int:
+        """Look into the store once; return the number of the alarm that was answered."""
         if self._waits():
             self._store.add(_ALARM, 1)
         alarm: int = self._store.add(_ALARM, 0)
         if alarm != known:
             self._publish()
-            self._read_message()
+            self._read_exit_message()
         if not self._waits():
             self._peers.clear()
             return alarm
@@ -110,23 +110,23 @@ class Watchdog:
         return alarm
 
     def _waits(self) -> bool:
-        """Whether this rank needs to know what the others do."""
-        if self._lane.error is not None:
+        """True if a collective of this rank takes long or failed, so that the other ranks must be asked."""
+        if self._comm.error is not None:
             return False
-        flight = self._lane.flight
+        current = self._comm.current
         patience_s = self._timeouts.long_s if self._heard is None else self._timeouts.look_s
-        return self._lane.failure is not None or (flight is not None and flight[1] > patience_s)
+        return self._comm.failure is not None or (current is not None and current[1] > patience_s)
 
     def _wait(self, *, store_silent_s: float = 0.0, store_error: str = "") -> Wait:
-        now_s, flight, failure = self._clock(), self._lane.flight, self._lane.failure
+        now_s, current, failure = self._clock(), self._comm.current, self._comm.failure
         peers = {rank: replace(state, silent_s=now_s - at_s) for rank, (_, at_s, state) in tuple(self._peers.items())}
         if failure is not None and self._failed_at_s is None:
             self._failed_at_s = now_s
         return Wait(
             rank=self._rank,
-            entry=None if flight is None else flight[0],
-            waited_s=0.0 if flight is None else flight[1],
-            tail=self._journal.tail(),
+            entry=None if current is None else current[0],
+            waited_s=0.0 if current is None else current[1],
+            tail=self._history.tail(),
             peers=peers,
             ended=self._local.ended(),
             failure=failure,
@@ -137,21 +137,21 @@ class Watchdog:
         )
 
     def _fail(self, text: str) -> None:
-        flight = self._lane.flight
-        doing = "nothing" if flight is None else f"number {flight[0].number}, {flight[0].what},"
+        current = self._comm.current
+        doing = "nothing" if current is None else f"number {current[0].number}, {current[0].what},"
         where = f"rank {self._rank} of {self._ranks}"
-        self._lane.fail(RanksDiverged(f"{where}: {doing} cannot end: {text}"))
+        self._comm.fail(RanksDiverged(f"{where}: {doing} cannot end: {text}"))
 
     # What ranks tell each other.
 
     def _publish(self, *, left: bool = False) -> None:
         self._writes += 1
-        flight = self._lane.flight
-        entry = self._journal.last if flight is None else flight[0]
+        current = self._comm.current
+        entry = self._history.last if current is None else current[0]
         state = {
             "number": entry.number,
-            "doing": "" if flight is None else entry.what,
-            "tail": self._journal.tail(),
+            "doing": "" if current is None else entry.what,
+            "tail": self._history.tail(),
             "left": left,
         }
         self._store.set(f"state/{self._rank}", json.dumps([self._writes, state]))
@@ -165,10 +165,10 @@ class Watchdog:
                 continue
             now, state = json.loads(self._store.get(f"state/{rank}"))
             if now != writes:
-                tail = [Entry(*row) for row in state.pop("tail")]
+                tail = [HistoryEntry(*row) for row in state.pop("tail")]
                 self._peers[rank] = (now, self._clock(), PeerState(tail=tail, **state))
 
-    def _read_message(self) -> None:
+    def _read_exit_message(self) -> None:
         if self._heard is None and self._store.check([_MESSAGE]):
             self._heard, unreachable = json.loads(self._store.get(_MESSAGE))
             self._unreachable = frozenset(unreachable)
@@ -177,7 +177,7 @@ class Watchdog:
 
     def _write_message(self, reason: Reason) -> None:
         self._store.compare_set(_MESSAGE, "", json.dumps([reason.text, sorted(reason.unreachable)]))
-        self._read_message()
+        self._read_exit_message()
         self._store.add(_ALARM, 1)
 
     def _count_as_reader(self) -> None:
@@ -185,12 +185,12 @@ class Watchdog:
             self._has_read = True
             self._store.add(_READERS, 1)
 
-    def _leave(self) -> None:
-        if self._own_words:  # before it is known that this rank left: it tells more
-            self._write_message(Reason(f"{self._names([self._rank])} raised {self._own_words}"))
+    def _publish_exit(self) -> None:
+        if self._own_error:  # before it is known that this rank left: it tells more
+            self._write_message(Reason(f"{self._names([self._rank])} raised {self._own_error}"))
         self._publish(left=True)
         self._count_as_reader()
-        self._read_message()
+        self._read_exit_message()
         if self._heard is None:
             return
         readers = self._ranks - len(self._unreachable)
@@ -202,13 +202,13 @@ class Watchdog:
     # The store.
 
     def _store_silent_s(self) -> float:
-        """Seconds for which the store owes an answer, where that is long; else 0."""
+        """Return the seconds for which the store has not answered, if they are many; else 0."""
         asked_at_s = self._asked_at_s
         silent_s = 0.0 if asked_at_s is None else self._clock() - asked_at_s
         return silent_s if silent_s > self._timeouts.answer_s else 0.0
 
     def _judge_alone(self, *, store_silent_s: float = 0.0, store_error: str = "") -> None:
-        """End a wait in vain without asking the others."""
+        """End this rank's wait if it is in vain, from what this rank knows."""
         wait = self._wait(store_silent_s=store_silent_s, store_error=store_error)
         reason = reason_to_stop(wait, self._timeouts, self._names)
         if reason is not None:
@@ -217,5 +217,5 @@ class Watchdog:
     def _check_wait(self) -> None:
         """Judge in the watchdog's place while the store does not answer it; the thread that waits calls this."""
         silent_s = self._store_silent_s()
-        if self._lane.error is None and (silent_s or not self._thread.is_alive()):
+        if self._comm.error is None and (silent_s or not self._thread.is_alive()):
             self._judge_alone(store_silent_s=silent_s)

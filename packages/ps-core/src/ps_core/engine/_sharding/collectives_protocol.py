@@ -12,29 +12,29 @@ from ps_core._collectives import Collectives
 
 
 class Pending(Protocol):
-    """A collective on its way."""
+    """A collective that has been submitted."""
 
     def wait(self) -> None:
-        """Return when its result may be read and its buffers reused."""
+        """Wait until its result may be read and its buffers reused."""
 
 
 class StagingCopier(Protocol):
-    """Work on a device's memory, in the order of a stream."""
+    """Copies and other work on a device's memory, in the order of one stream."""
 
     @property
     def staging(self) -> torch.Tensor:
-        """Host memory, for whatever is on its way: bytes."""
+        """Host memory that data passes through, as bytes."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy of bytes from or to the staging memory."""
 
-    def working(
+    def on_stream(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> AbstractContextManager[object]:
-        """What PyTorch launches meanwhile goes on the stream; this is what it touches."""
+        """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
 
-    def settle(self) -> None:
-        """Block until everything launched is done."""
+    def synchronize(self) -> None:
+        """Block this thread until everything launched on the stream is complete."""
 
 
 class BufferCollectives(Protocol):
@@ -62,8 +62,8 @@ class CollectiveSession(BufferCollectives, Protocol):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Everybody's few bytes, as many from each, in the order of the processes."""
 
-    def by_way_of(self, carrier: StagingCopier) -> BufferCollectives:
-        """The same for a device's memory: under way on the carrier's stream when they return."""
+    def on_device(self, copier: StagingCopier) -> BufferCollectives:
+        """Return the collectives of a device's memory; they may end on the copier's stream after they return."""
 
 
 class AsyncCollectives(Collectives[torch.Tensor], Protocol):

@@ -125,7 +125,7 @@ class StreamCollectives:
         self._device.adopt()
         for event in ready:
             self._device.wait(Queue.COLL, event)
-        return bench.by_way_of(self._carrier)
+        return bench.on_device(self._carrier)
 
     def end(self) -> Event | None:
         """Behind what was launched on the stream."""
@@ -159,14 +159,14 @@ class DeviceStaging:
         self._device.copy(Queue.COLL, target, source)
 
     @contextmanager
-    def working(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
-        """What PyTorch launches meanwhile goes on the stream; this is what it touches."""
+    def on_stream(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
         self._device.work(Queue.COLL, what, reads, writes)
         with self._device.on(Queue.COLL):
             yield
 
-    def settle(self) -> None:
-        """Block until everything launched here, and all that this waited for, is done."""
+    def synchronize(self) -> None:
+        """Block this thread until everything launched here, and all that it waits for, is complete."""
         self._device.wait(Queue.CPU, self._device.record(Queue.COLL))
 
 

@@ -20,27 +20,27 @@ from _fake_cuda import FakeRuntime
 from _zero_cases import Way
 from ps_core import InvalidInput
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_dist import _choice, _groups
-from ps_dist._choice import Choice
-from ps_dist._direct import CardWire
+from ps_dist import _process_groups, _transport
+from ps_dist._nccl import NcclMessages
+from ps_dist._transport import TransportChoice
 
 CPU = torch.device("cpu")
 ERROR = (
     "NCCL error in: a.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO)\nmore\nLast error:\nno shared memory\n"
 )
-gather = CardWire.gather
+gather = NcclMessages.gather
 
 
 class Played:
     """NCCL: whoever connects waits for the others, if need be for ever."""
 
     def __init__(self, each: ps_dist.TorchCollectives, fault: str, at_rank: int) -> None:
-        self._group, self._fault, self._is_it = each._wire._group, fault, each.mesh.rank == at_rank
+        self._group, self._fault, self._is_it = each._messages._group, fault, each.mesh.rank == at_rank
         self.dropped = 0
         self.over = Event()
         """Nobody waits any more."""
 
-    def connect_cards(self) -> Any:
+    def connect_nccl(self) -> Any:
         if self._fault == "raises" and self._is_it:
             raise RuntimeError(ERROR)
         if self._fault in ("raises", "hangs"):
@@ -48,11 +48,11 @@ class Played:
             raise RuntimeError("let go")
         return self._group
 
-    def drop_cards(self) -> None:
+    def abort_nccl(self) -> None:
         self.dropped += 1
 
 
-def spoilt(self: CardWire, operation: str, tag: int, peers: Any, into: Tensor, shard: Tensor) -> None:
+def spoilt(self: NcclMessages, operation: str, tag: int, peers: Any, into: Tensor, shard: Tensor) -> None:
     """A gather that delivers something else."""
     gather(self, operation, tag, peers, into, shard)
     into[-1] = 77
@@ -60,10 +60,10 @@ def spoilt(self: CardWire, operation: str, tag: int, peers: Any, into: Tensor, s
 
 @contextmanager
 def as_if_each_had_a_card(each: ps_dist.TorchCollectives) -> Iterator[None]:
-    before = each._cards, each._bench
-    with mock.patch.object(_choice, "own_card", return_value=[1.0, float(each.mesh.rank)]):
+    before = each._nccl, each._session
+    with mock.patch.object(_transport, "own_card", return_value=[1.0, float(each.mesh.rank)]):
         yield
-    each._cards, each._bench = before
+    each._nccl, each._session = before
 
 
 def choose(
@@ -71,12 +71,12 @@ def choose(
 ) -> tuple[str | None, str, int]:
     """What is said, what memory travels by from then on, and how often NCCL was dropped."""
     played = Played(each, fault, at_rank)
-    choice = Choice(transport, played, each._watchdog._store, deadline_s)
+    choice = TransportChoice(transport, played, each._watchdog._store, deadline_s)
     with ExitStack() as stack:
         stack.enter_context(as_if_each_had_a_card(each))
         stack.callback(played.over.set)
         if fault == "spoilt" and each.mesh.rank == at_rank:
-            stack.enter_context(mock.patch.object(CardWire, "gather", spoilt))
+            stack.enter_context(mock.patch.object(NcclMessages, "gather", spoilt))
         try:
             words = choice(each, CPU)
         except InvalidInput as error:
@@ -94,7 +94,7 @@ def check_gather(each: ps_dist.TorchCollectives) -> None:
     carrier.staging, carrier.copy = torch.zeros(1024, dtype=torch.uint8), Tensor.copy_
 
     def job(bench: Any) -> None:
-        bench.by_way_of(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice", range(ranks))
+        bench.on_device(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice", range(ranks))
 
     each.start(job).wait()
     assert whole.tolist() == [1.0 + other for other in range(ranks)]
@@ -106,7 +106,7 @@ def alone(each: ps_dist.TorchCollectives) -> None:
     wanted = trained(each, replace(way, device="emulated"))
     played, runtime = Played(each, "raises", 0), FakeRuntime(4)
     with as_if_each_had_a_card(each), runtime:
-        assert Choice(None, played, None, 0.0)(each, CPU) is None
+        assert TransportChoice(None, played, None, 0.0)(each, CPU) is None
         assert each.statistics().transport == "none"
         assert each.staging_bytes(64, torch.bfloat16) == 0, "nothing of the host's memory is taken for it"
         got = trained(each, on(way, CudaDevice(runtime)))
@@ -121,13 +121,13 @@ def new_group(fails: Callable[[], bool], seen: list[Any]) -> Any:
 
     def make(backend: str, timeout: Any) -> Any:
         if backend == "nccl":
-            seen.append({name: os.environ.get(name) for name in _groups._HANDLED_HERE})
+            seen.append({name: os.environ.get(name) for name in _process_groups._HANDLED_HERE})
             if fails():
                 raise RuntimeError(ERROR)
         seen.append(made(backend="gloo", timeout=timeout))
         return seen[-1]
 
-    return mock.patch.object(_groups.dist, "new_group", make)
+    return mock.patch.object(_process_groups.dist, "new_group", make)
 
 
 def connects(each: ps_dist.TorchCollectives) -> None:

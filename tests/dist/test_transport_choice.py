@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-import _choice_cases as cases
+import _transport_choice_cases as cases
 from _crew import Crew, crew
 from ps_core import Budget, InvalidInput
 from ps_core.engine import _chunked, chunked
 from ps_core.engine._sharding import join as joining
-from ps_dist import _choice, _groups
-from ps_dist._attempt import Attempt
-from ps_dist._choice import Choice, blamed, hindrance
+from ps_dist import _process_groups, _transport
+from ps_dist._abandonable import AbandonableCall
 from ps_dist._mesh import Mesh
+from ps_dist._process_groups import DefaultGroup, ProcessGroups
 from ps_dist._timeouts import Timeouts
+from ps_dist._transport import TransportChoice, failed_ranks, why_not_nccl
 
 HOST = "what processes send from CUDA devices goes by way of the host's memory: "
 
@@ -40,7 +41,7 @@ HOST = "what processes send from CUDA devices goes by way of the host's memory: 
     ],
 )
 def test_when_it_need_not_be_tried(rows: list[list[float]], words: str | None) -> None:
-    found = hindrance(rows)
+    found = why_not_nccl(rows)
     assert found == words or (words is not None and found is not None and found.startswith(words))
 
 
@@ -49,20 +50,20 @@ def test_cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(name: str) -> list[float]:
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda where: SimpleNamespace(uuid=name))
-        return _choice.own_card(torch.device("cuda", 0))
+        return _transport.own_card(torch.device("cuda", 0))
 
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     assert found("a") == found("a")
     assert found("a") != found("b")
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    assert hindrance([found("a")]) == "torch was built without NCCL on rank 0"
+    assert why_not_nccl([found("a")]) == "torch was built without NCCL on rank 0"
 
 
-def test_who_is_blamed() -> None:
-    assert blamed(["", "OSError: gone", ""]) == "rank 1: OSError: gone"
-    assert blamed([_choice._ELSEWHERE, "", "no"]) == "rank 2: no", "not who only gave up"
-    assert blamed(["late", _choice._ELSEWHERE, "late"]) == "ranks 0, 2: late"
-    assert blamed([_choice._ELSEWHERE, ""]) == f"rank 0: {_choice._ELSEWHERE}"
+def test_who_is_failed_ranks() -> None:
+    assert failed_ranks(["", "OSError: gone", ""]) == "rank 1: OSError: gone"
+    assert failed_ranks([_transport._ELSEWHERE, "", "no"]) == "rank 2: no", "not who only gave up"
+    assert failed_ranks(["late", _transport._ELSEWHERE, "late"]) == "ranks 0, 2: late"
+    assert failed_ranks([_transport._ELSEWHERE, ""]) == f"rank 0: {_transport._ELSEWHERE}"
 
 
 # Something that may never come back.
@@ -72,17 +73,17 @@ def test_what_an_attempt_says() -> None:
     def raises(words: str) -> None:
         raise OSError(words)
 
-    assert Attempt(lambda: 7).within(60) == ""
-    assert Attempt(lambda: raises("no\nmore")).within(60) == "OSError: no"
-    assert Attempt(lambda: raises("")).within(60) == "OSError"
+    assert AbandonableCall(lambda: 7).wait(60) == ""
+    assert AbandonableCall(lambda: raises("no\nmore")).wait(60) == "OSError: no"
+    assert AbandonableCall(lambda: raises("")).wait(60) == "OSError"
     nccl = "OSError: NCCL error in: a.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO): no shared memory"
-    assert Attempt(lambda: raises(cases.ERROR)).within(60) == nccl
+    assert AbandonableCall(lambda: raises(cases.ERROR)).wait(60) == nccl
     over = Event()
-    stuck = Attempt(over.wait)
-    assert stuck.within(0) == "did not end within 0 s"
-    assert stuck.within(60, lambda: "in vain") == "in vain"
+    stuck = AbandonableCall(over.wait)
+    assert stuck.wait(0) == "did not end within 0 s"
+    assert stuck.wait(60, lambda: "in vain") == "in vain"
     over.set()
-    assert stuck.within(60, lambda: "") == ""
+    assert stuck.wait(60, lambda: "") == ""
 
 
 def test_an_interpreter_that_ends_begins_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +91,8 @@ def test_an_interpreter_that_ends_begins_no_thread(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     done: list[int] = []
-    monkeypatch.setattr("ps_dist._attempt.Thread.start", start)
-    assert Attempt(lambda: done.append(1)).within(0) == ""
+    monkeypatch.setattr("ps_dist._abandonable.Thread.start", start)
+    assert AbandonableCall(lambda: done.append(1)).wait(0) == ""
     assert done == [1]
 
 
@@ -148,12 +149,12 @@ def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
         def all_values(self, values: list[float], what: str) -> list[list[float]]:
             return [[1.0, 1.0], values, values]
 
-    monkeypatch.setattr(_choice, "own_card", lambda where: [1.0, 5.0])
+    monkeypatch.setattr(_transport, "own_card", lambda where: [1.0, 5.0])
     joined, cards, where = Joined(), SimpleNamespace(), torch.device("cuda", 0)
-    shared: Any = Choice("nccl", cards, None, 60)  # type: ignore[arg-type]
+    shared: Any = TransportChoice("nccl", cards, None, 60)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="transport='nccl': ranks 1, 2 share a card; expected one for each process"):
         shared(joined, where)
-    by_itself: Any = Choice(None, cards, None, 60)  # type: ignore[arg-type]
+    by_itself: Any = TransportChoice(None, cards, None, 60)  # type: ignore[arg-type]
     assert by_itself(joined, where).startswith(f"{HOST}ranks 1, 2 share a card; ")
     assert by_itself(joined, where) is None
 
@@ -243,17 +244,16 @@ class Group:
 def test_what_cannot_be_let_go_of_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
     aborts = Event()
     destroyed: list[Any] = []
-    monkeypatch.setattr(_groups, "dist", SimpleNamespace(
+    monkeypatch.setattr(_process_groups, "dist", SimpleNamespace(
         new_group=lambda backend, timeout: Group(aborts), is_initialized=lambda: True,
         destroy_process_group=lambda group=None: destroyed.append(group),
     ))  # fmt: skip
-    monkeypatch.setattr(_groups, "_OPEN", {})
-    monkeypatch.setattr(_groups, "_DROP_S", 0.0 if stuck else 60.0)
-    groups = _groups.Groups(Timeouts(timeout_s=60), owned=True)
-    cards = groups.connect_cards()
+    monkeypatch.setattr(_process_groups, "_DROP_S", 0.0 if stuck else 60.0)
+    groups = ProcessGroups(Timeouts(timeout_s=60), DefaultGroup(), made_default=True)
+    cards = groups.connect_nccl()
     if not stuck:
         aborts.set()
-    groups.drop_cards()
-    groups.leave()
-    assert destroyed == ([groups.control] if stuck else [cards, groups.control, None]), "the default one waits for all"
+    groups.abort_nccl()
+    groups.destroy()
+    assert destroyed == ([groups.host] if stuck else [cards, groups.host, None]), "the default one waits for all"
     aborts.set()

@@ -15,9 +15,9 @@ import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from ps_core._errors import RanksDiverged
-from ps_dist import _roll
-from ps_dist._local_ranks import Place
-from ps_dist._roll import Met, meet
+from ps_dist import _roster
+from ps_dist._local_ranks import Location
+from ps_dist._roster import Roster, find_ranks
 
 FACTS = {"the number of processes": "3", "transport": "gloo"}
 OLD = "0123"
@@ -47,11 +47,11 @@ class Company:
 
     def come(
         self, rank: int, *, timeout_s: float = 30, ranks: int | None = None, transport: str = "gloo"
-    ) -> Future[Met]:
+    ) -> Future[Roster]:
         """One more."""
         size = ranks or self._ranks
         mine = {"the number of processes": str(size), "transport": transport}
-        return self._pool.submit(meet, self._clients[rank], mine, rank=rank, ranks=size, timeout_s=timeout_s)
+        return self._pool.submit(find_ranks, self._clients[rank], mine, rank=rank, ranks=size, timeout_s=timeout_s)
 
     def until(self, done: Callable[[Any], Any]) -> Any:
         """Wait for something in the store; but not for ever."""
@@ -76,8 +76,8 @@ def left_behind(store: Any) -> None:
     """What attempts that are over wrote: another model's, with more processes; one that nobody heard of any more."""
     number = {"the number of processes": "5", "transport": "nccl"}
     store.set("call", OLD)
-    rows = {rank: {"number": f"old-{rank}", "facts": number, "place": asdict(Place.own())} for rank in range(5)}
-    store.set(f"roll/{OLD}", json.dumps(rows))
+    rows = {rank: {"number": f"old-{rank}", "facts": number, "location": asdict(Location.own())} for rank in range(5)}
+    store.set(f"roster/{OLD}", json.dumps(rows))
     for rank in range(1, 5):
         place = store.add(f"answers/{OLD}", 1)
         store.set(f"answer/{OLD}/{place}", json.dumps({"rank": rank} | rows[rank]))
@@ -110,18 +110,18 @@ def test_attempt_after_attempt_in_one_store(three: Company) -> None:
 def test_one_that_answered_and_was_started_anew(three: Company) -> None:
     first = three.come(0)
     call = three.until(lambda store: store.check(["call"]) and store.get("call").decode())
-    gone = {"rank": 1, "number": "gone", "facts": FACTS, "place": asdict(Place.own())}
+    gone = {"rank": 1, "number": "gone", "facts": FACTS, "location": asdict(Location.own())}
     three.store.set(f"answer/{call}/{three.store.add(f'answers/{call}', 1)}", json.dumps(gone))
     anew = three.come(1)
     three.until_answered(call, 2)
     last = three.come(2)
     assert first.result().call == anew.result().call == last.result().call == call
-    assert json.loads(three.store.get(f"roll/{call}"))["1"]["number"] != "gone"
+    assert json.loads(three.store.get(f"roster/{call}"))["1"]["number"] != "gone"
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_what_differs_ends_all_with_both_named(three: Company, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_roll, "_STAY_S", 30.0)  # all come
+    monkeypatch.setattr(_roster, "_STAY_S", 30.0)  # all come
     left_behind(three.store)
     order = [first, *({0, 1, 2} - {first})]
     coming = {rank: three.come(rank, transport="nccl" if rank == 1 else "gloo") for rank in order}
@@ -136,7 +136,7 @@ def test_what_differs_ends_all_with_both_named(three: Company, first: int, monke
 def test_another_number_of_processes(
     three: Company, leads: int, other: int, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_roll, "_STAY_S", 0.2)  # for somebody who does not come
+    monkeypatch.setattr(_roster, "_STAY_S", 0.2)  # for somebody who does not come
     first, second = three.come(0, ranks=leads), three.come(place, ranks=other)
     for rank, coming, mine, there, theirs in ((0, first, leads, place, other), (place, second, other, 0, leads)):
         message = f"the number of processes must be .*: rank {rank} has {mine}, rank {there} has {theirs}"
@@ -145,12 +145,12 @@ def test_another_number_of_processes(
 
 
 def test_who_did_not_come_is_named_to_all(three: Company, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered, looks = Event(), _roll._Looks.again
+    answered, looks = Event(), _roster._Looks.again
 
-    def again(self: _roll._Looks) -> bool:
+    def again(self: _roster._Looks) -> bool:
         return not answered.wait(30) if self.timeout_s == 7 else looks(self)
 
-    monkeypatch.setattr(_roll._Looks, "again", again)
+    monkeypatch.setattr(_roster._Looks, "again", again)
     first, second = three.come(0, timeout_s=7), three.come(1)
     call = three.until(lambda store: store.check(["call"]) and store.get("call").decode())
     three.until(lambda store: store.check([f"answer/{call}/1"]))

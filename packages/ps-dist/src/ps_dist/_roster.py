@@ -1,13 +1,13 @@
-"""Meeting in a store that may hold what earlier attempts left: who is here, and whether all are alike.
+"""Which ranks are there, and whether they agree: found in a store that may hold what earlier attempts left.
 
 [Note: a call and its answers]
-torchrun keeps one store from restart to restart, with whatever processes that are gone wrote there; and a node whose
-torchrun was started anew counts its restarts from 0 again, so no count tells what is old. So nothing in the store is
-believed but what refers to something made just now. Rank 0 *calls* with a number that nobody used before. The others
-answer every call they see, under its number, with one of their own. So what answers rank 0's call was written after it;
-the others believe only the *roll* that has their own number. An old call is answered in vain; old answers and rolls are
-under other numbers. Whatever processes say to each other later has the number of the call before it.
-Rank 0 also counts how often it looked, so that those who wait can tell whether it is rank 0 that they miss.
+torchrun keeps one store from restart to restart, with all that ended processes wrote there. A node whose torchrun was
+started anew counts its restarts from 0 again, so no count tells what is old. So a rank believes only what refers to a
+number that was drawn just now. Rank 0 *calls* with a fresh number. The others answer every call they see, under its
+number, with a number of their own. So what answers rank 0's call was written after it; the others believe only the
+*roster* that has their own number. An old call is answered in vain; old answers and rosters are under other numbers.
+The keys of all that ranks write later begin with the number of the call.
+Rank 0 also counts its looks into the store, so that ranks that wait can tell whether rank 0 is the one that is missing.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from ps_core._errors import RanksDiverged
-from ps_dist._local_ranks import Place
+from ps_dist._local_ranks import Location
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.2
-"""Between two looks into the store: longer and longer."""
+"""Seconds between two looks into the store: the first pause and the longest."""
 _STAY_S = 5.0
-"""So long rank 0 waits for the others, once it knows that all cannot be well: the store may end with it."""
+"""Seconds for which rank 0 waits for ranks to read of an error: the store may end with its process."""
 _SILENT_S = 3.0
-"""Rank 0 looks much more often."""
+"""Rank 0 is missing if it has not looked for so many seconds; it looks much more often."""
 _CALL = "call"
 Facts = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """What processes that met know of each other."""
+class Roster:
+    """What every rank knows of all ranks."""
 
     call: str
-    """The number of the call that they met by."""
-    places: Mapping[int, Place]
+    """The number of the call by which they found each other."""
+    locations: Mapping[int, Location]
     """Where each rank runs."""
 
 
-def meet(store: Any, facts: Facts, *, rank: int, ranks: int, timeout_s: float) -> Met:
-    """Find all other processes; `RanksDiverged` unless they come in time, with equal facts.
+def find_ranks(store: Any, facts: Facts, *, rank: int, ranks: int, timeout_s: float) -> Roster:
+    """Find all other ranks; raise `RanksDiverged` unless they come in time and with equal facts.
 
     ``store``: torch's (any: its stubs have no base with all of these methods).
     """
     one = _Caller(store, facts, ranks, timeout_s) if rank == 0 else _Answerer(store, facts, rank, ranks, timeout_s)
-    return one.meet()
+    return one.find()
 
 
 class _Looks:
-    """Looks into the store, until it is too late."""
+    """Pauses between looks into the store, until a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._deadline, self._pause_s = monotonic() + timeout_s, _FIRST_LOOK_S
 
     def again(self) -> bool:
-        """Wait a little; False: it is too late."""
+        """Pause, and return True; return False if the deadline has passed."""
         left = self._deadline - monotonic()
         if left <= 0:
             return False
@@ -70,26 +70,26 @@ class _Looks:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One process, as it answered."""
+    """The answer of one rank."""
 
     number: str
     facts: Facts
-    place: Mapping[str, Any]
+    location: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        return {"number": self.number, "facts": dict(self.facts), "place": self.place}
+        return {"number": self.number, "facts": dict(self.facts), "location": self.location}
 
 
 def _own_row(facts: Facts) -> _Row:
-    return _Row(secrets.token_hex(16), facts, asdict(Place.own()))
+    return _Row(secrets.token_hex(16), facts, asdict(Location.own()))
 
 
-def _met(call: str, rows: Mapping[int, _Row]) -> Met:
-    return Met(call, {rank: Place(**row.place) for rank, row in sorted(rows.items())})
+def _roster(call: str, rows: Mapping[int, _Row]) -> Roster:
+    return Roster(call, {rank: Location(**row.location) for rank, row in sorted(rows.items())})
 
 
 class _Caller:
-    """Rank 0."""
+    """What rank 0 does."""
 
     def __init__(self, store: Any, facts: Facts, ranks: int, timeout_s: float) -> None:
         self._store, self._ranks, self._timeout_s = store, ranks, timeout_s
@@ -97,51 +97,51 @@ class _Caller:
         self._number = own.number
         self._rows = {0: own}
         self._begun: set[int] = set()
-        """Answers whose place was taken, and that were not written yet."""
+        """Indices of answers that were reserved, and are not written yet."""
         self._seen = 0
-        """Places that were looked at."""
+        """The number of reserved answers that was last read."""
 
-    def meet(self) -> Met:
-        """Call, and publish who came."""
+    def find(self) -> Roster:
+        """Call, collect the answers, and publish the roster."""
         self._store.set(_CALL, self._number)
         looks, late = _Looks(self._timeout_s), False
         while self._missing():
             self._listen()
             if _difference(0, self._rows) is not None:
-                self._part()
+                self._raise_difference()
             if self._missing() and late:
                 self._publish()
                 self._stay(_Looks(_STAY_S))
                 raise RanksDiverged(_late(0, self._ranks, self._missing(), self._timeout_s))
             late = bool(self._missing()) and not looks.again()
         self._publish()
-        return _met(self._number, self._rows)
+        return _roster(self._number, self._rows)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._ranks) if rank not in self._rows]
 
     def _listen(self) -> bool:
-        """Whether somebody came."""
-        came = False
+        """Read new answers; True if there were any."""
+        found = False
         self._store.add(f"looks/{self._number}", 1)
         count = int(self._store.add(f"answers/{self._number}", 0))
         self._begun.update(range(self._seen, count))
         self._seen = count
-        for place in sorted(self._begun):
-            answer = _read(self._store, f"answer/{self._number}/{place + 1}")
+        for index in sorted(self._begun):
+            answer = _read(self._store, f"answer/{self._number}/{index + 1}")
             if answer is not None:
-                self._begun.discard(place)
+                self._begun.discard(index)
                 rank = answer.pop("rank")
                 self._rows[rank] = _Row(**answer)
-                came = True
-        return came
+                found = True
+        return found
 
     def _publish(self) -> None:
         rows = {rank: row.as_json() for rank, row in sorted(self._rows.items())}
-        self._store.set(f"roll/{self._number}", json.dumps(rows))
+        self._store.set(f"roster/{self._number}", json.dumps(rows))
 
-    def _part(self) -> NoReturn:
-        """Tell those who are here, and those who come soon, that they are not alike."""
+    def _raise_difference(self) -> NoReturn:
+        """Tell the ranks that are here, and those that come soon, what differs; then raise it."""
         self._publish()
         looks = _Looks(_STAY_S)
         while self._missing() and looks.again():
@@ -151,32 +151,32 @@ class _Caller:
         raise RanksDiverged(str(_difference(0, self._rows)))
 
     def _stay(self, looks: _Looks) -> None:
-        """Until everybody who is here has heard: the store may end with this process."""
+        """Wait until every rank that is here has read the roster: the store may end with this process."""
         while int(self._store.add(f"heard/{self._number}", 0)) < len(self._rows) - 1 and looks.again():
             pass
 
 
 class _Answerer:
-    """Any other rank."""
+    """What every other rank does."""
 
     def __init__(self, store: Any, facts: Facts, rank: int, ranks: int, timeout_s: float) -> None:
         self._store, self._rank, self._ranks, self._timeout_s = store, rank, ranks, timeout_s
         self._own = _own_row(facts)
         self._answered = ""
-        """The call that was answered last."""
+        """The number of the call that was answered last."""
         self._looks = 0
-        """How often the caller looked."""
-        self._heard_at_s: float | None = None
-        """When that was last seen to grow."""
+        """Rank 0's count of its looks, as last read."""
+        self._grew_at_s: float | None = None
+        """When that count was last seen to grow; None: it never was."""
 
-    def meet(self) -> Met:
-        """Answer whoever calls, until one has this process on its roll."""
+    def find(self) -> Roster:
+        """Answer every call, until the roster of one has this process on it."""
         looks = _Looks(self._timeout_s)
         while True:
             call = self._newest()
-            rows = self._roll()  # before another call is answered: whoever calls again has published the roll before
+            rows = self._published()  # before the next call is answered: this call's roster was published before it
             if rows:
-                return self._judge(rows)
+                return self._checked(rows)
             if call != self._answered:
                 self._answer(call)
                 continue
@@ -185,46 +185,47 @@ class _Answerer:
                 raise RanksDiverged(_late(self._rank, self._ranks, self._absent(), self._timeout_s))
 
     def _count_looks(self) -> None:
-        """Note whether rank 0 looked since this was last called."""
+        """Read rank 0's count of its looks, and note when it grew."""
         before, self._looks = self._looks, int(self._store.add(f"looks/{self._answered}", 0))
         if before not in (0, self._looks):
-            self._heard_at_s = monotonic()
+            self._grew_at_s = monotonic()
 
     def _absent(self) -> list[int]:
-        """Return who keeps all from meeting, when it is too late."""
-        if self._heard_at_s is None:
-            return [0]  # nobody else can have answered
+        """Return the missing ranks, when the deadline has passed."""
+        if self._grew_at_s is None:
+            return [0]  # no rank can have answered a call that rank 0 did not make
         count = int(self._store.add(f"answers/{self._answered}", 0))
-        answers = [_read(self._store, f"answer/{self._answered}/{place + 1}") for place in range(count)]
+        answers = [_read(self._store, f"answer/{self._answered}/{index + 1}") for index in range(count)]
         present = {answer["rank"] for answer in answers if answer is not None}
-        if monotonic() - self._heard_at_s < _SILENT_S:
+        if monotonic() - self._grew_at_s < _SILENT_S:
             present.add(0)
         return self._missing(present) or [0]
 
     def _missing(self, present: Collection[int]) -> list[int]:
         return [rank for rank in range(self._ranks) if rank not in present]
 
-    def _judge(self, rows: Mapping[int, _Row]) -> Met:
-        words, missing = _difference(self._rank, rows), self._missing(rows)
-        if words is None and missing:
-            words = _late(self._rank, self._ranks, missing, self._timeout_s)
-        if words is not None:
+    def _checked(self, rows: Mapping[int, _Row]) -> Roster:
+        """Return the roster; raise `RanksDiverged` if ranks are missing or differ."""
+        error, missing = _difference(self._rank, rows), self._missing(rows)
+        if error is None and missing:
+            error = _late(self._rank, self._ranks, missing, self._timeout_s)
+        if error is not None:
             self._store.add(f"heard/{self._answered}", 1)
-            raise RanksDiverged(words)
-        return _met(self._answered, rows)
+            raise RanksDiverged(error)
+        return _roster(self._answered, rows)
 
     def _newest(self) -> str:
         found: str = self._store.get(_CALL).decode() if self._store.check([_CALL]) else ""
         return found
 
     def _answer(self, call: str) -> None:
-        self._answered, self._looks, self._heard_at_s = call, 0, None
-        place = int(self._store.add(f"answers/{call}", 1))
-        self._store.set(f"answer/{call}/{place}", json.dumps({"rank": self._rank} | self._own.as_json()))
+        self._answered, self._looks, self._grew_at_s = call, 0, None
+        index = int(self._store.add(f"answers/{call}", 1))
+        self._store.set(f"answer/{call}/{index}", json.dumps({"rank": self._rank} | self._own.as_json()))
 
-    def _roll(self) -> dict[int, _Row]:
-        """Of the call that was answered; empty: it is not there yet, or without this process."""
-        found = _read(self._store, f"roll/{self._answered}") if self._answered else None
+    def _published(self) -> dict[int, _Row]:
+        """Return the answers on the roster of the last call; empty if there is none yet that has this process."""
+        found = _read(self._store, f"roster/{self._answered}") if self._answered else None
         rows = {int(rank): _Row(**row) for rank, row in (found or {}).items()}
         return rows if self._rank in rows and rows[self._rank].number == self._own.number else {}
 
@@ -247,9 +248,9 @@ def _difference(rank: int, rows: Mapping[int, _Row]) -> str | None:
 
 
 def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:
-    return f"rank {rank} of {ranks}: {ranks_named(missing)} did not come within {timeout_s:.3g} s"
+    return f"rank {rank} of {ranks}: {name_ranks(missing)} did not come within {timeout_s:.3g} s"
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Name ranks."""
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks as a message names them."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ps_dist._wire import Wire
+from ps_dist import Mesh
+from ps_dist._messages import PeerMessages
+from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter, ordered_sum
 
 LONG = 3 * 32_768 + 5
 KINDS = [torch.bfloat16, torch.float16, torch.float32]
@@ -54,7 +56,7 @@ def test_bits_of_a_sum(kind: torch.dtype, into: torch.dtype, count: int, threads
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        Wire(None, 0)._sum(parts, found)
+        ordered_sum(parts, found, torch.empty(HOST_PIECE_NUMEL))
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found, wanted.to(into), rtol=0, atol=0, equal_nan=True)  # infinities of two signs
@@ -67,7 +69,7 @@ def test_two_are_added_in_one_pass(kind: torch.dtype) -> None:
     torch.set_num_threads(1)
     try:
         with Calls() as calls:
-            Wire(None, 0)._sum(parts, total)
+            ordered_sum(parts, total, torch.empty(HOST_PIECE_NUMEL))
     finally:
         torch.set_num_threads(before)
     assert calls.names == ["add"]
@@ -95,9 +97,11 @@ def test_all_sends_are_begun_before_any_receive(me: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "isend", message("send"))
     monkeypatch.setattr(dist, "irecv", message("receive"))
     others = [peer for peer in range(3) if peer != me]
-    Wire(None, me).gather("gather", 1, range(3), torch.zeros(6), torch.ones(2))
+    messages = PeerMessages(None, me)
+    messages.gather("gather", 1, range(3), torch.zeros(6), torch.ones(2))
     assert begun == [("send", peer) for peer in others] + [("receive", peer) for peer in others]
     begun.clear()
     rows, scratch = list(torch.ones(3, 2)), torch.empty(4)
-    Wire(None, me).exchange_sum("sum", 2, range(3), torch.zeros(2), rows, scratch, range(3))
+    total = OrderedReduceScatter(messages, Mesh(me, 3, 1), torch.empty(4))
+    total.exchange_sum("sum", 2, range(3), torch.zeros(2), rows, scratch, range(3))
     assert begun == [("send", peer) for peer in others] + [("receive", peer) for peer in others]

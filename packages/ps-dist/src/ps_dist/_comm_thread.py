@@ -1,0 +1,143 @@
+"""The thread that does all collectives of a process: in the order of submission, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+
+import torch
+
+from ps_core._errors import RanksDiverged
+from ps_dist._history import HistoryEntry
+from ps_dist._messages import ConnectionBroken
+from ps_dist._reasons import Failure
+from ps_dist._timeouts import AwakeClock
+
+_CHECK_S = 1.0
+"""Seconds between two checks of a thread that waits for a result; a check also reads the clock, see `AwakeClock`."""
+_IDLE_END_S = 0.1
+"""Seconds in which the thread ends if it waits for no other process."""
+_CUT_END_S = 10.0
+"""Seconds in which it ends once its connections are cut; the interpreter must not end before it."""
+
+
+class Pending:
+    """A collective, or a job of several, that has been submitted."""
+
+    def __init__(self, thread: CommThread, entry: HistoryEntry | None, work: Callable[[], None]) -> None:
+        self.entry = entry
+        self._thread = thread
+        self._work: Callable[[], None] | None = work
+        self._over = Event()
+        self._error: RanksDiverged | None = None
+
+    @property
+    def done(self) -> bool:
+        """True once `wait` returns (or raises) at once."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait until the result may be read and the buffers reused; raise `RanksDiverged` if that will never be."""
+        while not self._over.wait(_CHECK_S):
+            self._thread.check_wait()
+        if self._error is not None:
+            raise RanksDiverged(str(self._error)) from self._error
+
+    def run(self) -> None:
+        """Run the work; the thread of collectives calls this."""
+        assert self._work is not None, "it runs once"
+        self._work()
+
+    def finish(self, error: RanksDiverged | None = None) -> None:
+        """End all waits with this result; a second result is ignored."""
+        if not self._over.is_set():
+            self._error, self._work = error, None  # drops the references to buffers
+            self._over.set()
+
+
+class CommThread:
+    """The thread and its queue.
+
+    The first failure ends everything: what is queued and what is submitted later fails with the same error.
+    """
+
+    def __init__(self, clock: AwakeClock, *, hopeless_s: float) -> None:
+        self.clock, self._hopeless_s = clock, hopeless_s
+        self._queue: SimpleQueue[Pending | None] = SimpleQueue()
+        self._open: dict[Pending, None] = {}
+        self._lock = Lock()
+        self._current: tuple[HistoryEntry, float] | None = None
+        self.error: RanksDiverged | None = None
+        """Why nothing runs any more, in the words that all ranks are told."""
+        self.failure: Failure | None = None
+        """What the transport said when it failed; `Watchdog` finds out which rank is to blame."""
+        self.check_wait: Callable[[], None] = _no_check
+        """Called once in a while by a thread that waits: `Watchdog` may itself be waiting, for the store."""
+        self._thread = Thread(target=self._run, name="ps_dist collectives", daemon=True)
+        self._thread.start()
+
+    def submit(self, entry: HistoryEntry | None, work: Callable[[], None]) -> Pending:
+        """Queue ``work``; ``entry`` None: the work itself calls `enter` for each of its collectives."""
+        pending = Pending(self, entry, work)
+        with self._lock:
+            if self.error is not None:
+                pending.finish(self.error)
+            else:
+                self._open[pending] = None
+                self._queue.put(pending)
+        return pending
+
+    @property
+    def current(self) -> tuple[HistoryEntry, float] | None:
+        """The collective that is running, and for how many seconds it has been; None between collectives."""
+        current = self._current
+        return None if current is None else (current[0], self.clock() - current[1])
+
+    def enter(self, entry: HistoryEntry | None) -> None:
+        """Set what runs from now on; called by the thread itself."""
+        self._current = None if entry is None else (entry, self.clock())
+
+    def fail(self, error: RanksDiverged) -> None:
+        """End every wait, now and later, with this error, unless another one came first."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            for pending in self._open:
+                pending.finish(self.error)
+            self._open.clear()
+
+    def close(self, *, waits: bool = True) -> bool:
+        """End the thread; False if it is still running, because after a failure it waits for another process."""
+        self._queue.put(None)
+        self._thread.join(self._hopeless_s if waits and self.error is None else _IDLE_END_S)
+        return not self._thread.is_alive()
+
+    def wait_cut(self) -> None:
+        """Wait for the thread's end after a `close` that returned False, once its connections are cut."""
+        self._thread.join(_CUT_END_S)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            if pending.done:
+                continue
+            self.enter(pending.entry)
+            try:
+                pending.run()
+            except Exception as error:
+                self.failure = _failure(error)
+                return  # `Watchdog` finds the cause, and calls `fail`
+            self.enter(None)
+            with self._lock:
+                self._open.pop(pending, None)
+            pending.finish()
+
+
+def _failure(error: Exception) -> Failure:
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return Failure(text, error.peer if isinstance(error, ConnectionBroken) else None)
+
+
+def _no_check() -> None:
+    """Do nothing."""

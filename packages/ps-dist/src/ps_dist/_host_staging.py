@@ -1,0 +1,125 @@
+"""Collectives of a device's memory through the host's memory.
+
+What a rank sends is copied to the host, travels between processes like any host memory, and what arrives is copied to
+the device: in pieces, where the staging memory is too small for all. The processor takes the sums on the way, so their
+bits are those of collectives in host memory. It does not matter which device a process has; several may share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ps_dist._mesh import Mesh
+from ps_dist._messages import PeerMessages
+from ps_dist._reduce import OrderedReduceScatter
+
+_ALIGNED = 128
+_CUT_NUMEL = 64
+"""Pieces end at multiples of this many elements."""
+
+
+class StagingCopier(Protocol):
+    """Copies and other work on a device's memory, in the order of one stream."""
+
+    @property
+    def staging(self) -> Tensor:
+        """Host memory that data passes through, as bytes."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Launch a copy of bytes from or to the staging memory."""
+
+    def on_stream(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
+
+    def synchronize(self) -> None:
+        """Block this thread until everything launched on the stream is complete."""
+
+
+def staging_bytes(numel: int, kind: torch.dtype, mesh: Mesh, reduce_scatter: OrderedReduceScatter) -> int:
+    """Return the staging memory with which shards of ``numel`` elements are gathered or summed in one piece."""
+    sent = _aligned(mesh.shards * numel * kind.itemsize)
+    return sent + _aligned(numel * torch.float32.itemsize) + reduce_scatter.scratch_bytes(numel, kind)
+
+
+class HostStagedCollectives:
+    """Collectives whose last copies are still in progress on the copier's stream when they return."""
+
+    def __init__(
+        self,
+        messages: PeerMessages,
+        reduce_scatter: OrderedReduceScatter,
+        mesh: Mesh,
+        copier: StagingCopier,
+        enter: Callable[..., int],
+    ) -> None:
+        """``enter``: adds the collective to the history, and returns the tag of its messages."""
+        self._messages, self._reduce_scatter, self._mesh = messages, reduce_scatter, mesh
+        self._copier, self._enter = copier, enter
+
+    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
+        """Gather shards as `CollectiveSession.all_gather`; ``shard`` may lie on the device or on the host."""
+        peers, place, copier = self._mesh.shard_peers, self._mesh.shard, self._copier
+        tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
+        own = shard.view(torch.uint8)
+        rows = None if into is None else into.view(torch.uint8).view(len(peers), -1)
+        in_place = rows is not None and rows[place].data_ptr() == own.data_ptr()
+        for piece in self._pieces(shard.numel(), shard.dtype):
+            cut = slice(piece.start * shard.dtype.itemsize, piece.stop * shard.dtype.itemsize)
+            width = cut.stop - cut.start
+            staged = copier.staging[: len(peers) * width].view(len(peers), width)
+            copier.synchronize()  # the copies of the piece before still read the staging memory
+            copier.copy(staged[place], own[cut])
+            copier.synchronize()
+            whole = None if rows is None else staged.view(-1)
+            self._messages.gather("all_gather", tag, peers, whole, staged[place], takers)
+            for index in range(len(peers)):
+                if rows is not None and not (in_place and index == place):
+                    copier.copy(rows[index][cut], staged[index])
+
+    def reduce_scatter(
+        self,
+        into: Tensor,
+        source: Tensor | None,
+        scratch: Tensor,
+        what: str,
+        *,
+        kind: torch.dtype,
+        givers: Collection[int],
+    ) -> None:
+        """Sum shards as `CollectiveSession.reduce_scatter`; ``scratch`` is not used."""
+        shards, numel, copier = self._mesh.shards, into.numel(), self._copier
+        tag = self._enter("reduce_scatter", what, numel * shards, kind)
+        rows = None if source is None else source.view(shards, -1)
+        for piece in self._pieces(numel, kind):
+            width = piece.stop - piece.start
+            end = shards * width * kind.itemsize
+            staged = copier.staging[:end].view(kind).view(shards, width)
+            start, end = _aligned(end), _aligned(end) + width * into.dtype.itemsize
+            total, rest = copier.staging[start:end].view(into.dtype), copier.staging[_aligned(end) :]
+            copier.synchronize()
+            if rows is not None:
+                for index in range(shards):
+                    copier.copy(staged[index].view(torch.uint8), rows[index][piece].view(torch.uint8))
+                copier.synchronize()
+            given = None if rows is None else staged.view(-1)
+            self._reduce_scatter("reduce_scatter", tag, total, given, rest, kind=kind, givers=givers)
+            copier.copy(into[piece].view(torch.uint8), total.view(torch.uint8))
+
+    def _pieces(self, numel: int, kind: torch.dtype) -> Iterator[slice]:
+        """Yield pieces of a shard, as large as the staging memory allows."""
+        room = self._copier.staging.numel()
+        step = numel
+        if staging_bytes(numel, kind, self._mesh, self._reduce_scatter) > room:
+            step = room // staging_bytes(_CUT_NUMEL, kind, self._mesh, self._reduce_scatter) * _CUT_NUMEL
+            assert step, "the engine has memory for a piece at least"
+        for start in range(0, numel, step or 1):
+            yield slice(start, min(start + step, numel))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNED) * _ALIGNED

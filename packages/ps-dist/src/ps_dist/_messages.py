@@ -1,0 +1,106 @@
+"""Messages between processes over gloo, and gathers made of them.
+
+[Note: why messages]
+Buffers need no packing: every shard is sent from where it lies, and received where it is wanted. A process sends
+nothing to itself, so the scratch of a sum is one shard smaller than what is summed. Each message carries a tag of our
+own, see [Note: fingerprints]. As many bytes are sent as by gloo's own collectives: every shard once to each rank.
+
+[Note: sends first]
+A send whose receiver waits already writes to the connection at once, and holds gloo's lock of the connection meanwhile.
+If this rank's own receive were begun before it, the other rank's bytes would come just then. Gloo's thread would be
+told of them again and again, could not take the lock, and would spin on a processor that training needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_NO_TAG = 0
+"""A tag that no message has."""
+
+
+class ConnectionBroken(RuntimeError):
+    """The transport lost its connection to a rank."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class PeerMessages:
+    """One process's messages; counts the bytes that it receives."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        """``group``: a process group of all ranks (any: torch's stubs do not name its type)."""
+        self._group, self._rank = group, rank
+        self.received_bytes: Counter[str] = Counter()
+        """By operation."""
+
+    def exchange(
+        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Send and receive pairs of a rank and a buffer; see [Note: sends first]."""
+        pending = []
+        for peer, buffer in sends:
+            if buffer.numel():
+                with _naming(peer):
+                    pending.append((peer, dist.isend(buffer.view(torch.uint8), peer, self._group, tag)))
+        for peer, buffer in receives:
+            if buffer.numel():
+                with _naming(peer):
+                    pending.append((peer, dist.irecv(buffer.view(torch.uint8), peer, self._group, tag)))
+                self.received_bytes[operation] += buffer.nbytes
+        for peer, work in pending:
+            assert work is not None, "this process is one of the group"
+            with _naming(peer):
+                work.wait()
+
+    def cut(self, everyone: Sequence[int]) -> None:
+        """Break all connections, so that a thread which waits for another process ends; none works afterwards.
+
+        The interpreter cannot end properly while a thread waits. In gloo a receive that times out breaks a connection;
+        a receive from a process that has ended fails at once, so one from each rank is tried.
+        """
+        for peer in [peer for peer in everyone if peer != self._rank]:
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, self._group, _NO_TAG)
+                assert work is not None, "this process is one of the group"
+                work.wait(timedelta(milliseconds=1))
+
+    def gather(
+        self,
+        operation: str,
+        tag: int,
+        peers: Sequence[int],
+        into: Tensor | None,
+        shard: Tensor,
+        takers: Collection[int] | None = None,
+    ) -> None:
+        """Put every peer's ``shard`` into ``into``, in the order of ``peers``; only on ``takers``, if given."""
+        others = [(place, peer) for place, peer in enumerate(peers) if peer != self._rank]
+        sends = [(peer, shard) for _, peer in others if takers is None or peer in takers]
+        receives: list[tuple[int, Tensor]] = []
+        if into is not None:
+            rows = into.view(len(peers), -1)
+            mine = rows[peers.index(self._rank)]
+            if mine.data_ptr() != shard.data_ptr():
+                mine.copy_(shard)
+            receives = [(peer, rows[place]) for place, peer in others]
+        self.exchange(operation, tag, sends, receives)
+
+
+@contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    """Raise the transport's errors as `ConnectionBroken`, which names the rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBroken(peer, str(error).splitlines()[0]) from error

@@ -1,0 +1,136 @@
+"""Collectives between CUDA devices by NCCL, without the host's memory.
+
+[Note: confirming first]
+NCCL has no tags, and a call that another process does not answer occupies the device. So before each collective all
+ranks exchange a byte in the host's memory, under the tag of the collective (see [Note: fingerprints]): ranks that do
+something else, have ended or are late are found there. The thread of collectives waits until the device has completed
+one before it says so: no other thread ever waits for a call that is not answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ps_dist._host_staging import StagingCopier
+from ps_dist._mesh import Mesh
+from ps_dist._messages import PeerMessages
+from ps_dist._reduce import OrderedReduceScatter
+
+_PIECE_NUMEL = 1 << 20
+"""Elements summed at a time: 4 MiB of the device's memory outside every budget."""
+_TEST_BYTES = 250
+"""Byte values that tell ranks apart in `NcclMessages.warm_up`; beyond so many ranks they repeat."""
+_gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older PyTorch
+
+
+class NcclMessages(PeerMessages):
+    """Messages between devices, in the order of PyTorch's current stream."""
+
+    def __init__(self, group: Any, control: PeerMessages, mesh: Mesh, device: torch.device) -> None:
+        """Allocate the memory for sums. ``control``: messages of host memory, which also counts received bytes.
+
+        ``group``: torch's, of all ranks (any: its type has no public name); None for one process, which sends nothing.
+        """
+        super().__init__(group, mesh.rank)
+        self._control, self._mesh = control, mesh
+        self.received_bytes = control.received_bytes
+        self.device = device
+        self.name = "none" if group is None else "nccl"
+        """The transport's name in `Statistics`."""
+        work = torch.empty(_PIECE_NUMEL, dtype=torch.float32, device=device)
+        self.reduce_scatter = OrderedReduceScatter(self, mesh, work)
+
+    def exchange(
+        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Send and receive pairs of a rank and a buffer in one call; the current stream waits for them."""
+        calls = []
+        for peer, buffer in receives:
+            if buffer.numel():
+                calls.append(_call(dist.irecv, buffer, peer, self._group, tag))
+                self.received_bytes[operation] += buffer.nbytes
+        calls += [_call(dist.isend, buffer, peer, self._group, tag) for peer, buffer in sends if buffer.numel()]
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()  # makes the current stream wait, not this thread
+
+    def gather(
+        self,
+        operation: str,
+        tag: int,
+        peers: Sequence[int],
+        into: Tensor | None,
+        shard: Tensor,
+        takers: Collection[int] | None = None,
+    ) -> None:
+        """Gather as `PeerMessages.gather`; by NCCL's all-gather, which knows the links, if all ranks take from all."""
+        all_take = takers is None or set(takers) >= set(peers)
+        if self._group is None or into is None or len(peers) < self._mesh.size or not all_take:
+            super().gather(operation, tag, peers, into, shard, takers)
+            return
+        _gather_all(into.view(torch.uint8), shard.view(torch.uint8), group=self._group)
+        self.received_bytes[operation] += shard.nbytes * (len(peers) - 1)
+
+    def confirm_all_ranks(self, tag: int) -> None:
+        """Wait until all ranks are about to begin the collective of this tag; see [Note: confirming first]."""
+        everyone = self._mesh.everyone
+        whole = torch.empty(len(everyone), dtype=torch.uint8, device="cpu")
+        self._control.gather("agreement", tag, everyone, whole, torch.zeros(1, dtype=torch.uint8, device="cpu"))
+
+    def warm_up(self, tag: int) -> None:
+        """Connect to every rank and allocate NCCL's memory; raise `RuntimeError` if wrong bytes arrive."""
+        everyone = self._mesh.everyone
+        wanted = [rank % _TEST_BYTES + 1 for rank in everyone]
+        mine = torch.full((1,), wanted[self._rank], dtype=torch.uint8, device=self.device)
+        gathered, sent = (torch.zeros(len(everyone), dtype=torch.uint8, device=self.device) for _ in range(2))
+        self.gather("agreement", tag, everyone, gathered, mine)
+        super().gather("agreement", tag, everyone, sent, mine)
+        found = (gathered.tolist(), sent.tolist())  # also waits for the device
+        if found != (wanted, wanted):
+            raise RuntimeError(f"a gather delivered {found[0]} and messages {found[1]}, expected {wanted} twice")
+
+
+class DeviceCollectives:
+    """Collectives of a device's memory that are complete when they return."""
+
+    def __init__(self, messages: NcclMessages, mesh: Mesh, copier: StagingCopier, enter: Callable[..., int]) -> None:
+        """``enter``: adds the collective to the history, and returns the tag of its messages."""
+        self._messages, self._mesh, self._copier, self._enter = messages, mesh, copier, enter
+
+    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
+        """Gather shards as `CollectiveSession.all_gather`."""
+        peers = self._mesh.shard_peers
+        tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
+        with self._on_stream(tag, what, (shard,), () if into is None else (into,)):
+            self._messages.gather("all_gather", tag, peers, into, shard, takers)
+
+    def reduce_scatter(
+        self,
+        into: Tensor,
+        source: Tensor | None,
+        scratch: Tensor,
+        what: str,
+        *,
+        kind: torch.dtype,
+        givers: Collection[int],
+    ) -> None:
+        """Sum shards as `CollectiveSession.reduce_scatter`."""
+        tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
+        with self._on_stream(tag, what, () if source is None else (source,), (into, scratch)):
+            self._messages.reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind, givers=givers)
+
+    @contextmanager
+    def _on_stream(self, tag: int, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
+        self._messages.confirm_all_ranks(tag)
+        with self._copier.on_stream(what, reads, writes):
+            yield
+        self._copier.synchronize()
+
+
+def _call(operation: Any, buffer: Tensor, peer: int, group: Any, tag: int) -> dist.P2POp:
+    return dist.P2POp(operation, buffer.view(torch.uint8), peer, group, tag)

@@ -1,0 +1,144 @@
+"""Reduce-scatter made of messages: sums in single precision and rank order, whatever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ps_core._errors import InvalidInput
+from ps_dist._mesh import Mesh
+
+HOST_PIECE_NUMEL = 1 << 15
+"""Elements that are summed at a time on the host: few enough for the cache, and for torch to start no threads."""
+_CUT_NUMEL = 64
+"""A sum that does not fit into its scratch is cut at multiples of so many elements."""
+
+
+class _Exchange(Protocol):
+    def exchange(
+        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None: ...
+
+
+class OrderedReduceScatter:
+    """Reduce-scatter over a mesh: within a copy of the model in the type of the gradients, across copies in fp32."""
+
+    def __init__(self, messages: _Exchange, mesh: Mesh, work: Tensor) -> None:
+        """``work``: fp32 memory for partial sums, on the device of the buffers that are summed."""
+        self._messages, self._work = messages, work
+        self._shards, self._replicas, self._rank = mesh.shard_peers, mesh.replica_peers, mesh.rank
+
+    def scratch_bytes(self, numel: int, kind: torch.dtype) -> int:
+        """Return the scratch with which shards of ``numel`` elements are summed in one piece."""
+        copies = len(self._replicas)
+        across = 4 * numel + 4 * (copies - 1) * -(-numel // copies) if copies > 1 else 0
+        return (len(self._shards) - 1) * numel * kind.itemsize + across
+
+    def piece_numel(self, numel: int, kind: torch.dtype, scratch: Tensor) -> int:
+        """Return how many elements of a shard fit into the scratch at a time."""
+        if self.scratch_bytes(numel, kind) <= scratch.nbytes:
+            return max(numel, 1)
+        per_cut = self.scratch_bytes(_CUT_NUMEL, kind)
+        cuts = scratch.nbytes // per_cut
+        if not cuts:
+            raise InvalidInput(f"reduce_scatter: scratch of {scratch.nbytes} bytes, expected at least {per_cut}")
+        return cuts * _CUT_NUMEL
+
+    def __call__(
+        self,
+        operation: str,
+        tag: int,
+        into: Tensor,
+        source: Tensor | None,
+        scratch: Tensor,
+        *,
+        kind: torch.dtype,
+        givers: Collection[int],
+    ) -> None:
+        """Sum this rank's shard of every giver's ``source`` into ``into``, piece by piece; ``kind``: their type."""
+        rows = None if source is None else source.view(len(self._shards), -1)
+        numel = into.numel()
+        step = self.piece_numel(numel, kind, scratch)
+        for start in range(0, numel, step):
+            piece = slice(start, min(start + step, numel))
+            parts = None if rows is None else [row[piece] for row in rows]
+            within, rest = into[piece], scratch
+            if len(self._replicas) > 1:
+                width = piece.stop - piece.start
+                within, rest = scratch[: 4 * width].view(torch.float32), scratch[4 * width :]
+            self.exchange_sum(operation, tag, self._shards, within, parts, _view_as(kind, rest), givers)
+            if len(self._replicas) > 1:
+                self._sum_across_copies(tag, into[piece], within, rest)
+
+    def _sum_across_copies(self, tag: int, into: Tensor, partial: Tensor, scratch: Tensor) -> None:
+        """Sum one part on each replica, then send it to the others: every replica gets the same bits."""
+        copies, numel, operation = len(self._replicas), into.numel(), "replicate"
+        cuts = [numel * place // copies for place in range(copies + 1)]
+        parts = [slice(cuts[place], cuts[place + 1]) for place in range(copies)]
+        mine = parts[self._replicas.index(self._rank)]
+        rows, room = [partial[part] for part in parts], _view_as(torch.float32, scratch)
+        self.exchange_sum(operation, tag, self._replicas, into[mine], rows, room, self._replicas)
+        others = [(peer, part) for peer, part in zip(self._replicas, parts, strict=True) if peer != self._rank]
+        sends = [(peer, into[mine]) for peer, _ in others]
+        self._messages.exchange(operation, tag, sends, [(peer, into[part]) for peer, part in others])
+
+    def exchange_sum(
+        self,
+        operation: str,
+        tag: int,
+        peers: Sequence[int],
+        into: Tensor,
+        rows: Sequence[Tensor] | None,
+        scratch: Tensor,
+        givers: Collection[int],
+    ) -> None:
+        """Send each peer its row; sum the rows that come for this rank, in the order of ``peers``.
+
+        Peers that are not among ``givers`` have no rows and are left out. ``scratch`` is of the rows' type.
+        """
+        numel = into.numel()
+        givers = [peer for peer in peers if peer in givers]
+        others = [peer for peer in givers if peer != self._rank]
+        received = scratch[: len(others) * numel].view(len(others), numel)
+        sends = []
+        if rows is not None:
+            sends = [(peer, row) for peer, row in zip(peers, rows, strict=True) if peer != self._rank]
+        self._messages.exchange(operation, tag, sends, list(zip(others, received, strict=True)))
+        parts = list(received)
+        if rows is not None:
+            parts.insert(givers.index(self._rank), rows[peers.index(self._rank)])
+        if parts:
+            ordered_sum(parts, into, self._work)
+        else:
+            into.zero_()
+
+
+def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor) -> None:
+    """Sum the parts in their order and in fp32, and round once into ``into``; ``work``: fp32 memory for a piece.
+
+    Where one addition of two parts gives the same bits (it computes in fp32 and rounds once), it is used directly.
+    """
+    two, single = len(parts) == 2, into.dtype is torch.float32
+    fused = len(parts) > 1 and parts[0].dtype is into.dtype and (two or single)
+    direct = fused or single
+    most = work.numel()
+    if fused and two and torch.get_num_threads() == 1:
+        most = max(into.numel(), 1)  # nothing is read twice, and no threads can be started
+    for start in range(0, into.numel(), most):
+        piece = slice(start, min(start + most, into.numel()))
+        total = into[piece] if direct else work[: piece.stop - piece.start]
+        if fused:
+            torch.add(parts[0][piece], parts[1][piece], out=total)
+        else:
+            total.copy_(parts[0][piece])
+        for part in parts[2 if fused else 1 :]:
+            total.add_(part[piece])
+        if not direct:
+            into[piece].copy_(total)
+
+
+def _view_as(kind: torch.dtype, scratch: Tensor) -> Tensor:
+    return scratch[: scratch.numel() // kind.itemsize * kind.itemsize].view(kind)

@@ -1,0 +1,147 @@
+"""What memory of CUDA devices travels by: all ranks decide at once, and NCCL is tried before it is used.
+
+[Note: a trial]
+Whether NCCL works is known once it has worked: it may refuse devices that look like any others, deliver nothing, or
+wait for ever for a process that failed, in calls that nothing ends. So each rank connects its device and exchanges a
+few bytes with every other, in a thread that can be left behind. Then all ranks tell each other, in the host's memory,
+how it went; what they do next depends on that alone, so all do the same. A rank that failed also leaves a mark in the
+store, so that no rank waits for it until the deadline. A rank that has ended is found by `Watchdog`.
+
+[Note: one process]
+It sends nothing, so its memory can stay on the device, and needs no library for that. NCCL would copy it, after taking
+memory of the device for itself; through the host's memory it would be copied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ps_core._errors import InvalidInput
+from ps_dist._abandonable import AbandonableCall
+from ps_dist._collectives import TorchCollectives
+from ps_dist._nccl import NcclMessages
+from ps_dist._roster import name_ranks
+from ps_dist._session import CollectiveSession
+
+_SHOWN_BYTES = 320
+"""Of what went wrong on a rank."""
+_ELSEWHERE = "it had failed on another rank"
+
+
+class NcclGroup(Protocol):
+    """What makes a group of NCCL's: `ProcessGroups`."""
+
+    def connect_nccl(self) -> Any:
+        """Make the group; it may also raise, or never return."""
+
+    def abort_nccl(self) -> None:
+        """Release the device, if a group was made."""
+
+
+class TransportChoice:
+    """The decision of one connection, made once; see `TorchCollectives.reach`."""
+
+    def __init__(self, transport: str | None, groups: NcclGroup, store: Any, deadline_s: float) -> None:
+        """``transport``: what the user asked for. ``store``: torch's (any: its stubs have no base with all methods)."""
+        self._transport, self._groups, self._store, self._deadline_s = transport, groups, store, deadline_s
+        self._open = transport != "gloo"
+
+    def __call__(self, joined: TorchCollectives, device: torch.device) -> str | None:
+        """Decide on the first call; return why the slower way is taken, where the user did not ask for it."""
+        if not self._open:
+            return None
+        self._open = False
+        if self._transport is None and joined.mesh.size == 1:  # see [Note: one process]
+            joined.use_nccl(joined.nccl_messages(None, device))
+            return None
+        rows = joined.all_values(own_card(device), "which process has which card")
+        why = why_not_nccl(rows) or self._try(joined, device)
+        if why is None:
+            return None
+        if self._transport == "nccl":
+            raise InvalidInput(f"transport='nccl': {why}; or leave transport out")
+        return f"what processes send from CUDA devices goes by way of the host's memory: {why}"
+
+    def _try(self, joined: TorchCollectives, device: torch.device) -> str | None:
+        """Use NCCL if it works on all ranks; else return why not, the same text on each. See [Note: a trial]."""
+        made: list[NcclMessages] = []
+        reports: list[str] = []
+        try:
+            joined.start(partial(self._run_trial, joined, device, made, reports)).wait()
+        except BaseException:
+            self._groups.abort_nccl()
+            raise
+        if any(reports):
+            self._groups.abort_nccl()
+            return f"NCCL failed on {failed_ranks(reports)} (NCCL_DEBUG=INFO tells more)"
+        joined.use_nccl(made[0])
+        return None
+
+    def _run_trial(
+        self,
+        joined: TorchCollectives,
+        device: torch.device,
+        made: list[NcclMessages],
+        reports: list[str],
+        session: CollectiveSession,
+    ) -> None:
+        """Fill ``reports`` with what went wrong on each rank, and ``made`` where nothing did."""
+        tag = session.enter("connecting the cards")
+        mark = f"cards/{tag}"
+        call = AbandonableCall(partial(self._connect, joined, device, tag, made))
+        failure = call.wait(self._deadline_s, lambda: session.error or self._marked(mark))
+        if session.error:
+            return
+        if call.failed:  # a rank that waits too long does so with all others
+            self._store.set(mark, "")
+        rows = session.exchange(failure.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES), "how connecting the cards went")
+        reports += [row.decode(errors="replace").strip() for row in rows]
+
+    def _connect(self, joined: TorchCollectives, device: torch.device, tag: int, made: list[NcclMessages]) -> None:
+        group = self._groups.connect_nccl()  # before anything may fail here alone: torch numbers groups
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # this thread's
+        messages = joined.nccl_messages(group, device)
+        messages.warm_up(tag)
+        made.append(messages)
+
+    def _marked(self, mark: str) -> str:
+        try:
+            return _ELSEWHERE if self._store.check([mark]) else ""
+        except RuntimeError:  # the store ended with the process that keeps it: `Watchdog` finds out
+            return ""
+
+
+def own_card(device: torch.device) -> list[float]:
+    """Return whether PyTorch has NCCL here, and a number that tells this device from those of all computers."""
+    name = str(torch.cuda.get_device_properties(device).uuid)
+    number = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
+    return [float(dist.is_nccl_available()), float(number)]
+
+
+def why_not_nccl(rows: Sequence[Sequence[float]]) -> str | None:
+    """Return why NCCL need not be tried, or None; ``rows``: each rank's `own_card`."""
+    lacking = [rank for rank, (has, _) in enumerate(rows) if not has]
+    if lacking:
+        return f"torch was built without NCCL on {name_ranks(lacking)}"
+    cards = [card for _, card in rows]
+    sharing = [rank for rank, card in enumerate(cards) if cards.count(card) > 1]
+    if sharing:
+        return (
+            f"{name_ranks(sharing)} share a card; expected one for each process (call torch.cuda.set_device before "
+            "connect)"
+        )
+    return None
+
+
+def failed_ranks(reports: Sequence[str]) -> str:
+    """Name the ranks that failed, with their error; ``reports``: each rank's, empty where nothing went wrong."""
+    failed = [(rank, report) for rank, report in enumerate(reports) if report]
+    _, first = next((each for each in failed if each[1] != _ELSEWHERE), failed[0])
+    return f"{name_ranks([rank for rank, report in failed if report == first])}: {first}"
