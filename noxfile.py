@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -27,7 +31,11 @@ ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate",
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 """For tests whose tensors are so small that one process leaves most of a machine idle."""
+BY_GROUP = (*SIDE_BY_SIDE[:-1], "--dist=loadgroup")
+"""Tests that share processes of theirs stay together."""
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "packaging")
+APART = {"pure": (), "demo": ("--steps", "40", "--eval-every", "20", "--checkpoint-every", "20")}
+"""Sessions with environments of their own that ``tests`` runs too, with their arguments: a demo of fewer steps."""
 BUILD = ("hatchling", "editables")
 DOCS = ("mkdocs-material",)
 NVRTC = tuple(f"{name} ; sys_platform == 'linux'" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))
@@ -67,7 +75,18 @@ def install_once(session: nox.Session, *what: str) -> None:
 
 def pytest(session: nox.Session, *where: str, options: tuple[str, ...] = ()) -> None:
     """Run what is there; a folder without a test would be an error, so it is named only once it has one."""
-    session.run("python", "-m", "pytest", "-q", *options, *(session.posargs or where))
+    # One thread for each process of several: more threads than cores spend most of their time waiting for one another.
+    env = {"OMP_NUM_THREADS": "1"} if SIDE_BY_SIDE[0] in options else {}
+    session.run("python", "-m", "pytest", "-q", *options, *(session.posargs or where), env=env)
+
+
+def run_apart(name: str, *words: str) -> tuple[int, str]:
+    """Run another session in a process of its own; return its exit status and output."""
+    command = (sys.executable, "-m", "nox", "--nocolor", "--session", name, *(("--", *words) if words else ()))
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, check=False, **pipes)
+    return done.returncode, done.stdout
 
 
 # What each session runs, once its packages are installed. ``tests`` runs nearly all of them in one environment.
@@ -94,7 +113,7 @@ def run_engine(session: nox.Session) -> None:
 
 
 def run_dist(session: nox.Session) -> None:
-    pytest(session, "tests/dist")
+    pytest(session, "tests/dist", options=BY_GROUP)
 
 
 def run_models(session: nox.Session) -> None:
@@ -224,19 +243,34 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Long forms of the tests: rows marked ``soak``, and ten times as many examples of every property, new ones."""
+    install(session, *ALL, *PYTEST, *NVRTC)
+    session.env["HYPOTHESIS_PROFILE"] = "explore"
+    parts = (f"tests/{name}" for name in ("pure", "kernels", "engine", "dist", "models"))
+    pytest(session, *parts, options=(*BY_GROUP, "--soak"))
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs on each change."""
-    session.notify("pure")
-    session.notify("demo", ("--steps", "40", "--eval-every", "20", "--checkpoint-every", "20"))  # the same, but shorter
-    install(session, *ALL, *PYTEST, *TOOLS, *NVRTC)
-    checks = (run_lint, run_types, run_imports, run_kernels, run_engine, run_dist, run_models, run_meta, run_docs)
+    checks = (run_lint, run_types, run_imports, run_meta, run_kernels, run_engine, run_dist, run_models, run_docs)
     failed = []
-    for step in (*checks, run_bench_once, run_gpu):
-        name = step.__name__.removeprefix("run_")
-        session.log(name)
-        try:
-            step(session)
-        except CommandFailed:
-            failed.append(name)
+    # pip and the checks of the source use one core, so sessions with environments of their own run beside them.
+    with ThreadPoolExecutor(1) as pool:
+        apart = {name: pool.submit(run_apart, name, *words) for name, words in APART.items()}
+        install(session, *ALL, *PYTEST, *TOOLS, *NVRTC)
+        for step in (*checks, run_bench_once, run_gpu):
+            name = step.__name__.removeprefix("run_")
+            session.log(name)
+            try:
+                step(session)
+            except CommandFailed:
+                failed.append(name)
+    for name, future in apart.items():
+        status, output = future.result()
+        session.log(f"{name}, which ran at the same time")
+        print(output, end="", flush=True)
+        failed += [name] if status else []
     if failed:
         session.error(f"failed: {', '.join(failed)}")

@@ -62,6 +62,6 @@ def test_three_hundred_steps() -> None:
     check_flat(300)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_thousand_steps() -> None:
     check_flat(1000)
