@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -132,15 +131,8 @@ def loop(place: Place, burns: tuple[int, ...], checkpointing: bool) -> Callable[
     return train
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "precision"),
-    [
-        pytest.param(False, "fp32", id="kept-fp32"),
-        pytest.param(True, "bf16", id="recomputed-bf16"),
-        pytest.param(False, "bf16", id="kept-bf16", marks=pytest.mark.soak),
-        pytest.param(True, "fp32", id="recomputed-fp32", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("place", PLACES, ids=[place.__name__ for place in PLACES])
 def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: str) -> None:
     """Interrupted in the first step, in one that is replayed, and in two that follow each other."""
@@ -153,9 +145,6 @@ def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: st
     _, got = tightest(attempt, rounds=2)
     check_same(loop(place, (), checkpointing), settings, got)
     assert got.evictions > 0
-
-
-BOTH_WAYS = (Queue.H2D, Queue.D2H)
 
 
 class BrokenLink(CpuDevice):
@@ -210,15 +199,9 @@ def broken(device: BrokenLink, queue: Queue, part: float) -> Callable[[Make], li
     return train
 
 
-@pytest.mark.parametrize(
-    ("precision", "queue", "part"),
-    [
-        *product(["fp32"], BOTH_WAYS, [0.0, 0.6]),
-        *product(["bf16"], BOTH_WAYS, [0.3, 0.9]),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in product(["fp32"], BOTH_WAYS, [0.3, 0.9])),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in product(["bf16"], BOTH_WAYS, [0.0, 0.6])),
-    ],
-)
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("queue", [Queue.H2D, Queue.D2H])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_copy_that_breaks_off(precision: str, queue: Queue, part: float) -> None:
     settings = Settings(precision=precision)
 

@@ -133,8 +133,8 @@ def break_off(model: nn.Module, place: str, fuse: Fuse, rows: int = ROWS) -> Non
 
 LOOPS = [
     Loop("fp32"),
-    pytest.param(Loop("bf16"), marks=pytest.mark.soak),
-    pytest.param(Loop("fp32", accumulate=2, recomputed=True), marks=pytest.mark.soak),
+    Loop("bf16"),
+    Loop("fp32", accumulate=2, recomputed=True),
     Loop("bf16", accumulate=2),
     Loop("bf16", recomputed=True),
 ]

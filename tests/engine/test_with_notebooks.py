@@ -157,9 +157,8 @@ def at_every_instant(points: int, precision: str) -> Any:
     return train
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_interrupt_at_any_instant_loses_nothing(precision: str) -> None:
-    """In 16 bits see also `test_interrupts`."""
     settings = Settings(precision=precision)
 
     def attempt(size: int) -> Any:
