@@ -13,8 +13,9 @@ from ps_kernels._arrays import (
     check_dtype,
     check_flat,
     check_number,
+    check_numbers,
     check_rows,
-    check_span,
+    check_spans,
     check_together,
     check_written,
     note_written,
@@ -50,21 +51,24 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     ``param``, ``momentum`` and ``variance`` are float32; ``grad``, of any float type, is multiplied by ``grad_scale``
     first; ``out``, of any float type, gets a copy of the new parameters, and may be ``grad`` itself.
     """
+    check_count("step", step)
+    check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+    check_numbers(beta1=beta1, beta2=beta2, below=1.0)
     arguments = AdamArguments(
-        step=check_count("step", step),
-        lr=check_number("lr", lr),
-        beta1=check_number("beta1", beta1, below=1.0),
-        beta2=check_number("beta2", beta2, below=1.0),
-        eps=check_number("eps", eps),
-        weight_decay=check_number("weight_decay", weight_decay),
+        step=step,
+        lr=float(lr),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(eps),
+        weight_decay=float(weight_decay),
         decoupled=decoupled,
-        grad_scale=check_number("grad_scale", grad_scale),
+        grad_scale=float(grad_scale),
     )
     states = (view("param", param), view("momentum", momentum), view("variance", variance))
     source, target = view("grad", grad), None if out is None else view("out", out)
     _check_step(states, source, target)
-    p, m, v = (state.array for state in states)
-    choose(states[0], backend).adam((p, m, v), source.array, target and target.array, arguments.scalars())
+    arrays = (states[0].array, states[1].array, states[2].array)
+    choose(states[0], backend).adam(arrays, source.array, target and target.array, arguments.scalars())
     note_written(states if target is None else (*states, target))
 
 
@@ -113,18 +117,18 @@ def sumsq_finite(
     """
     source, target = view("x", x), view("out", out)
     check_together((source, target))
-    check_dtype(source, FLOATS)
-    check_dtype(target, ("float32",))
-    check_flat(source, source.numel)
+    check_dtype([source], FLOATS)
+    check_dtype([target], ("float32",))
+    numel = source.numel
+    check_flat([source], numel)
     check_written([target], [source])
     chosen = choose(source, backend)
     if spans is None:
-        check_flat(target, 2)
+        check_flat([target], 2)
         chosen.sumsq_finite(source.array, target.array)
     else:
         check_rows(target, len(spans), 2)
-        for start, stop in spans:
-            check_span("spans", start, stop, source.numel)
+        check_spans(spans, numel)
         chosen.sumsq_each(source.array, spans, target.array)
     note_written([target])
 
@@ -134,10 +138,9 @@ def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: 
     factor = to_single(check_number("scale", scale))
     target, source = view("accumulator", accumulator), view("grad", grad)
     check_together((target, source))
-    check_dtype(target, ("float32",))
-    check_dtype(source, FLOATS)
-    for item in (target, source):
-        check_flat(item, target.numel)
+    check_dtype([target], ("float32",))
+    check_dtype([source], FLOATS)
+    check_flat([target, source], target.numel)
     check_written([target], [source])
     choose(target, backend).accumulate(target.array, source.array, factor)
     note_written([target])
@@ -228,13 +231,9 @@ def _set_cores(cores: Sequence[int]) -> None:
 def _check_step(states: Sequence[View], grad: View, out: View | None) -> None:
     everything = [*states, grad, *([] if out is None else [out])]
     check_together(everything)
-    for state in states:
-        check_dtype(state, ("float32",))
-    check_dtype(grad, FLOATS)
-    if out is not None:
-        check_dtype(out, FLOATS)
-    for item in everything:
-        check_flat(item, states[0].numel)
+    check_dtype(states, ("float32",))
+    check_dtype(everything[len(states) :], FLOATS)
+    check_flat(everything, states[0].numel)
     if out is None:
         check_written(states, [grad])
     elif out.is_same_as(grad):  # its element is read before the new parameter is written over it

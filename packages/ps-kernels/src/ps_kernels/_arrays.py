@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, NoReturn, TypeAlias
 
 from ps_kernels._errors import InvalidArgument
 
 Array: TypeAlias = Any  # a numpy.ndarray or a torch.Tensor; neither library need be installed
 FLOATS = ("float32", "float16", "bfloat16")
+_ARRAY = attrgetter("array")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,50 +42,35 @@ class View:
         """Bytes of an element."""
         return int(self.array.itemsize)
 
-    def overlaps(self, other: View) -> bool:
-        """Whether the two share a byte."""
-        return (
-            self.device == other.device
-            and min(self.nbytes, other.nbytes) > 0
-            and self.address < other.address + other.nbytes
-            and other.address < self.address + self.nbytes
-        )
-
     def is_same_as(self, other: View) -> bool:
         """Whether the two are one array, so that writing an element after reading it is safe."""
         return (self.address, self.nbytes, self.dtype) == (other.address, other.nbytes, other.dtype)
 
 
-def view(name: str, array: Array) -> View:
-    """Look at an argument; raises if it is not an array of a known library."""
-    # An array's library is loaded already, so looking it up never loads one.
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return _view_torch(name, array)
-    if numpy is not None and isinstance(array, numpy.ndarray):
-        return _view_numpy(name, array)
-    raise InvalidArgument(f"{name}: expected a torch tensor or a numpy array, found {type(array).__name__}")
-
-
 @cache
 def _text(of: object) -> str:
     """The name of a device or an element type, of which there are few."""
-    return str(of)
+    return str(of).removeprefix("torch.")
 
 
-def _view_torch(name: str, tensor: Array) -> View:
-    plain = type(tensor) is sys.modules["torch"].Tensor and not tensor.requires_grad
-    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    if nbytes and not address and tensor.device.type != "meta":  # which is refused by name elsewhere
-        raise InvalidArgument(f"{name}: this {type(tensor).__name__} has no memory; expected a tensor with values")
+def view(name: str, array: Array) -> View:
+    """Look at an argument; raises if it is not an array of a known library."""
+    # An array's library is loaded already, so looking it up never loads one.
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return _view_numpy(name, array)
+    plain = type(array) is torch.Tensor and not array.requires_grad
+    address, nbytes = array.data_ptr(), array.numel() * array.element_size()
+    if nbytes and not address and array.device.type != "meta":  # which is refused by name elsewhere
+        raise InvalidArgument(f"{name}: this {type(array).__name__} has no memory; expected a tensor with values")
     return View(
         name=name,
-        array=tensor if plain else tensor.detach(),
+        array=array if plain else array.detach(),
         library="torch",
-        device=_text(tensor.device),
-        dtype=_text(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        contiguous=tensor.is_contiguous(),
+        device=_text(array.device),
+        dtype=_text(array.dtype),
+        shape=tuple(array.shape),
+        contiguous=array.is_contiguous(),
         writeable=True,
         address=address,
         nbytes=nbytes,
@@ -92,6 +78,9 @@ def _view_torch(name: str, tensor: Array) -> View:
 
 
 def _view_numpy(name: str, array: Array) -> View:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(array, numpy.ndarray):
+        raise InvalidArgument(f"{name}: expected a torch tensor or a numpy array, found {type(array).__name__}")
     native = "<" if sys.byteorder == "little" else ">"
     names = {f"{native}f4": "float32", f"{native}f2": "float16", f"{native}u2": "bfloat16"}
     names[f"{native}i8"] = "int64"
@@ -109,31 +98,36 @@ def _view_numpy(name: str, array: Array) -> View:
     )
 
 
-def check_dtype(item: View, allowed: Sequence[str]) -> None:
-    """The element type is one of those allowed."""
-    if item.dtype not in allowed:
-        hint = " (numpy holds bfloat16 as uint16)" if "bfloat16" in allowed and item.library == "numpy" else ""
-        raise InvalidArgument(f"{item.name}: expected {' or '.join(allowed)}, found {item.dtype}{hint}")
+def check_dtype(items: Sequence[View], allowed: Sequence[str]) -> None:
+    """The element types are among those allowed."""
+    for item in items:
+        if item.dtype not in allowed:
+            hint = " (numpy holds bfloat16 as uint16)" if "bfloat16" in allowed and item.library == "numpy" else ""
+            raise InvalidArgument(f"{item.name}: expected {' or '.join(allowed)}, found {item.dtype}{hint}")
 
 
-def check_flat(item: View, numel: int) -> None:
-    """One-dimensional, contiguous, of the given length."""
-    if item.shape != (numel,):
-        raise InvalidArgument(f"{item.name}: expected shape ({numel},), found {item.shape}")
-    check_contiguous(item)
+def check_flat(items: Sequence[View], numel: int) -> None:
+    """Each is one-dimensional, contiguous, of the given length."""
+    for item in items:
+        if item.shape != (numel,):
+            raise InvalidArgument(f"{item.name}: expected shape ({numel},), found {item.shape}")
+        if not item.contiguous:
+            check_contiguous(item)
 
 
 def check_rows(item: View, rows: int, columns: int) -> None:
     """So many rows and columns, contiguous."""
     if item.shape != (rows, columns):
         raise InvalidArgument(f"{item.name}: expected shape ({rows}, {columns}), found {item.shape}")
-    check_contiguous(item)
+    if not item.contiguous:
+        check_contiguous(item)
 
 
-def check_span(name: str, start: int, stop: int, numel: int) -> None:
-    """A run of elements that are there."""
-    if not 0 <= start <= stop <= numel:
-        raise InvalidArgument(f"{name}: expected runs within {numel} elements, found {start} to {stop}")
+def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> None:
+    """Runs of elements that are there."""
+    for start, stop in spans:
+        if not 0 <= start <= stop <= numel:
+            raise InvalidArgument(f"spans: expected runs within {numel} elements, found {start} to {stop}")
 
 
 def check_contiguous(item: View) -> None:
@@ -153,21 +147,33 @@ def check_together(items: Sequence[View]) -> None:
             )
 
 
-def check_written(written: Iterable[View], read: Iterable[View]) -> None:
-    """What is written can be, and shares no byte with anything else."""
-    targets = tuple(written)
-    for item in targets:
+def check_written(written: Sequence[View], read: Sequence[View]) -> None:
+    """What is written can be, and shares no byte with anything else; all are on one device."""
+    for item in written:
         if not item.writeable:
             raise InvalidArgument(f"{item.name}: read-only, and the result goes there")
-    for one, other in chain(_sharing(targets), ((target, source) for target in targets for source in read)):
-        if one.overlaps(other):
-            raise InvalidArgument(f"{one.name} and {other.name} share memory; expected separate arrays")
+    # By address, each after what reaches furthest of those before: if any two overlap, so do two of these pairs.
+    spans = [(item.address, item.address + item.nbytes, place) for place, item in enumerate(written) if item.nbytes]
+    furthest, last = 0, -1
+    for start, end, place in sorted(spans):
+        if last >= 0 and start < furthest:
+            _refuse_overlap(written[min(place, last)], written[max(place, last)])
+        if end > furthest:
+            furthest, last = end, place
+    for start, end, place in spans:
+        for source in read:
+            if start < source.address + source.nbytes and source.address < end and source.nbytes:
+                _refuse_overlap(written[place], source)
+
+
+def _refuse_overlap(one: View, other: View) -> NoReturn:
+    raise InvalidArgument(f"{one.name} and {other.name} share memory; expected separate arrays")
 
 
 def note_written(items: Sequence[View]) -> None:
     """Tell autograd, which cannot see what a kernel writes, so that a changed tensor is not used in backward."""
     if items[0].library == "torch":
-        tell_autograd([item.array for item in items])
+        sys.modules["torch"].autograd.graph.increment_version(list(map(_ARRAY, items)))
 
 
 def tell_autograd(tensors: Sequence[Array]) -> None:
@@ -175,23 +181,18 @@ def tell_autograd(tensors: Sequence[Array]) -> None:
     sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
-def _sharing(items: Sequence[View]) -> Iterator[tuple[View, View]]:
-    """Each array, by address, with the one before it that reaches furthest: if any two overlap, so do two of these."""
-    if len(items) == 1:
-        return
-    order = sorted((index for index, item in enumerate(items) if item.nbytes), key=lambda index: items[index].address)
-    furthest = order[:1]
-    for index in order[1:]:
-        first, second = sorted((*furthest, index))
-        yield items[first], items[second]
-        furthest = [max(first, second, key=lambda i: items[i].address + items[i].nbytes)]
-
-
 def check_number(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
     """A number of the interval from ``least`` up to, and without, ``below``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         raise InvalidArgument(f"{name}: expected a number in [{least:g}, {below:g}), found {value!r}")
     return float(value)
+
+
+def check_numbers(*, least: float = 0.0, below: float = math.inf, **values: float) -> None:
+    """Numbers of that interval, by their names."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+            check_number(name, value, least=least, below=below)
 
 
 def check_label(name: str, value: int) -> int:

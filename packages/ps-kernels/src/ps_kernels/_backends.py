@@ -121,7 +121,8 @@ def choose(like: View, wanted: str | None) -> Backend:
 
 def fastest() -> Backend | None:
     """The best compiled level of this processor. Where there is none, says so once."""
-    best = next((level for level in native().values() if not isinstance(level, str)), None)
-    if best is None:
-        say_once(f"torch or numpy does the work, several times slower: {native()['scalar']}")
-    return best
+    for level in native().values():
+        if not isinstance(level, str):
+            return level
+    say_once(f"torch or numpy does the work, several times slower: {native()['scalar']}")
+    return None

@@ -75,7 +75,7 @@ def check_batch(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]) 
     whole = view("chunk", chunk)
     if len(tensors) != len(offsets):
         raise InvalidArgument(f"offsets: expected one for each of {len(tensors)} tensors, found {len(offsets)}")
-    check_flat(whole, whole.numel)
+    check_flat([whole], whole.numel)
     return _at_once(tensors, whole, offsets) or _one_by_one(tensors, whole, offsets)
 
 
@@ -112,7 +112,7 @@ def _one_by_one(tensors: Sequence[Array], whole: View, offsets: Sequence[int]) -
     parts = [view(f"tensors[{number}]", tensor) for number, tensor in enumerate(tensors)]
     check_together([whole, *parts])
     for part, offset in zip(parts, offsets, strict=True):
-        check_dtype(part, FLOATS if whole.dtype in FLOATS else (whole.dtype,))
+        check_dtype([part], FLOATS if whole.dtype in FLOATS else (whole.dtype,))
         check_contiguous(part)
         if not hasattr(offset, "__index__"):
             raise InvalidArgument(f"offsets: expected whole numbers, found {offset!r} for {part.name}")

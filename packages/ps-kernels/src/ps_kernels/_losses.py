@@ -41,14 +41,13 @@ def cross_entropy(
     check_together((source, right, target))
     if source.device != "cpu":
         raise InvalidArgument(f"logits: expected on the CPU, found on {source.device}, where there is no such kernel")
-    check_dtype(source, FLOATS)
-    check_dtype(right, ("int64",))
-    check_dtype(target, ("float32",))
+    check_dtype([source], FLOATS)
+    check_dtype([right], ("int64",))
+    check_dtype([target], ("float32",))
     if len(source.shape) != 2 or not source.shape[1]:
         raise InvalidArgument(f"logits: expected a row of at least one for each label, found shape {source.shape}")
     check_contiguous(source)
-    check_flat(right, source.shape[0])
-    check_flat(target, source.shape[0])
+    check_flat([right, target], source.shape[0])
     written = [target, source] if gradient else [target]
     check_written(written, [right] if gradient else [right, source])
     check_label("ignored", ignored)

@@ -116,11 +116,15 @@ class NativeBackend:
     def _step(
         self, name: str, scalars: ctypes.Structure, states: Sequence[Array | None], grad: Array, out: Array | None
     ) -> None:
+        addresses: list[int | None] = []
+        for each in (*states, grad, out):  # in line: a call for each would cost more than the kernel for a small group
+            if each is None:
+                addresses.append(None)
+            else:
+                addresses.append(each.data_ptr() if hasattr(each, "data_ptr") else each.ctypes.data)
         numel = _numel(grad)
         step = _Step(
-            *(None if state is None else _address(state) for state in states),
-            _address(grad),
-            None if out is None else _address(out),
+            *addresses,
             numel,
             _kind(grad),
             _NO_ARRAY if out is None else _kind(out),

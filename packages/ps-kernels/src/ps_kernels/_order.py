@@ -43,6 +43,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 BLOCK_NUMEL = 1 << 16
 """Elements summed as one block."""
@@ -104,6 +105,7 @@ class AdamArguments:
     decoupled: bool
     grad_scale: float
 
+    @lru_cache(maxsize=16)  # noqa: B019 - numbers alone, and few: a step asks for the same ones for every group
     def scalars(self) -> AdamScalars:
         """The constants of this step, rounded once."""
         gain = to_single(1 - self.beta1)
