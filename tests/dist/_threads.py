@@ -107,8 +107,9 @@ class Together:
 
     def start(self, job: Any) -> Pending:
         step = job.args[0]
-        if hasattr(step, "act"):
-            self.began.append(f"{step.act.turn.name.lower()} {step.group.name}{'' if step.whole is not None else ' -'}")
+        if hasattr(step, "collective"):
+            took_part = "" if step.whole is not None else " -"
+            self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")
         return Pending(self._lane.submit(self._pass_gate, job))
 
     def _pass_gate(self, job: Any) -> None:

@@ -190,7 +190,7 @@ def alike(each: Together) -> None:
     one, plain = front(each, "bf16", 12), front(each, "bf16", 0)
     if not each.rank:
         residency: Any = hooks_of(one.model).engine.residency
-        residency.risers.rise = lambda: None
+        residency.promoter.promote = lambda: None
     for leaves_out in ((), (), (), (), (2, 3), (2 + each.rank,), (), (1,)):
         assert one.step(4, 1, leaves_out) == plain.step(4, 1, leaves_out)
         values = one.model.state_dict()

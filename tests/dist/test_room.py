@@ -52,14 +52,14 @@ def in_order(each: Together) -> None:
     engine = hooks_of(one.model).engine
     residency, sums = engine.residency, list[int]()
     assert isinstance(residency, ShardedResidency)
-    risers = residency.risers
-    rise = risers.rise
+    promoter = residency.promoter
+    promote = promoter.promote
 
     def watched() -> None:
         sums.append(sum(Kind.ACC in group.chunks for group in engine.groups))
-        rise()
+        promote()
 
-    risers.rise = watched  # type: ignore[method-assign]
+    promoter.promote = watched  # type: ignore[method-assign]
     one.settle(passes=2)
     assert sums == [0] * 6
     assert any(one.up().values())

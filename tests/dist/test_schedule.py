@@ -18,7 +18,7 @@ from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding.driver import ShardedDriver
-from ps_core.engine._sharding.schedule import ProposalKind as Act
+from ps_core.engine._sharding.schedule import ProposalKind
 
 WIDTH, EXPERTS = 8, 4
 FEW_ULPS = 16 * torch.finfo(torch.float32).eps
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does in one turn."""
+    """What one rank does in one pass."""
 
     chosen: tuple[int, ...]
     recompute: bool = False
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class ProposalKind:
+class Pass:
     """What all ranks do: one part each, with or without gradients."""
 
     parts: tuple[Part, ...]
@@ -107,11 +107,11 @@ def made(together: Together | None, device_kib: int | None = None, **options: An
     )
 
 
-def follows(each: Together, turns: list[ProposalKind], device_kib: int | None, options: dict[str, Any]) -> Any:
+def follows(each: Together, passes: list[Pass], device_kib: int | None, options: dict[str, Any]) -> Any:
     trainer = made(each, device_kib, **options)
-    for number, turn in enumerate(turns):
-        trainer.do(turn.parts[each.rank], 100 * number + each.rank, training=turn.training)
-        if turn.training and number % 3 != 1:  # else gradients of two passes are added up
+    for number, one in enumerate(passes):
+        trainer.do(one.parts[each.rank], 100 * number + each.rank, training=one.training)
+        if one.training and number % 3 != 1:  # else gradients of two passes are added up
             trainer.step()
     state = trainer.state()
     if device_kib is None or device_kib >= 40:  # else a moment that grows may find groups there ahead of need
@@ -121,16 +121,16 @@ def follows(each: Together, turns: list[ProposalKind], device_kib: int | None, o
     return trainer.losses, state
 
 
-def alone(ranks: int, turns: list[ProposalKind]) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process that adds the parts of each turn, then the turns, as several processes do."""
+def alone(ranks: int, passes: list[Pass]) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """One process that adds the parts of each pass, then the passes, as several processes do."""
     trainers = made(None)
     losses: list[list[float]] = [[] for _ in range(ranks)]
     kept: dict[str, Tensor] = {}
-    for number, turn in enumerate(turns):
+    for number, one in enumerate(passes):
         for rank in range(ranks):
-            trainers.do(turn.parts[rank], 100 * number + rank, training=turn.training)
+            trainers.do(one.parts[rank], 100 * number + rank, training=one.training)
             losses[rank].append(trainers.losses[-1])
-        if not turn.training:
+        if not one.training:
             continue
         for name, parameter in trainers.model.named_parameters():
             if parameter.grad is not None:
@@ -158,21 +158,21 @@ parts = st.builds(Part, chosen=orders, recompute=st.booleans(), forwards=st.inte
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[int, list[ProposalKind]]:
+def programs(draw: st.DrawFn) -> tuple[int, list[Pass]]:
     ranks = draw(st.integers(1, 3))
     count = draw(st.integers(1, 5))
-    turn = st.builds(ProposalKind, parts=st.tuples(*[parts] * ranks), training=st.sampled_from((True, True, False)))
-    return ranks, [draw(turn) for _ in range(count)]
+    one = st.builds(Pass, parts=st.tuples(*[parts] * ranks), training=st.sampled_from((True, True, False)))
+    return ranks, [draw(one) for _ in range(count)]
 
 
 @given(program=programs(), device_kib=st.sampled_from((None, 10, 14, 40)), prefetch=st.sampled_from((None, 0, 1)))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 def test_any_experts_in_any_order_train_like_one_process(
-    program: tuple[int, list[ProposalKind]], device_kib: int | None, prefetch: int | None
+    program: tuple[int, list[Pass]], device_kib: int | None, prefetch: int | None
 ) -> None:
-    ranks, turns = program
-    found, _ = run(ranks, follows, turns, device_kib, {"prefetch": prefetch, "poison": device_kib is not None})
-    losses, state = alone(ranks, turns)
+    ranks, passes = program
+    found, _ = run(ranks, follows, passes, device_kib, {"prefetch": prefetch, "poison": device_kib is not None})
+    losses, state = alone(ranks, passes)
     exact = ranks < 3 or device_kib is None or device_kib >= 14  # else a sum may have to be taken in two goes
     for rank, (mine, ended) in enumerate(found):
         assert mine == losses[rank] if exact else mine == pytest.approx(losses[rank], rel=FEW_ULPS, abs=FEW_ULPS)
@@ -181,8 +181,8 @@ def test_any_experts_in_any_order_train_like_one_process(
             assert float((ended[name] - value).abs().max()) <= most, name
 
 
-def same(count: int, part: Part) -> list[ProposalKind]:
-    return [ProposalKind(parts=(part, part))] * count
+def same(count: int, part: Part) -> list[Pass]:
+    return [Pass(parts=(part, part))] * count
 
 
 def watched(each: Together, device_kib: int | None, prefetch: int | None) -> list[str]:
@@ -252,8 +252,8 @@ def driver_first(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = ShardedDriver._advance
 
     def ahead(driver: Any) -> None:
-        gate = driver._turns._together.gate
-        if not (driver._turns.backward or driver._turns.parked):  # there it may wait for what is under way
+        gate = driver._order._together.gate
+        if not (driver._order.backward or driver._order.has_decision):  # there it may wait for what is under way
             gate.clear()
         advance(driver)
         gate.set()
@@ -287,7 +287,7 @@ def sums_twice(each: Together, twice: bool) -> tuple[list[float], dict[str, Tens
         driver: Any = hooks_of(trainer.model).engine.passes.demand
         if twice:
             driver._schedules = {
-                kind: [each for each in entries for _ in range(1 + (each.act.turn is Act.SUM))]
+                kind: [each for each in entries for _ in range(1 + (each.collective.kind is ProposalKind.SUM))]
                 for kind, entries in driver._schedules.items()
             }
         trainer.do(Part((0, 1)), 10 * number + each.rank, training=True)

@@ -51,8 +51,8 @@ class Order:
 
     def impose(self, driver: Any, rank: int) -> None:
         """Rank 1 says nothing of the second sum before the first is done; rank 0 does the second at its gradient."""
-        turns, sums = driver._turns, list[CollectiveOp]()
-        make, carry_out, wait, stage = driver._make_sum, turns._carry_out, driver._talks.wait, turns.stage
+        order, sums = driver._order, list[CollectiveOp]()
+        make, carry_out, wait, stage = driver._make_sum, order._carry_out, driver._negotiator.wait, order.stage
 
         def make_in_order(group: ParamGroup, position: int | None) -> CollectiveOp:
             if group.index == 0 and sums and rank == 1:
@@ -65,7 +65,7 @@ class Order:
             if rank == 0 and len(sums) > 1 and step is sums[1]:
                 assert self.late_gradient.wait(PATIENCE_S)
             carry_out(step, number, bench)
-            if rank == 1 and step.act == FIRST and step.done:
+            if rank == 1 and step.collective == FIRST and step.done:
                 self.first_sum.set()
 
         def wait_in_order(step: CollectiveOp) -> None:
@@ -80,8 +80,8 @@ class Order:
             if rank == 0 and record.name == "late.weight":
                 self.late_gradient.set()  # too early, if that sum was not waited for
 
-        driver._make_sum, turns._carry_out, turns.stage = make_in_order, carry_out_in_order, stage_in_order
-        driver._talks.wait = wait_in_order
+        driver._make_sum, order._carry_out, order.stage = make_in_order, carry_out_in_order, stage_in_order
+        driver._negotiator.wait = wait_in_order
 
 
 def trained(each: Together, order: Order | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -102,7 +102,7 @@ def trained(each: Together, order: Order | None) -> tuple[list[float], dict[str,
         if order is not None and last:
             driver: Any = hooks_of(model).engine.passes.demand
             driver._schedules = {
-                kind: [entry for entry in entries for _ in range(1 + (entry.act.turn is ProposalKind.SUM))]
+                kind: [entry for entry in entries for _ in range(1 + (entry.collective.kind is ProposalKind.SUM))]
                 for kind, entries in driver._schedules.items()
             }
             order.impose(driver, each.rank)

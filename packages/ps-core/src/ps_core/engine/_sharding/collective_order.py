@@ -1,8 +1,8 @@
-"""Taking turns with the other processes: words are said, and collectives done, by the thread that talks to them.
+"""Run collectives in one order on all ranks, on the thread that communicates with them.
 
-See [Note: taking turns] in `schedule`. The thread of the training (the *driver*) prepares steps; the other one carries
-them out in order, as far as all agree. When another process has something else in mind, the steps that were not done
-yet are left, and the driver finds the choice the next time it comes by.
+See [Note: one order of collectives] in `schedule`. The training thread prepares collectives; the communication thread
+runs them in order, as far as all ranks agree. Where another rank needs something else first, those that were not done
+yet are passed over, and the training thread finds the decision the next time it looks.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class StagedGradients:
 class CollectiveOp:
     """One collective, prepared by this process."""
 
-    act: Collective
+    collective: Collective
     group: ParamGroup
     position: int | None
-    """In the schedule; None: it was asked for."""
+    """In the schedule; None: a rank requested it out of order."""
     shard: torch.Tensor
     """Of a gather: this process's part. Of a sum: what it fills."""
     whole: torch.Tensor | None = None
@@ -59,26 +59,26 @@ class CollectiveOp:
     slots: tuple[Slot, ...] = ()
     """To be given back."""
     slot: Slot | None = None
-    """What it fills; None: nothing, or it was taken apart for want of room."""
+    """What it fills; None: nothing, or its buffers were released for lack of memory."""
     staged: StagedGradients | None = None
     """The gradients that it gives."""
-    words: Sequence[Proposal] = ()
-    """From which it follows, where it was asked for."""
+    proposals: Sequence[Proposal] = ()
+    """The proposals that led to it, where a rank requested it."""
     ready: Sequence[Event] = ()
-    """What it comes after."""
+    """Events that it comes after."""
     over: Event | None = None
     """Behind it, where it is work of a stream."""
     pending: Pending | None = None
     done: bool = False
     index: int = -1
-    """Among what was done in the pass; -1: nobody wanted it."""
+    """Its place among the pass's collectives; -1: no rank wanted it."""
     tensors: int = 0
     """Whose gradients were summed."""
 
 
 @dataclass(slots=True)
 class LocalState:
-    """What this process has for sums, as bits; changed by both threads, under the lock."""
+    """This rank's gradients for sums, as bits; both threads change them, under the lock."""
 
     staged: int = 0
     complete: int = 0
@@ -94,24 +94,24 @@ class LocalState:
 class CollectiveOrder:
     """One process's part in the order of things."""
 
-    def __init__(self, together: AsyncCollectives, groups: Sequence[ParamGroup], beside: CollectiveOrdering) -> None:
-        self._together, self._beside = together, beside
+    def __init__(self, together: AsyncCollectives, groups: Sequence[ParamGroup], ordering: CollectiveOrdering) -> None:
+        self._together, self._ordering = together, ordering
         self._groups = len(groups)
         self._tensors = 1 + max((record.index for group in groups for record in group.tensors), default=-1)
         self._mask = [sum(1 << record.index for record in group.tensors) for group in groups]
         self._lock = Lock()
         self.known = LocalState()
         self.backward = False
-        """Whether this process is on its way back."""
+        """True: this rank is in its backward pass."""
         self.schedule: list[ScheduledCollective] = []
-        self._acts: list[Collective] = []
+        self._collectives: list[Collective] = []
         self.prepared = 0
         """Positions before it were prepared by this process."""
         self.position = 0
         """Positions before it were done by all."""
         self._agreed: tuple[Sequence[Proposal], int, int] = ((), 0, 0)
-        """From these words, said at a position, all follow up to another."""
-        self._parked: tuple[Decision, Sequence[Proposal]] | None = None
+        """Proposals, the position they were sent at, and the position up to which all ranks follow the schedule."""
+        self._decision: tuple[Decision, Sequence[Proposal]] | None = None
         self._round = 0
         """Choices that the driver acted on; whatever was begun before the last of them is void, unless it is done."""
         self._wants = 0
@@ -122,62 +122,62 @@ class CollectiveOrder:
 
     def open(self, schedule: list[ScheduledCollective], coming: int) -> None:
         """A pass begins."""
-        self.schedule, self._acts = schedule, [entry.act for entry in schedule]
+        self.schedule, self._collectives = schedule, [entry.collective for entry in schedule]
         self.prepared = self.position = self._wants = 0
-        self._agreed, self._parked = ((), 0, 0), None
+        self._agreed, self._decision = ((), 0, 0), None
         self.known, self.backward = LocalState(coming=coming), False
         self.done = []
 
     @property
     def following(self) -> bool:
-        """Whether the next position may be prepared."""
+        """True if the next position of the schedule may be prepared."""
         return self.prepared < min(len(self.schedule), self.position + WINDOW)
 
-    def find(self, act: Collective) -> int | None:
+    def find(self, collective: Collective) -> int | None:
         """Where in the rest of the schedule something is."""
-        for place in range(self.prepared, len(self._acts)):
-            if self._acts[place] == act:
+        for place in range(self.prepared, len(self._collectives)):
+            if self._collectives[place] == collective:
                 return place
         return None
 
     def follow(self, step: CollectiveOp) -> None:
-        """Have the next of the schedule done."""
+        """Submit the collective at the next position of the schedule."""
         with self._lock:
             if step.position == self.prepared:
                 self.prepared += 1
-            if step.act.turn is ProposalKind.GATHER and step.whole is not None and step.position is not None:
+            if step.collective.kind is ProposalKind.GATHER and step.whole is not None and step.position is not None:
                 self._wants |= 1 << step.position
         self.submit(step)
 
     def submit(self, step: CollectiveOp) -> None:
-        """Have a step done: of the schedule (again), or one that all agreed on."""
-        step.ready = self._beside.ready()
+        """Submit a collective: of the schedule (again), or one that all ranks agreed on."""
+        step.ready = self._ordering.ready()
         step.pending = self._together.start(partial(self._carry_out, step, self._round))
 
     def leave(self, position: int) -> None:
-        """What was to be gathered there came otherwise."""
+        """Skip the gather at a position: the group was gathered out of order."""
         with self._lock:
             self._wants &= ~(1 << position)
 
-    def speak(self, turn: ProposalKind, arg: int = 0, room: int = Headroom.TIGHT) -> Pending:
-        """Say a word; `take_choice` gives what follows."""
-        return self._together.start(partial(self._speak, turn, arg, room, self._round))
+    def send(self, kind: ProposalKind, arg: int = 0, room: int = Headroom.TIGHT) -> Pending:
+        """Send a proposal to all ranks; `pop_decision` returns what they decide."""
+        return self._together.start(partial(self._send, kind, arg, room, self._round))
 
     @property
-    def parked(self) -> bool:
-        """Whether there is a choice to act on."""
-        return self._parked is not None
+    def has_decision(self) -> bool:
+        """True if there is a decision that the training thread has to carry out."""
+        return self._decision is not None
 
-    def take_choice(self) -> tuple[Decision, Sequence[Proposal]]:
-        """What all are to do, and the words from which it follows."""
-        assert self._parked is not None, "somebody spoke"
+    def pop_decision(self) -> tuple[Decision, Sequence[Proposal]]:
+        """Return what all ranks are to do, and the proposals that led to it."""
+        assert self._decision is not None, "a proposal was sent"
         self._round += 1  # before it is gone, or what was begun earlier could still be done
-        found, self._parked = self._parked, None
+        found, self._decision = self._decision, None
         return found
 
-    def takers(self, act: Collective, words: Sequence[Proposal]) -> list[int]:
-        """Who gets a gather that was asked for."""
-        return takers(words, act, self._acts, self.position, None)
+    def takers(self, collective: Collective, proposals: Sequence[Proposal]) -> list[int]:
+        """Return the ranks that receive a gather requested out of order."""
+        return takers(proposals, collective, self._collectives, self.position, None)
 
     def stage(self, record: ParamState) -> None:
         """A gradient is there."""
@@ -201,7 +201,7 @@ class CollectiveOrder:
             self.known.ended = True
 
     def settled(self, group: ParamGroup) -> bool:
-        """Whether no more will come of a group's gradients than is there."""
+        """True if no further gradients of the group can come on this rank."""
         return bool(self._settled() >> group.index & 1)
 
     def _settled(self) -> int:
@@ -213,67 +213,67 @@ class CollectiveOrder:
 
     # The other thread's side.
 
-    def _word(self, turn: ProposalKind, arg: int, room: int = Headroom.TIGHT) -> Proposal:
+    def _proposal(self, kind: ProposalKind, arg: int, room: int = Headroom.TIGHT) -> Proposal:
         with self._lock:
             known, wants = self.known, 0
-            if turn is ProposalKind.FOLLOW:
+            if kind is ProposalKind.FOLLOW:
                 arg = min(self.prepared, self.position + WINDOW)
                 wants = self._wants >> self.position & ((1 << WINDOW) - 1)
-            return Proposal(turn, arg, wants, known.staged, self._settled(), known.tensors, room, self.backward)
+            return Proposal(kind, arg, wants, known.staged, self._settled(), known.tensors, room, self.backward)
 
-    def _exchange(self, bench: CollectiveSession, word: Proposal) -> tuple[Decision, list[Proposal]]:
-        text = word.pack(self._groups, self._tensors)
-        texts = bench.exchange(text, "what comes next")
-        words = [Proposal.unpack(each, self._groups, self._tensors) for each in texts]
+    def _exchange(self, session: CollectiveSession, proposal: Proposal) -> tuple[Decision, list[Proposal]]:
+        text = proposal.pack(self._groups, self._tensors)
+        texts = session.exchange(text, "what comes next")
+        proposals = [Proposal.unpack(each, self._groups, self._tensors) for each in texts]
         ahead = 0
-        for act in self._acts[self.position :]:
-            ahead |= 1 << act.group if act.turn is ProposalKind.SUM else 0
-        choice = choose(words, ahead)
-        if choice.turn is ProposalKind.FOLLOW:
-            self._agreed = (words, self.position, choice.arg)
-        return choice, words
+        for collective in self._collectives[self.position :]:
+            ahead |= 1 << collective.group if collective.kind is ProposalKind.SUM else 0
+        decision = choose(proposals, ahead)
+        if decision.kind is ProposalKind.FOLLOW:
+            self._agreed = (proposals, self.position, decision.arg)
+        return decision, proposals
 
-    def _speak(self, turn: ProposalKind, arg: int, room: int, number: int, bench: CollectiveSession) -> None:
-        if self._parked is None and number == self._round:
-            self._parked = self._exchange(bench, self._word(turn, arg, room))
+    def _send(self, kind: ProposalKind, arg: int, room: int, number: int, session: CollectiveSession) -> None:
+        if self._decision is None and number == self._round:
+            self._decision = self._exchange(session, self._proposal(kind, arg, room))
 
-    def _carry_out(self, step: CollectiveOp, number: int, bench: CollectiveSession) -> None:
-        if self._parked is not None or number != self._round:
+    def _carry_out(self, step: CollectiveOp, number: int, session: CollectiveSession) -> None:
+        if self._decision is not None or number != self._round:
             return  # it is for the driver to do something else first
         if step.position is None:
-            self._do(bench, step, step.words, self.position)
+            self._do(session, step, step.proposals, self.position)
             return
         if step.position >= self._agreed[2]:
-            choice, words = self._exchange(bench, self._word(ProposalKind.FOLLOW, 0))
-            if choice.turn is not ProposalKind.FOLLOW:
-                self._parked = choice, words
+            decision, proposals = self._exchange(session, self._proposal(ProposalKind.FOLLOW, 0))
+            if decision.kind is not ProposalKind.FOLLOW:
+                self._decision = decision, proposals
                 return
         agreed, base, _ = self._agreed
-        self._do(bench, step, agreed, base)
+        self._do(session, step, agreed, base)
         self.position += 1
 
-    def _do(self, bench: CollectiveSession, step: CollectiveOp, words: Sequence[Proposal], base: int) -> None:
-        act, group = step.act, step.group
-        buffers = self._beside.begin(bench, step.ready)
-        if act.turn is ProposalKind.GATHER:
-            chosen = takers(words, act, self._acts, base, step.position)
+    def _do(self, session: CollectiveSession, step: CollectiveOp, proposals: Sequence[Proposal], base: int) -> None:
+        collective, group = step.collective, step.group
+        buffers = self._ordering.begin(session, step.ready)
+        if collective.kind is ProposalKind.GATHER:
+            chosen = takers(proposals, collective, self._collectives, base, step.position)
             if chosen:
                 buffers.all_gather(step.whole, step.shard, group.name, chosen)
         else:
-            chosen = givers(words, act, self._acts, base, step.position)
+            chosen = givers(proposals, collective, self._collectives, base, step.position)
             if chosen:
                 assert step.scratch is not None, "a sum has scratch"
-                step.tensors = tensors_of(words) & self._mask[act.group]
-                what, kind = f"gradients of {group.name}", group.dtype
-                buffers.reduce_scatter(step.shard, step.whole, step.scratch, what, kind=kind, givers=chosen)
+                step.tensors = tensors_of(proposals) & self._mask[collective.group]
+                what, dtype = f"gradients of {group.name}", group.dtype
+                buffers.reduce_scatter(step.shard, step.whole, step.scratch, what, kind=dtype, givers=chosen)
             with self._lock:
                 if step.whole is not None:
-                    self.known.staged &= ~(1 << act.group)
-                    self.known.tensors &= ~self._mask[act.group]
-                    self.known.complete &= ~(1 << act.group)
-                self.known.given |= 1 << act.group
+                    self.known.staged &= ~(1 << collective.group)
+                    self.known.tensors &= ~self._mask[collective.group]
+                    self.known.complete &= ~(1 << collective.group)
+                self.known.given |= 1 << collective.group
         if chosen:
-            step.over = self._beside.end()
+            step.over = self._ordering.end()
             step.index = len(self.done)
-            self.done.append(CompletedCollective(act, step.position is not None, step.tensors))
+            self.done.append(CompletedCollective(collective, step.position is not None, step.tensors))
         step.done = True

@@ -1,4 +1,4 @@
-"""What the engine asks of the processes that train one model together."""
+"""Protocols of the collectives that the engine calls."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BufferCollectives(Protocol):
 
 
 class CollectiveSession(BufferCollectives, Protocol):
-    """What a job does when its turn has come: one thing after another, the same on every process."""
+    """Collectives for a job that runs at the same place in the order on every rank."""
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Everybody's few bytes, as many from each, in the order of the processes."""
@@ -82,7 +82,7 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
         """This one, among all that do the same things, copies of the model included."""
 
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
-        """Have a job done when its turn comes, by the thread that talks to the other processes."""
+        """Run a job on the communication thread, after all jobs started before."""
 
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""
@@ -99,9 +99,9 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
         """The host memory with which collectives of a device's memory go in one piece; 0: they go without."""
 
     def reach(self, where: torch.device) -> str | None:
-        """Decide what memory of this CUDA device travels by, all processes at once; words for the user, if any.
+        """Decide what memory of this CUDA device travels by, all ranks at once; return a message for the user, or None.
 
-        What was decided stays, for any model.
+        The decision holds for every model from then on.
         """
 
     @property

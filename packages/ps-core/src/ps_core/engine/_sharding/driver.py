@@ -2,8 +2,8 @@
 
 [Note: who sums what when]
 A group's gradients are put side by side in a slot. Once all that are expected are there, the sum over processes can
-begin, beside the rest of backward, where the schedule has it; see [Note: taking turns] in `schedule`. What is
-incomplete at the end (a tensor without a gradient) waits until all have said which tensors got one: the union is
+begin, beside the rest of backward, where the schedule has it ([Note: one order of collectives] in `schedule`). What is
+incomplete at the end (a tensor without a gradient) waits until all ranks have told which tensors got one: the union is
 summed, with zeros where a process has nothing.
 """
 
@@ -72,10 +72,10 @@ class ShardedDriver(OnDemandDriver):
     ) -> None:
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher = residency, gradients, watcher
-        self._turns = CollectiveOrder(together, residency.groups, residency.beside)
-        self._steps = InFlightCollectives(residency, gradients, self._turns)
-        self._talks = Negotiator(residency, self._steps, self._turns, together.process)
-        self._space = GatherHeadroom(residency, self._steps, self._talks, prefetch)
+        self._order = CollectiveOrder(together, residency.groups, residency.ordering)
+        self._in_flight = InFlightCollectives(residency, gradients, self._order)
+        self._negotiator = Negotiator(residency, self._in_flight, self._order, together.process)
+        self._headroom = GatherHeadroom(residency, self._in_flight, self._negotiator, prefetch)
         self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
         self._schedules: dict[int, list[ScheduledCollective]] = {}
         """By kind of pass."""
@@ -84,33 +84,33 @@ class ShardedDriver(OnDemandDriver):
         self._kind: int | None = None
         """Of the pass that is on; None: the processes do not agree on it."""
         self._on = False
-        """Whether the other processes were told that a pass is on."""
+        """True: the other ranks were told that a pass is on."""
         self._backward = False
         self._touched = 0
         """Groups that were used in this pass, as bits."""
         self._used: set[int] = set()
         """Of the gathers of this pass, those that this process used."""
         self._keeps: bool | None = None
-        """Whether groups stay until their gradients leave; None: not agreed on yet, for the first pass is to show."""
+        """True: groups stay gathered until their gradients leave; None: decided after the first pass."""
         self._bound = False
-        """Whether what comes next is agreed on already, so that no word may be said."""
+        """True: what comes next is agreed on, so no proposal may be sent."""
         self._hoists = False
-        """Whether gathers go ahead of sums; agreed on at the same time."""
+        """True: gathers go ahead of sums; decided at the same time."""
 
     # Moments.
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
-        """Have what the moment reads, and keep nothing else (or everything, where there is plenty of room)."""
+        """Gather the groups that the moment reads, and release all others unless all groups fit."""
         backward = torch._C._current_graph_task_id() != -1
         self._open(backward=backward)
         groups = list(dict.fromkeys(record.group for record in reads))
         if groups and not self._keeps:
             for group in [group for group in self._in if group not in groups]:
-                self._let_go(group)
-        self._shards.sweep()
+                self._evict(group)
+        self._shards.release_unaliased()
         self._note(groups, backward=backward)
         for group in groups:
-            self._have(group, name)
+            self._ensure_gathered(group, name)
             self._in[group] = None
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
@@ -118,19 +118,19 @@ class ShardedDriver(OnDemandDriver):
         self._advance()
 
     def _open(self, *, backward: bool) -> None:
-        """Let the other processes know that a pass begins."""
+        """Tell the other ranks that a pass begins."""
         if self._on:
             return
         self._sums.alike.compare()
         training = self.training or backward
         kind = _TRAINING * training + _LATE * backward
-        self._turns.open([], 0)
-        _, words = self._talks.say(ProposalKind.HELLO, kind)
-        kinds = [word.arg for word in words]
+        self._order.open([], 0)
+        _, proposals = self._negotiator.propose(ProposalKind.HELLO, kind)
+        kinds = [proposal.arg for proposal in proposals]
         if len({each & _TRAINING for each in kinds}) > 1:
             raise RanksDiverged(f"the ranks do different things: {_who(kinds)}; every rank must do the same passes")
         self._kind = kind if len(set(kinds)) == 1 else None
-        self._turns.open(self._schedules.get(kind, []) if self._kind == kind else [], self._trainable * training)
+        self._order.open(self._schedules.get(kind, []) if self._kind == kind else [], self._trainable * training)
         self._on, self._bound, self._touched = True, False, 0
         self._used.clear()
 
@@ -142,93 +142,97 @@ class ShardedDriver(OnDemandDriver):
             touched |= 1 << group.index
         if began or (self._backward and touched != self._touched):
             late = self._kind is None or self._kind & _LATE
-            self._turns.expect(self._trainable if late else touched & self._trainable)
+            self._order.expect(self._trainable if late else touched & self._trainable)
         self._touched = touched
 
-    def _have(self, group: ParamGroup, name: str) -> None:
-        """Have a group gathered."""
-        if group.weight_chunk.newest(0) is not None and group not in self._steps.ahead:
+    def _ensure_gathered(self, group: ParamGroup, name: str) -> None:
+        """Gather a group, and wait until it is there."""
+        if group.weight_chunk.newest(0) is not None and group not in self._in_flight.ahead:
             return
-        early = group in self._steps.ahead
+        early = group in self._in_flight.ahead
         while group.weight_chunk.newest(0) is None:
-            step = self._steps.ahead.get(group)
-            if step is not None and step.done and step not in self._steps.on_way:
-                del self._steps.ahead[group]  # it was changed since
+            step = self._in_flight.ahead.get(group)
+            if step is not None and step.done and step not in self._in_flight.under_way:
+                del self._in_flight.ahead[group]  # it was changed since
                 continue
             if step is None:
                 step = self._follow_to(group, name)
             if step is None:
-                self._clear_way(group.weight_chunk.bytes)
-                self._talks.ask(ProposalKind.GATHER, group.index)
+                self._make_room_for(group.weight_chunk.bytes)
+                self._negotiator.request(ProposalKind.GATHER, group.index)
             else:
-                self._talks.wait(step)
-        step = self._steps.ahead.pop(group, None)
+                self._negotiator.wait(step)
+        step = self._in_flight.ahead.pop(group, None)
         if step is not None:
             self._used.add(step.index)
         self._watcher.fetched(early=early)
 
     def _follow_to(self, group: ParamGroup, name: str) -> CollectiveOp | None:
         """Follow the schedule to where a group is gathered; None: it is not there, or cannot be followed so far yet."""
-        place, step = self._turns.find(Collective(ProposalKind.GATHER, group.index)), None
-        while place is not None and self._turns.prepared <= place:
-            if not self._turns.following:
-                self._talks.wait(self._steps.on_way[0])
+        place, step = self._order.find(Collective(ProposalKind.GATHER, group.index)), None
+        while place is not None and self._order.prepared <= place:
+            if not self._order.following:
+                self._negotiator.wait(self._in_flight.under_way[0])
                 continue
-            position = self._turns.prepared
+            position = self._order.prepared
             if position == place:
-                self._clear_way(group.weight_chunk.bytes)
+                self._make_room_for(group.weight_chunk.bytes)
             step = self._prepare(position, wanted=position == place)
             if step is None:
                 return None
         return step
 
     def _prepare(self, position: int, *, wanted: bool) -> CollectiveOp | None:
-        """Follow the schedule by one; None: this cannot be said yet."""
-        act, mine = self._turns.schedule[position]
-        group = self._shards.groups[act.group]
-        if act.turn is ProposalKind.SUM:
-            if not self._turns.settled(group):
+        """Prepare one collective of the schedule; None: that cannot be promised yet."""
+        collective, mine = self._order.schedule[position]
+        group = self._shards.groups[collective.group]
+        if collective.kind is ProposalKind.SUM:
+            if not self._order.settled(group):
                 return None
             step = self._make_sum(group, position)
         else:
             wanted = wanted or (self._wants(group, mine=mine) and self._may_come_ahead(group))
-            step = self._steps.gather(group, position, wanted=wanted)
-        self._steps.on_way.append(step)
-        self._turns.follow(step)
+            step = self._in_flight.gather(group, position, wanted=wanted)
+        self._in_flight.under_way.append(step)
+        self._order.follow(step)
         return step
 
     def _advance(self) -> None:
-        """Say what comes next, as far as it is certain and there is room, and do what others asked for."""
-        if self._turns.parked:
-            self._talks.resolve()
-        self._steps.take_in()
-        while self._turns.following:
-            act, mine = self._turns.schedule[self._turns.prepared]
-            group = self._shards.groups[act.group]
-            if act.turn is ProposalKind.GATHER and self._wants(group, mine=mine) and not self._may_come_ahead(group):
+        """Prepare collectives of the schedule as far as memory allows, and run what other ranks requested."""
+        if self._order.has_decision:
+            self._negotiator.run_pending_decision()
+        self._in_flight.collect_finished()
+        while self._order.following:
+            collective, mine = self._order.schedule[self._order.prepared]
+            group = self._shards.groups[collective.group]
+            if (
+                collective.kind is ProposalKind.GATHER
+                and self._wants(group, mine=mine)
+                and not self._may_come_ahead(group)
+            ):
                 return
-            there = group in self._in or group in self._steps.ahead
-            if act.turn is ProposalKind.GATHER and mine and there and not self._keeps:
+            there = group in self._in or group in self._in_flight.ahead
+            if collective.kind is ProposalKind.GATHER and mine and there and not self._keeps:
                 return  # it is there for a use before this one, and may go in between
-            if self._prepare(self._turns.prepared, wanted=False) is None:
+            if self._prepare(self._order.prepared, wanted=False) is None:
                 return
 
     def _wants(self, group: ParamGroup, *, mine: bool) -> bool:
-        """Whether this process will use a gather of the schedule, as far as it can tell."""
-        there = group in self._steps.ahead or group.weight_chunk.newest(0) is not None
+        """True if this rank expects to use a gather of the schedule."""
+        there = group in self._in_flight.ahead or group.weight_chunk.newest(0) is not None
         return mine and not there and not self._bound
 
     def _may_come_ahead(self, group: ParamGroup) -> bool:
-        """Whether a group may be gathered before it is used."""
+        """True if a group may be gathered before it is used."""
         if self._shards.unknown:
             return False
-        return self._space.has_ahead(
+        return self._headroom.has_room_ahead(
             group, trains=self._kind is None or bool(self._kind & _TRAINING), keeps=bool(self._keeps)
         )
 
-    def _clear_way(self, size: int) -> None:
+    def _make_room_for(self, size: int) -> None:
         """Try to have so much room on the compute tier."""
-        self._space.clear_way(size, backward=self._backward, bound=self._bound)
+        self._headroom.make_room(size, backward=self._backward, bound=self._bound)
 
     def free_optional_bytes(self, needed_bytes: int) -> int:
         """Drop groups gathered ahead of need and kept slots, then demote shards, until so many bytes are free.
@@ -236,17 +240,17 @@ class ShardedDriver(OnDemandDriver):
         Collectives under way are waited for: whether a moment fits must not depend on which rank is how fast.
         """
         before = self._store.ledger.used_bytes[0]
-        self._talks.settle()
+        self._negotiator.finish_collectives()
         self._store.free_spare()
         freed = before - self._store.ledger.used_bytes[0]
-        return freed if freed >= needed_bytes else freed + self._shards.risers.sink(needed_bytes - freed)
+        return freed if freed >= needed_bytes else freed + self._shards.promoter.demote(needed_bytes - freed)
 
     def make_way(self, missing_bytes: int) -> None:
         """Demote every shard between passes; ``missing_bytes``: the device ran out of memory for so many."""
-        self._talks.settle()
-        self._shards.risers.sink_all(missing_bytes)
+        self._negotiator.finish_collectives()
+        self._shards.promoter.demote_all(missing_bytes)
 
-    def _let_go(self, group: ParamGroup) -> None:
+    def _evict(self, group: ParamGroup) -> None:
         self._shards.drop(group)
         self._in.pop(group, None)
         group.forget_moment()
@@ -254,16 +258,16 @@ class ShardedDriver(OnDemandDriver):
     # Gradients.
 
     def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient beside its group's others; the last one lets the sum begin."""
+        """Copy a gradient into its group's buffer; the last one lets the reduce-scatter begin."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
             )
         self._open(backward=True)
         group = record.group
-        while (step := self._steps.sum_on_way(group)) is not None:  # the schedule may have two
-            self._talks.wait(step)
-        staged = self._steps.staged.get(group) or self._stage(group)
+        while (step := self._in_flight.sum_on_way(group)) is not None:  # the schedule may have two
+            self._negotiator.wait(step)
+        staged = self._in_flight.staged.get(group) or self._stage(group)
         target = record.shaped(staged.slot.flat(group.dtype, group.chunk_numel))
         self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in staged.records:
@@ -272,37 +276,37 @@ class ShardedDriver(OnDemandDriver):
             target.copy_(gradient)
         staged.records[record] = None
         self._sums.announce(record)
-        self._turns.stage(record)
+        self._order.stage(record)
         if len(staged.records) == len(group.tensors) or self._is_usual(group, staged):
-            self._turns.complete(group)
+            self._order.complete(group)
             self._advance()
         return True
 
     def _is_usual(self, group: ParamGroup, staged: StagedGradients) -> bool:
-        """Whether these are the tensors that got gradients the last time."""
+        """True if these are the tensors that got gradients in the last pass of this kind."""
         usual = self._expected.get(-1 if self._kind is None else self._kind, {}).get(group.index)
         return usual is not None and usual == sum(1 << record.index for record in staged.records)
 
     def _stage(self, group: ParamGroup) -> StagedGradients:
-        self._clear_way(group.weight_chunk.bytes)
-        slot = self._steps.reserve(group.weight_chunk.bytes, f"gradients of {group.name}")
-        staged = self._steps.staged[group] = StagedGradients(slot)
+        self._make_room_for(group.weight_chunk.bytes)
+        slot = self._in_flight.reserve(group.weight_chunk.bytes, f"gradients of {group.name}")
+        staged = self._in_flight.staged[group] = StagedGradients(slot)
         return staged
 
     def _make_sum(self, group: ParamGroup, position: int | None) -> CollectiveOp:
         """Ready to sum, once no more than so many sums are under way."""
-        while (earlier := self._steps.too_many_sums()) is not None:
-            self._talks.wait(earlier)
-        self._clear_way(self._steps.sum_bytes(group))
-        step = self._steps.sum(group, position, gives=group in self._steps.staged)
+        while (earlier := self._in_flight.too_many_sums()) is not None:
+            self._negotiator.wait(earlier)
+        self._make_room_for(self._in_flight.sum_bytes(group))
+        step = self._in_flight.sum(group, position, gives=group in self._in_flight.staged)
         if self._keeps and group in self._in:
-            self._let_go(group)
+            self._evict(group)
         return step
 
     # The end.
 
     def finish(self) -> None:
-        """Sum what is left, and let everything go."""
+        """Reduce the gradients that are left, and release all gathered groups."""
         backward = self._backward
         quiet = (RanksDiverged,) if sys.exc_info()[1] is not None else ()  # what broke the pass off tells more
         try:
@@ -313,56 +317,58 @@ class ShardedDriver(OnDemandDriver):
             self._on = self._backward = False
             self._shards.note_end()
             for group in list(self._in):
-                self._let_go(group)
-            for group in list(self._steps.ahead):
-                self._let_go(group)
-            self._steps.clear()
-            self._shards.sweep()
+                self._evict(group)
+            for group in list(self._in_flight.ahead):
+                self._evict(group)
+            self._in_flight.clear()
+            self._shards.release_unaliased()
             if not self._keeps:
                 self._store.free_spare()
         if backward and len(self._store.tiers) == 1:
             self.tracked = False  # one pass has shown that it fits
         if not self._trainable:
-            self._shards.risers.rise()  # no step ever comes
+            self._shards.promoter.promote()  # no step ever comes
 
     def _end(self) -> None:
         """Do what others want, until all are at the end of the pass."""
-        self._turns.end()
+        self._order.end()
         while True:
-            choice, words = self._talks.say(ProposalKind.END, room=self._space.beyond())
-            if choice.turn is ProposalKind.END:
+            decision, proposals = self._negotiator.propose(
+                ProposalKind.END, room=self._headroom.headroom_after_first_pass()
+            )
+            if decision.kind is ProposalKind.END:
                 break
-            if choice.turn is ProposalKind.FOLLOW:
+            if decision.kind is ProposalKind.FOLLOW:
                 self._bound = True
-                while self._turns.prepared < choice.arg:
-                    self._prepare(self._turns.prepared, wanted=False)
+                while self._order.prepared < decision.arg:
+                    self._prepare(self._order.prepared, wanted=False)
                 self._bound = False
             else:
-                self._talks.serve(choice, words)
+                self._negotiator.run_decision(decision, proposals)
         self._bound = True
         for group in reversed(self._shards.groups):
-            if holders(words, group.index):
+            if holders(proposals, group.index):
                 step = self._make_sum(group, None)
-                step.words = words
-                self._steps.on_way.append(step)
-                self._turns.submit(step)
-        while self._steps.on_way:
-            self._talks.wait(self._steps.on_way[0])
-        self._learn(words)
+                step.proposals = proposals
+                self._in_flight.under_way.append(step)
+                self._order.submit(step)
+        while self._in_flight.under_way:
+            self._negotiator.wait(self._in_flight.under_way[0])
+        self._learn(proposals)
 
-    def _learn(self, words: Sequence[Proposal]) -> None:
-        """What was done is the schedule of the next pass of the kind."""
-        done = self._turns.done
-        first = self._keeps is None and any(each.act.turn is ProposalKind.SUM for each in done)
+    def _learn(self, proposals: Sequence[Proposal]) -> None:
+        """Make this pass's collectives the schedule of the next pass of its kind."""
+        done = self._order.done
+        first = self._keeps is None and any(each.collective.kind is ProposalKind.SUM for each in done)
         if first:
-            room = min(word.room for word in words)
+            room = min(proposal.room for proposal in proposals)
             self._keeps, self._hoists = room == Headroom.ALL, room >= Headroom.NEXT
         if self._kind is not None:
             self._schedules[self._kind] = next_schedule(done, self._used, hoist=self._hoists)
             expected = self._expected[self._kind] = dict[int, int]()
             for each in done:
-                if each.act.turn is ProposalKind.SUM:
-                    expected[each.act.group] = expected.get(each.act.group, 0) | each.tensors
+                if each.collective.kind is ProposalKind.SUM:
+                    expected[each.collective.group] = expected.get(each.collective.group, 0) | each.tensors
         if first and self._keeps:
             self._schedules = {kind: gathered_once(entries) for kind, entries in self._schedules.items()}
 

@@ -63,14 +63,14 @@ class ShardedGradients(GradientStore):
         super().scale(record, factor)
 
     def dtype(self, group: ParamGroup) -> torch.dtype:
-        """What sums over processes are rounded to."""
+        """The type that sums over ranks are rounded to."""
         return group.dtype if self._goes_over(group) else torch.float32
 
     def _goes_over(self, group: ParamGroup) -> bool:
         return self._over_weights and group.weight is Kind.P16
 
     def _empty(self, group: ParamGroup) -> Chunk | None:
-        """What the next sum of a group fills; None: there is one already, to which it is added."""
+        """Return the tensor that the group's next sum fills; None: it is added to the sum that is there."""
         if any(each.gradient not in (GradientPlace.NONE, GradientPlace.ON_ITS_WAY) for each in group.tensors):
             return None
         return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
@@ -104,14 +104,14 @@ class ShardedGradients(GradientStore):
     def nothing_came(self, group: ParamGroup) -> None:
         """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
 
-        What processes ask of each other later goes by payloads, so they may not depend on where shards are.
+        Later requests between ranks go by slot contents, so these may not depend on where shards are.
         """
         if all(each.gradient is GradientPlace.NONE for each in group.tensors):
             for record in group.tensors:
                 record.mark_rebuilt()
 
     def _fill(self, chunk: Chunk, slot: Slot) -> None:
-        """Have at home what a slot holds."""
+        """Write a slot's bytes to the home slot."""
         chunk.mark_written(slot)
         if slot is not chunk.home:
             chunk.add_copy(slot)
@@ -170,13 +170,13 @@ class ShardedGradients(GradientStore):
             record.mark_rebuilt()
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
-        """Below, whatever has risen: room was only found for what is there in every step."""
+        """Keep sums in the home slot, also of promoted shards: memory was measured for what every step holds."""
         return low_tier(group.chunks[Kind.P32])
 
     # Norms.
 
     def measure(self, record: ParamState, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum of squares and non-finite flag of the whole gradient; the first to ask has all of them taken."""
+        """Return the sum of squares and the non-finite flag of the whole gradient; the first call measures all."""
         if record.norm_part is None:
             rows = [each for group in self._residency.groups for each in group.tensors]
             self.parts([each for each in rows if each.gradient is not GradientPlace.NONE])
@@ -261,7 +261,7 @@ class ShardedStepper(OnDemandStepper):
         """Step one group's shard, once there is room for it where its master is."""
         while not self._store.work_tier(group.chunks[Kind.P32].home.tier):
             missing = [chunk.bytes for kind, chunk in group.chunks.items() if kind is not Kind.FULL and chunk.home.tier]
-            if self._store.fits_slots(missing) or not self._shards.risers.sink(1):
+            if self._store.fits_slots(missing) or not self._shards.promoter.demote(1):
                 break
         super().step_one(group, settings_of, factor)
 
@@ -281,7 +281,7 @@ class ShardedStepper(OnDemandStepper):
             super()._put_back(chunk, slot)
 
     def free_sums(self) -> None:
-        """After a step; what these had is room to rise to."""
+        """After a step; what these had is room to promote to."""
         super().free_sums()
         self._shards.forget()
-        self._shards.risers.rise()
+        self._shards.promoter.promote()

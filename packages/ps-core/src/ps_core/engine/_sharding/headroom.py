@@ -1,6 +1,6 @@
-"""What there is room for on this process's compute tier: groups ahead of need, gradients and sums, all groups at once.
+"""Decide what the compute tier of this rank has room for: groups ahead of need, gradients, sums, all groups at once.
 
-Nobody is told, but for what all agree on after a first pass (`GatherHeadroom.beyond`); so no result depends on it.
+Only the decision after a first pass is shared between ranks (`headroom_after_first_pass`); no result depends on it.
 """
 
 from __future__ import annotations
@@ -21,60 +21,60 @@ class GatherHeadroom:
     """Decides by what is there, and by what passes took so far."""
 
     def __init__(
-        self, residency: ShardedResidency, steps: InFlightCollectives, talks: Negotiator, prefetch: int | None
+        self, residency: ShardedResidency, steps: InFlightCollectives, negotiator: Negotiator, prefetch: int | None
     ) -> None:
-        self._shards, self._steps, self._talks, self._prefetch = residency, steps, talks, prefetch
+        self._shards, self._in_flight, self._negotiator, self._prefetch = residency, steps, negotiator, prefetch
         self._store = residency.store
         self._largest_bytes = max((group.weight_chunk.bytes for group in residency.groups), default=0)
 
-    def has_ahead(self, group: ParamGroup, *, trains: bool, keeps: bool) -> bool:
-        """Whether there is room for a group that is not needed yet.
+    def has_room_ahead(self, group: ParamGroup, *, trains: bool, keeps: bool) -> bool:
+        """Return True if there is room for a group that is not needed yet.
 
         ``trains``: a backward pass may come. ``keeps``: there was room for all groups at once.
         """
-        if self._prefetch is not None and len(self._steps.ahead) >= self._prefetch:
+        if self._prefetch is not None and len(self._in_flight.ahead) >= self._prefetch:
             return False
         size = 0 if self._store.spare.has(group.weight_chunk.bytes) else group.weight_chunk.bytes
         if keeps:
-            return self._steps.roomy(size)
-        if self._prefetch is None and self._shards.risers.waiting and len(self._steps.ahead) >= _AHEAD:
+            return self._in_flight.has_room_besides(size)
+        if self._prefetch is None and self._shards.promoter.waiting and len(self._in_flight.ahead) >= _AHEAD:
             return False
         besides = max(0, self._store.ledger.highest_nonmodel_bytes - self._store.ledger.nonmodel_bytes)
         if trains:  # what a moment of backward takes besides
-            besides += self._largest_bytes + self._steps.sum_bytes(group)
-        return self._steps.roomy(size, besides)
+            besides += self._largest_bytes + self._in_flight.sum_bytes(group)
+        return self._in_flight.has_room_besides(size, besides)
 
-    def clear_way(self, size: int, *, backward: bool, bound: bool) -> None:
+    def make_room(self, size: int, *, backward: bool, bound: bool) -> None:
         """Try to have so much room: by waiting for sums, or else by having one taken early, but not where ``bound``.
 
-        What the tide may need besides is left, as far as waiting, or taking shards back that have risen, can do it.
+        Room for growing non-model bytes is left, as far as waiting for sums or demoting shards can make it.
         """
-        give_in = self._steps.give_in
-        while not self._steps.has_room(size, self._swell_bytes(backward=backward)):
-            if not (self._wait_for_sum() or give_in(size)):
+        demote_during_pass = self._in_flight.demote_during_pass
+        while not self._in_flight.has_room(size, self._swell_bytes(backward=backward)):
+            if not (self._wait_for_sum() or demote_during_pass(size)):
                 break
-        while not self._steps.finds_unused(size):
-            if self._wait_for_sum() or give_in(size):
+        while not self._in_flight.finds_unused(size):
+            if self._wait_for_sum() or demote_during_pass(size):
                 continue
-            if not self._steps.staged or bound:
+            if not self._in_flight.staged or bound:
                 return
-            self._talks.ask(ProposalKind.SUM, min(group.index for group in self._steps.staged))
+            self._negotiator.request(ProposalKind.SUM, min(group.index for group in self._in_flight.staged))
 
     def _swell_bytes(self, *, backward: bool) -> int:
-        """How much higher the tide may get before more is wanted: on the way back it falls from moment to moment."""
+        """Return by how much non-model bytes may still grow; in backward, they fall from moment to moment."""
         store = self._store
         most = max(0, store.ledger.highest_nonmodel_bytes - store.ledger.nonmodel_bytes)
         return min(most, store.ledger.highest_rise_bytes) if backward else most
 
     def _wait_for_sum(self) -> bool:
         """Wait for one that is under way, if there is any."""
-        under_way = next((step for step in self._steps.on_way if step.act.turn is ProposalKind.SUM), None)
+        under_way = next((step for step in self._in_flight.under_way if step.collective.kind is ProposalKind.SUM), None)
         if under_way is not None:
-            self._talks.wait(under_way)
+            self._negotiator.wait(under_way)
         return under_way is not None
 
-    def beyond(self) -> Headroom:
-        """What more there is room for than passes took so far."""
+    def headroom_after_first_pass(self) -> Headroom:
+        """Return what fits beside the peak of the passes so far: no look-ahead, one group, or all groups."""
         store, groups = self._store, self._shards.groups
         states = sum(chunk.home.bytes for group in groups for chunk in group.chunks.values() if chunk.home.tier == 0)
         besides = _MARGIN * (store.ledger.peak_bytes[0] - states)

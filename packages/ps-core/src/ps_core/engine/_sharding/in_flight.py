@@ -32,15 +32,15 @@ class GatherWatcher(TransferObserver, Protocol):
 
 
 class InFlightCollectives:
-    """What this process has under way."""
+    """Collectives of this rank that were begun or prepared, and their buffers."""
 
-    def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, turns: CollectiveOrder) -> None:
-        self._shards, self._sums, self._turns = residency, gradients, turns
+    def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, order: CollectiveOrder) -> None:
+        self._shards, self._sums, self._order = residency, gradients, order
         self._store = residency.store
         self.staged: dict[ParamGroup, StagedGradients] = {}
         self.ahead: dict[ParamGroup, CollectiveOp] = {}
-        """Gathers that were begun (and may be over), and whose group nobody has used yet."""
-        self.on_way: deque[CollectiveOp] = deque()
+        """Gathers that were begun (and may be over) of groups that were not used yet."""
+        self.under_way: deque[CollectiveOp] = deque()
         """In the order in which they are done."""
         self._records = {record.index: record for group in residency.groups for record in group.tensors}
 
@@ -48,21 +48,21 @@ class InFlightCollectives:
 
     def gather(self, group: ParamGroup, position: int | None, *, wanted: bool) -> CollectiveOp:
         """Ready to gather a group, or only to give this process's shard."""
-        act, name = Collective(ProposalKind.GATHER, group.index), f"gather {group.name}"
+        collective, name = Collective(ProposalKind.GATHER, group.index), f"gather {group.name}"
         if wanted:
             slot, whole, own = self._shards.begin_gather(group)
-            step = CollectiveOp(act, group, position, own, whole, slot=slot)
+            step = CollectiveOp(collective, group, position, own, whole, slot=slot)
             self.ahead[group] = step
             self._store.device.work(Queue.COLL, name, (own,), (whole,))
         else:
-            step = CollectiveOp(act, group, position, torch.empty(0))
+            step = CollectiveOp(collective, group, position, torch.empty(0))
             self.offer(step)
         return step
 
     def offer(self, step: CollectiveOp) -> None:
-        """Have this process's shard ready for those who gather; again, where its place is to be used otherwise."""
+        """Prepare this rank's shard for the gather; again, if the slot it was in gets another use."""
         self.finds_hole(step.group.chunks[step.group.weight].bytes)
-        step.shard, lent = self._shards.offered(step.group, changing=self.sum_on_way(step.group) is not None)
+        step.shard, lent = self._shards.shard_for_peers(step.group, changing=self.sum_on_way(step.group) is not None)
         step.slots = () if lent is None else (lent,)
         self._store.device.work(Queue.COLL, f"gather {step.group.name}", (step.shard,), ())
 
@@ -73,12 +73,12 @@ class InFlightCollectives:
 
         ``gives``: what is staged goes into it. ``alone``: no other sum of the group is under way.
         """
-        act, nothing = Collective(ProposalKind.SUM, group.index), torch.empty(0)
-        step = CollectiveOp(act, group, position, nothing, staged=self.staged.pop(group) if gives else None)
-        self.fill_in(step, alone=alone)
+        collective, nothing = Collective(ProposalKind.SUM, group.index), torch.empty(0)
+        step = CollectiveOp(collective, group, position, nothing, staged=self.staged.pop(group) if gives else None)
+        self.allocate_buffers(step, alone=alone)
         return step
 
-    def fill_in(self, step: CollectiveOp, *, alone: bool = True) -> None:
+    def allocate_buffers(self, step: CollectiveOp, *, alone: bool = True) -> None:
         """Give a sum the memory it needs."""
         group, staged = step.group, step.staged
         name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
@@ -88,15 +88,15 @@ class InFlightCollectives:
         if staged is not None:
             step.whole = staged.slot.flat(group.dtype, group.chunk_numel)
             self._clear(group, staged, step.whole)
-        self._shards.beside.before()
+        self._shards.ordering.before()
         reads = () if step.whole is None else (step.whole,)
         self._store.device.work(Queue.COLL, name, reads, (target.memory, scratch.memory))
         step.shard, step.scratch, step.slot = target.flat(kind, numel), scratch.memory, target
         step.slots = (scratch,) if direct else (scratch, target)
 
-    def take_apart(self, step: CollectiveOp) -> None:
-        """Do without the memory of a step that was left: a sum is filled in again, a gather asked for again."""
-        if step.act.turn is ProposalKind.SUM:
+    def release_buffers(self, step: CollectiveOp) -> None:
+        """Release the buffers of a collective that was passed over; a sum gets new ones, a gather is requested anew."""
+        if step.collective.kind is ProposalKind.SUM:
             slots = step.slots
             step.slot, step.slots = None, ()
         elif step.whole is not None:
@@ -104,14 +104,14 @@ class InFlightCollectives:
             assert step.position is not None, "it waits for its place in the schedule"
             self.ahead.pop(step.group, None)
             step.group.weight_chunk.drop_copy(0)
-            self._turns.leave(step.position)
+            self._order.leave(step.position)
             slots = (step.slot,)
             step.whole = step.slot = None
             self.offer(step)
         else:
             return
         for slot in slots:
-            self._shards.lend(slot)
+            self._shards.return_slot(slot)
         self._store.free_spare()
 
     def sum_bytes(self, group: ParamGroup) -> int:
@@ -120,7 +120,7 @@ class InFlightCollectives:
         return self._scratch_bytes(group) + max(align_up(shard), 128)
 
     def _scratch_bytes(self, group: ParamGroup) -> int:
-        return max(align_up(min(self._shards.beside.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
+        return max(align_up(min(self._shards.ordering.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
 
     def _clear(self, group: ParamGroup, staged: StagedGradients, whole: torch.Tensor) -> None:
         """Zeros where there is no gradient."""
@@ -132,22 +132,24 @@ class InFlightCollectives:
 
     def sum_on_way(self, group: ParamGroup) -> CollectiveOp | None:
         """The sum of a group that is not over."""
-        return next((step for step in self.on_way if step.group is group and step.act.turn is ProposalKind.SUM), None)
+        return next(
+            (step for step in self.under_way if step.group is group and step.collective.kind is ProposalKind.SUM), None
+        )
 
     def too_many_sums(self) -> CollectiveOp | None:
         """The sum to be waited for before another one is begun."""
-        sums = [step for step in self.on_way if step.act.turn is ProposalKind.SUM]
+        sums = [step for step in self.under_way if step.collective.kind is ProposalKind.SUM]
         return sums[0] if len(sums) >= _ON_WAY else None
 
-    # What is over.
+    # Finished collectives.
 
-    def take_in(self) -> None:
-        """Have the results of what is over."""
-        while self.on_way and self.on_way[0].done:
-            step = self.on_way.popleft()
+    def collect_finished(self) -> None:
+        """Take over the results of finished collectives."""
+        while self.under_way and self.under_way[0].done:
+            step = self.under_way.popleft()
             if step.index >= 0:
-                self._shards.beside.after(step.over)
-            if step.act.turn is ProposalKind.SUM:
+                self._shards.ordering.after(step.over)
+            if step.collective.kind is ProposalKind.SUM:
                 records = [self._records[index] for index in _bits(step.tensors)]
                 for record in records:
                     self._sums.announce(record)
@@ -159,7 +161,7 @@ class InFlightCollectives:
             elif step.slot is not None:
                 self._shards.end_gather(step.group, step.slot)
             for slot in (*step.slots, *((step.staged.slot,) if step.staged is not None else ())):
-                self._shards.lend(slot)
+                self._shards.return_slot(slot)
 
     def wait(self, step: CollectiveOp) -> bool:
         """Wait for a step; False: it was left, for all do something else first."""
@@ -175,7 +177,7 @@ class InFlightCollectives:
         """A slot on the compute tier."""
         size = max(align_up(size), 128)
         self.make_hole(size, name)
-        return self._shards.borrow(size)
+        return self._shards.take_slot(size)
 
     def make_hole(self, size: int, name: str) -> None:
         """Room on the compute tier."""
@@ -185,30 +187,37 @@ class InFlightCollectives:
             raise compute_tier_too_small(store, groups, name, total, store.ledger.nonmodel_bytes, proven=True)
 
     def finds_hole(self, size: int) -> bool:
-        """Whether there is so much room, if need be once shards that have risen are below again."""
+        """Return True if there are ``size`` free bytes, after demoting shards if needed."""
         while not self.finds_unused(size):
-            if not self.give_in(size):
+            if not self.demote_during_pass(size):
                 return False
         return True
 
-    def give_in(self, size: int) -> int:
+    def demote_during_pass(self, size: int) -> int:
         """Demote shards that no collective under way reads or writes, to free so many bytes; return how many it was."""
-        return self._shards.risers.give_in(size, {step.group for step in self.on_way})
+        return self._shards.promoter.demote_during_pass(size, {step.group for step in self.under_way})
 
     def finds_unused(self, size: int) -> bool:
-        """Whether there is so much room, if need be once nothing is kept that nobody uses."""
-        for makes_room in (self.take_in, self._shards.sweep, self._store.free_spare, self.drop_unused):
+        """Return True if there are ``size`` free bytes, after freeing unused slots if needed."""
+        for makes_room in (
+            self.collect_finished,
+            self._shards.release_unaliased,
+            self._store.free_spare,
+            self.drop_unused,
+        ):
             if self.has_room(size):
                 return True
             makes_room()
         return self.has_room(size)
 
     def has_room(self, size: int, besides: int = 0) -> bool:
-        """Whether there is so much room, and more, perhaps in memory that is kept for it."""
-        return self.roomy(0, besides) if self._store.spare.has(size) else self.roomy(size, besides)
+        """Return True if ``size`` bytes are free or cached, with ``besides`` more free bytes."""
+        return (
+            self.has_room_besides(0, besides) if self._store.spare.has(size) else self.has_room_besides(size, besides)
+        )
 
-    def roomy(self, size: int, besides: int = 0) -> bool:
-        """Whether the compute tier has so much room, and more."""
+    def has_room_besides(self, size: int, besides: int = 0) -> bool:
+        """Return True if the compute tier has ``size`` free bytes, and ``besides`` more."""
         line = self._store.tiers[0].capacity_bytes - self._store.ledger.nonmodel_bytes
         return (
             self._store.ledger.used_bytes[0] + size + besides <= line
@@ -216,9 +225,9 @@ class InFlightCollectives:
         )
 
     def drop_unused(self) -> None:
-        """Let go of what was gathered ahead of need."""
+        """Release groups that were gathered ahead of need."""
         for group, step in list(self.ahead.items()):
-            if step.done and step not in self.on_way:
+            if step.done and step not in self.under_way:
                 del self.ahead[group]
                 self._shards.drop(group)
         self._store.free_spare()
@@ -226,9 +235,9 @@ class InFlightCollectives:
     def clear(self) -> None:
         """The pass is over, or was broken off: nothing is under way any more."""
         for staged in self.staged.values():
-            self._shards.lend(staged.slot)
+            self._shards.return_slot(staged.slot)
         self.staged.clear()
-        self.on_way.clear()
+        self.under_way.clear()
         self.ahead.clear()
 
 

@@ -34,10 +34,10 @@ class SingleProcess:
         """Anything goes."""
 
     def share(self, packing: Grouping, optimizer: Optimizer | None, how: str) -> None:
-        """There is nobody to share with."""
+        """Do nothing: there is one process."""
 
     def values(self, values: Values) -> Values:
-        """There is nobody to compare with."""
+        """Do nothing: there is one process."""
         return values
 
 
@@ -54,10 +54,10 @@ class GroupJoin:
         self._together.agree("the kind of device", device.name)
         if device.torch_device.type == "cuda":
             self._check_cards(device)
-            # Before anybody asks how much memory is free: connections take some.
-            words = self._together.reach(device.torch_device)
-            if words is not None and self._together.process == 0:
-                log_line(words)
+            # Before free memory is measured: connections take some.
+            proposals = self._together.reach(device.torch_device)
+            if proposals is not None and self._together.process == 0:
+                log_line(proposals)
 
     def _check_cards(self, device: Device) -> None:
         """Refuse that processes share a card while others are idle."""

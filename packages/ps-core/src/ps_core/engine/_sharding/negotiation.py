@@ -1,6 +1,6 @@
-"""What this process says to the others, and what it does where one of them had something else in mind.
+"""Exchange proposals with the other ranks, and run what they decide out of the schedule's order.
 
-See [Note: taking turns] in `schedule`.
+See [Note: one order of collectives] in `schedule`.
 """
 
 from __future__ import annotations
@@ -25,91 +25,101 @@ from ps_core.engine._sharding.schedule import (
 
 
 class Negotiator:
-    """The training thread's end of taking turns."""
+    """The training thread's side of the negotiation."""
 
     def __init__(
-        self, residency: ShardedResidency, steps: InFlightCollectives, turns: CollectiveOrder, me: int
+        self, residency: ShardedResidency, steps: InFlightCollectives, order: CollectiveOrder, me: int
     ) -> None:
-        self._shards, self._steps, self._turns, self._me = residency, steps, turns, me
+        self._shards, self._in_flight, self._order, self._me = residency, steps, order, me
 
-    def say(self, turn: ProposalKind, arg: int = 0, room: int = Headroom.TIGHT) -> tuple[Decision, Sequence[Proposal]]:
-        """Say a word; what all do next."""
+    def propose(
+        self, kind: ProposalKind, arg: int = 0, room: int = Headroom.TIGHT
+    ) -> tuple[Decision, Sequence[Proposal]]:
+        """Send a proposal; return what all ranks decide, and all proposals."""
         while True:
-            pending = self._turns.speak(turn, arg, room)
+            pending = self._order.send(kind, arg, room)
             pending.wait()
-            if all(step.done for step in self._steps.on_way):
-                self._steps.take_in()
-                return self._turns.take_choice()
-            self.resolve()  # the word was not said: others had something in mind before
+            if all(step.done for step in self._in_flight.under_way):
+                self._in_flight.collect_finished()
+                return self._order.pop_decision()
+            self.run_pending_decision()  # the proposal was not sent: another decision came first
 
-    def ask(self, turn: ProposalKind, arg: int) -> None:
-        """Say what is not to be had by following; something is done then, if perhaps not that yet."""
-        choice, words = self.say(turn, arg)
-        self.serve(choice, words)
+    def request(self, kind: ProposalKind, arg: int) -> None:
+        """Request a collective that is not next in the schedule; all ranks run the one they agree on."""
+        decision, proposals = self.propose(kind, arg)
+        self.run_decision(decision, proposals)
 
     def wait(self, step: CollectiveOp) -> None:
-        """Until a step is done."""
-        while not self._steps.wait(step):
-            if self._turns.parked:
-                self.resolve()
-        self._steps.take_in()
+        """Wait until a collective is done."""
+        while not self._in_flight.wait(step):
+            if self._order.has_decision:
+                self.run_pending_decision()
+        self._in_flight.collect_finished()
 
-    def resolve(self) -> None:
-        """Do what somebody asked for, then what was left for it."""
-        self._steps.take_in()
-        choice, words = self._turns.take_choice()
-        self.serve(choice, words)
+    def run_pending_decision(self) -> None:
+        """Run what a rank requested, then the collectives that were passed over for it."""
+        self._in_flight.collect_finished()
+        decision, proposals = self._order.pop_decision()
+        self.run_decision(decision, proposals)
 
-    def serve(self, choice: Decision, words: Sequence[Proposal]) -> None:
-        """Do what all chose out of order; steps that were left for it come after it."""
-        group = self._shards.groups[choice.arg]
-        if choice.turn is ProposalKind.SUM and not is_settled(words, choice.arg):
-            self._turns.speak(ProposalKind.READY).wait()
-            _, words = self._turns.take_choice()
-        act, left = Collective(choice.turn, choice.arg), list(self._steps.on_way)
-        same = [step for step in left if step.act == act]
-        needed = self._steps.sum_bytes(group) if act.turn is ProposalKind.SUM else group.chunks[group.weight].bytes
-        if not self._steps.finds_hole(needed):
+    def run_decision(self, decision: Decision, proposals: Sequence[Proposal]) -> None:
+        """Run a collective out of order; those that were passed over come after it."""
+        group = self._shards.groups[decision.arg]
+        if decision.kind is ProposalKind.SUM and not is_settled(proposals, decision.arg):
+            self._order.send(ProposalKind.READY).wait()
+            _, proposals = self._order.pop_decision()
+        collective, left = Collective(decision.kind, decision.arg), list(self._in_flight.under_way)
+        same = [step for step in left if step.collective == collective]
+        needed = (
+            self._in_flight.sum_bytes(group)
+            if collective.kind is ProposalKind.SUM
+            else group.chunks[group.weight].bytes
+        )
+        if not self._in_flight.finds_hole(needed):
             for each in reversed(left):
                 if each not in same:
-                    self._steps.take_apart(each)
-        if act.turn is ProposalKind.GATHER:
-            takes = self._me in self._turns.takers(act, words)
+                    self._in_flight.release_buffers(each)
+        if collective.kind is ProposalKind.GATHER:
+            takes = self._me in self._order.takers(collective, proposals)
             old = next((step for step in same if step.whole is not None), None) if takes else None
-            step = self._steps.gather(group, None, wanted=takes) if old is None else self._instead(old)
+            step = self._in_flight.gather(group, None, wanted=takes) if old is None else self._instead(old)
         else:
-            gives = self._me in holders(words, group.index)
-            step = self._instead(same[0]) if same else self._steps.sum(group, None, gives=gives)
+            gives = self._me in holders(proposals, group.index)
+            step = self._instead(same[0]) if same else self._in_flight.sum(group, None, gives=gives)
             for each in left:  # the sum may take the place of the weight's shard
-                if each.act == Collective(ProposalKind.GATHER, group.index) and each.whole is None and not each.slots:
-                    self._steps.offer(each)
-        step.words = words
-        self._steps.on_way.appendleft(step)
-        self._turns.submit(step)
+                if (
+                    each.collective == Collective(ProposalKind.GATHER, group.index)
+                    and each.whole is None
+                    and not each.slots
+                ):
+                    self._in_flight.offer(each)
+        step.proposals = proposals
+        self._in_flight.under_way.appendleft(step)
+        self._order.submit(step)
         if left:
             self.wait(step)
         for each in left:
-            if each.act.turn is ProposalKind.SUM and each.slot is None:
-                self._steps.fill_in(each)
-            self._turns.submit(each)
+            if each.collective.kind is ProposalKind.SUM and each.slot is None:
+                self._in_flight.allocate_buffers(each)
+            self._order.submit(each)
 
     def _instead(self, old: CollectiveOp) -> CollectiveOp:
-        """A step of the schedule done before its turn; when that comes there is nothing left for it."""
+        """Make a collective of the schedule the one to run now; at its own position nothing is left to do."""
         step = replace(old, position=None, pending=None)
         old.whole = old.slot = old.staged = None
         old.slots = ()
-        if old.act.turn is ProposalKind.GATHER:
+        if old.collective.kind is ProposalKind.GATHER:
             assert old.position is not None, "only such are left"
-            self._turns.leave(old.position)
-            self._steps.ahead[old.group] = step
-            self._steps.offer(old)
+            self._order.leave(old.position)
+            self._in_flight.ahead[old.group] = step
+            self._in_flight.offer(old)
         else:
-            self._steps.fill_in(old, alone=False)
+            self._in_flight.allocate_buffers(old, alone=False)
         return step
 
-    def settle(self) -> None:
-        """Have everything that is under way done, and let go of what nobody uses yet: between two moments."""
+    def finish_collectives(self) -> None:
+        """Finish all collectives that are under way, and release unused gathers; call it between two moments."""
         with torch.no_grad():
-            while self._steps.on_way:
-                self.wait(self._steps.on_way[0])
-            self._steps.drop_unused()
+            while self._in_flight.under_way:
+                self.wait(self._in_flight.under_way[0])
+            self._in_flight.drop_unused()

@@ -1,14 +1,14 @@
-"""Shards that come up to the compute tier while there is room: without a plan, what steps have shown decides.
+"""Promote shards to the compute tier while it has room: without a plan, what earlier steps took decides.
 
-[Note: who rises]
+[Note: which shards are promoted]
 Above a disk a shard of anything spares a write and a read a step. On an accelerator a 16-bit weight spares two copies
 up and a sum down, and costs a copy of its gradient down and one of what the step makes of it; states spare those two,
 and are stepped on the card. In fp32, where the weight is the master, all of a group spares whatever crosses the link,
 and less than all of it nothing. So weights come first, then sums, then states, and what a step must find in one place
-comes at once. Which shards are where is each process's own business: no result and no message depends on it.
+comes at once. Each rank decides alone which of its shards are promoted: no result and no message depends on it.
 
-A home that has risen keeps its place below: it can go back at any time, and a step that is done there finds room. What
-a collective works on does not move.
+A promoted chunk keeps its slot on the lower tier: it can be demoted at any time, and a step there finds room. The
+memory that a collective works on does not move.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from ps_core.engine._parameters.state import ParamGroup
 
 _WEIGHTS, _SUMS, _STATES = range(3)
 _Unit: TypeAlias = tuple[Chunk, ...]
-"""Homes of one group that rise and sink at once."""
+"""Chunks of one group that are promoted and demoted together."""
 
 
 class ShardPromoter:
-    """Homes that lie at the top of the compute tier's memory."""
+    """Promotes and demotes shards; promoted ones lie at the top of the compute tier's arena."""
 
     def __init__(self, residency: Residency, groups: list[ParamGroup]) -> None:
         self._residency, self._store, self._groups = residency, residency.store, groups
-        self._risen: list[_Unit] = []
-        """In the order in which they came up."""
+        self._promoted: list[_Unit] = []
+        """In the order of their promotion."""
         self._besides_bytes = 0
-        """What all else took at most, as known after the last step."""
+        """The most that everything else took, as known after the last step."""
         self._spare_bytes = 0
         """Left free beyond that, since the device ran out of memory."""
         self.waiting = len(self._store.tiers) > 1
-        """Whether anything would still come up, had it room."""
+        """True: a shard could still be promoted if there were room."""
 
-    def rise(self) -> None:
-        """Between passes: bring up what there was room for all the time, if the last one took no more than before."""
+    def promote(self) -> None:
+        """Promote, between passes, what always had room, unless the last pass took more memory than before."""
         store, known = self._store, self._besides_bytes
-        if not (self.waiting or self._risen) or self._residency.broken:
+        if not (self.waiting or self._promoted) or self._residency.broken:
             return
         self._besides_bytes = store.ledger.peak_besides_bytes
         room = store.tiers[0].capacity_bytes - self._besides_bytes - store.ledger.promoted_bytes - self._margin_bytes()
-        self.sink(-room)
+        self.demote(-room)
         if self._besides_bytes > known:
             return
-        for unit in self._below():
+        for unit in self._not_promoted():
             room -= sum(chunk.bytes for chunk in unit)
-            if room < 0 or not self._lift(unit):
+            if room < 0 or not self._promote_unit(unit):
                 return
         self.waiting = False
 
     def _margin_bytes(self) -> int:
-        """What a card's allocator loses to pieces too small to use."""
+        """Return the bytes to leave free: for fragmentation, and for what the device ran out of before."""
         lost = 0 if self._store.device.lazy else int(self._store.ledger.highest_nonmodel_bytes * FRAGMENTATION)
         return lost + self._spare_bytes
 
-    def _below(self) -> Iterator[_Unit]:
-        """Units that have not risen, those first that are worth most."""
+    def _not_promoted(self) -> Iterator[_Unit]:
+        """Yield units that are not promoted, the most useful first."""
         apart = self._store.is_disk(1)
         rows = [row for group in self._groups if not group.pinned for row in _units(group, apart=apart)]
         for _, unit in sorted(rows, key=lambda row: row[0]):
             if all(chunk.planned and chunk.home.tier for chunk in unit):
                 yield unit
 
-    def _lift(self, unit: _Unit) -> bool:
-        """Bring a unit up, if there is memory for it."""
+    def _promote_unit(self, unit: _Unit) -> bool:
+        """Promote a unit; return False if there is no memory for it."""
         targets: list[Slot] = []
         for chunk in unit:
             offset = self._store.arena.highest_free(chunk.bytes)
@@ -82,7 +82,7 @@ class ShardPromoter:
                 if offset is None:
                     break
                 targets.append(self._store.reserve(0, chunk.bytes, offset))
-            except torch.OutOfMemoryError:  # others have it
+            except torch.OutOfMemoryError:  # other tensors have it
                 break
         if len(targets) < len(unit):
             for target in targets:
@@ -92,52 +92,52 @@ class ShardPromoter:
             self._store.ledger.note_promoted(chunk.bytes)
             self._residency.copy_to(chunk, target)
             chunk.add_copy(chunk.rehome(target))
-        self._risen.append(unit)
+        self._promoted.append(unit)
         return True
 
-    def sink(self, size: int, in_use: Collection[ParamGroup] = ()) -> int:
-        """Take so many bytes back, but none of groups in use by a collective; return how many it came to."""
+    def demote(self, size: int, in_use: Collection[ParamGroup] = ()) -> int:
+        """Demote at least ``size`` bytes, but no group that a collective uses; return how many were demoted."""
         done = 0
-        for unit in reversed(list(self._risen)):
+        for unit in reversed(list(self._promoted)):
             if done >= size or self._residency.broken:
                 break
             if self._groups[unit[0].extent.index] not in in_use:
-                self._risen.remove(unit)
+                self._promoted.remove(unit)
                 self.waiting = True
-                done += sum(self._lower(chunk) for chunk in unit)
+                done += sum(self._demote_chunk(chunk) for chunk in unit)
         return done
 
-    def give_in(self, size: int, in_use: Collection[ParamGroup]) -> int:
-        """The same amid a pass, which shows that all else needs more than was known."""
-        done = self.sink(size, in_use)
+    def demote_during_pass(self, size: int, in_use: Collection[ParamGroup]) -> int:
+        """Demote during a pass, and remember that everything else needs more memory than was known."""
+        done = self.demote(size, in_use)
         if done:
             self._store.ledger.note_besides(self._store.tiers[0].capacity_bytes - self._store.ledger.promoted_bytes)
         return done
 
-    def sink_all(self, missing_bytes: int) -> None:
-        """Take everything back; so much was asked for in vain, if any, and more is to be left free from now on."""
+    def demote_all(self, missing_bytes: int) -> None:
+        """Demote everything; if an allocation of ``missing_bytes`` failed, leave more memory free from now on."""
         if missing_bytes:
             self._spare_bytes += bytes_to_reserve(missing_bytes, self._store.tiers[0].capacity_bytes)
-        self.sink(self._store.ledger.promoted_bytes)
+        self.demote(self._store.ledger.promoted_bytes)
 
-    def _lower(self, chunk: Chunk) -> int:
-        risen, below = chunk.home, chunk.copies[low_tier(chunk)]
+    def _demote_chunk(self, chunk: Chunk) -> int:
+        promoted, below = chunk.home, chunk.copies[low_tier(chunk)]
         if below.version != chunk.version:
             self._residency.copy_to(chunk, below)
             self._residency.check_disk()
         chunk.rehome(below)
-        self._store.ledger.note_promoted(-risen.bytes)
-        self._residency.give_back(risen)
-        return risen.bytes
+        self._store.ledger.note_promoted(-promoted.bytes)
+        self._residency.give_back(promoted)
+        return promoted.bytes
 
 
 def low_tier(chunk: Chunk) -> int:
-    """Where a home is, or where it goes back to."""
+    """Return the lowest tier on which a chunk has a slot."""
     return max((chunk.home.tier, *chunk.copies))
 
 
 def _units(group: ParamGroup, *, apart: bool) -> Iterator[tuple[int, _Unit]]:
-    """What of a group rises at once, and how soon; ``apart``: every home by itself."""
+    """Yield a group's units, each with its priority; ``apart``: every chunk by itself."""
     chunks = {kind: chunk for kind, chunk in group.chunks.items() if kind is not Kind.FULL}
     ranks = {kind: _WEIGHTS if kind is group.weight else _SUMS if kind is Kind.ACC else _STATES for kind in chunks}
     if apart:

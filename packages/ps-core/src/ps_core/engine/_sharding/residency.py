@@ -3,7 +3,7 @@
 [Note: shards]
 Homes hold this process's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
 has no home: it is gathered when a moment wants it, or before (see `schedule`), and given back when a moment begins that
-does not (or, where all processes have plenty of room, when its gradients leave). A copy that somebody holds on to stays
+does not (or, where all processes have plenty of room, when its gradients leave). A copy with live aliases stays
 charged until it is let go, but counts as gone: when it is let go may be the garbage collector's business.
 """
 
@@ -25,7 +25,7 @@ from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.promotion import ShardPromoter
-from ps_core.engine._sharding.streams import beside
+from ps_core.engine._sharding.streams import collective_ordering
 
 
 class ShardedResidency(Residency):
@@ -38,14 +38,14 @@ class ShardedResidency(Residency):
         self._together = together
         self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
         """Copies that count as gone, but for their memory."""
-        self.risers = ShardPromoter(self, groups)
+        self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
         """So many have begun in this pass, whose activations wait for backward."""
         self.unknown = False
         """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self._whole: tuple[Chunk, int, torch.Tensor] | None = None
-        """What was gathered last to be read, as it was then: the next tensor is mostly of the same group."""
-        self.beside = beside(self, together)
+        """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
+        self.ordering = collective_ordering(self, together)
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
@@ -69,7 +69,7 @@ class ShardedResidency(Residency):
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
-            slot = self.borrow(chunk.bytes, group.tensors[0])
+            slot = self.take_slot(chunk.bytes, group.tensors[0])
             chunk.add_copy(slot)
         chunk.invalidate(slot)
         whole = slot.flat(group.dtype, group.chunk_numel)
@@ -82,7 +82,7 @@ class ShardedResidency(Residency):
         """What `begin_gather` gave was filled."""
         group.weight_chunk.fill(slot)
 
-    def offered(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
+    def shard_for_peers(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
         """This process's shard for others to gather: where it lies, or else in a slot to be given back.
 
         ``changing``: it may be written before they have it.
@@ -91,10 +91,10 @@ class ShardedResidency(Residency):
             group.chunks[group.weight].source(),
             all(r.contents is SlotContents.WEIGHT for r in group.tensors),
         )
-        if valid and self.beside.reaches(source) and not changing:
-            self.beside.before()
+        if valid and self.ordering.reaches(source) and not changing:
+            self.ordering.before()
             return source.flat(group.dtype, group.shard_numel), None
-        slot = self.borrow(max(align_up(group.chunks[group.weight].bytes), 128))
+        slot = self.take_slot(max(align_up(group.chunks[group.weight].bytes), 128))
         own = slot.flat(group.dtype, group.shard_numel)
         self._copy_shard(group, own)
         return own, slot
@@ -107,7 +107,7 @@ class ShardedResidency(Residency):
             self.copy_to(chunk, place)
         else:
             self._cast_shard(group, place)
-        self.beside.before()
+        self.ordering.before()
 
     def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
         """The same from the master, while gradients lie over the weight."""
@@ -123,7 +123,7 @@ class ShardedResidency(Residency):
             self.give_back(target)
 
     def drop(self, group: ParamGroup) -> bool:
-        """Let the gathered copy go; there is nothing to write back."""
+        """Release the gathered copy; nothing has to be written back."""
         slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
             bounds: dict[Hashable, SlotView] = {
@@ -134,27 +134,27 @@ class ShardedResidency(Residency):
             self.exposed.forget(group)
             self._held.append((slot, bounds))
             self.watcher.evicted()
-            self.sweep()
+            self.release_unaliased()
         return True
 
-    def sweep(self) -> None:
-        """Give the memory back that nobody holds on to any more."""
+    def release_unaliased(self) -> None:
+        """Release gathered copies that have no live aliases any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
             if any(bound.outlived for bound in bounds.values()):
                 self._held.append((slot, bounds))
             else:
                 slot.bounds = bounds
-                self.lend(slot)
+                self.return_slot(slot)
 
     # Memory for a while; see `_memory.slot_cache`.
 
-    def borrow(self, size: int, record: ParamState | None = None) -> Slot:
+    def take_slot(self, size: int, record: ParamState | None = None) -> Slot:
         """A slot on the compute tier; best that in which this parameter was."""
         with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
             return self.store.spare.take(size, record) or self.store.reserve(0, size)
 
-    def lend(self, slot: Slot) -> None:
+    def return_slot(self, slot: Slot) -> None:
         """What `borrow` gave is not needed any more."""
         if slot.offset >= 0 or self.store.poison:
             self.give_back(slot)
@@ -228,7 +228,7 @@ class ShardedResidency(Residency):
             for record in records:
                 self.save(group.chunks[Kind.P16], record.piece, self.load(group.chunks[Kind.P32], record.piece))
 
-    # All processes' parts: every process asks for the same at once, and gets the whole.
+    # Whole tensors: every rank calls for the same one at the same time.
 
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """All elements of a parameter of a kind."""

@@ -1,14 +1,14 @@
-"""What processes that share a model do next: pure rules, the same on each of them.
+"""Decide which collective all ranks run next: pure rules, the same on each rank.
 
-[Note: taking turns]
+[Note: one order of collectives]
 Collectives have to be begun in one order on all processes, but models may touch other groups on other processes. So
-before a collective every process says a *word*: what it would have next. From the same words all draw the same choice.
-What was done in a pass is the schedule of the next one of its kind: then a word says how far a process follows it, far
-ahead of need where it has room, and all that every process follows is done without another word. A gather goes to those
-that want it; of a sum, those that have nothing for it give nothing.
+before a collective every rank sends a *proposal*: what it needs next. From the same proposals all make the same
+decision. What was done in a pass is the schedule of the next one of its kind. Then a proposal tells how far a rank
+follows it, far ahead of need where it has room; what every rank follows is done without another proposal. A gather goes
+to the ranks that want it; to a sum, ranks without gradients for it give nothing.
 
-A sum is taken once everybody has all that will come, so that it is the same, to the bit, as if one process had added
-the parts. Only where somebody has no room left it is taken earlier, and what comes later is added.
+A sum is taken once every rank has all its gradients, so that it is the same, to the bit, as if one process had added
+the parts. Only where a rank has no memory left it is taken earlier, and later gradients are added.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from enum import IntEnum
 from typing import NamedTuple
 
 WINDOW = 62
-"""Collectives that a word can follow the schedule ahead."""
+"""How many collectives of the schedule a proposal can follow ahead."""
 _HEAD = "<BB?qQ"
 
 
 class ProposalKind(IntEnum):
-    """What a process would have next."""
+    """What a rank needs next."""
 
     HELLO = 0
     """Its pass begins."""
@@ -34,25 +34,25 @@ class ProposalKind(IntEnum):
     FOLLOW = 2
     """The schedule, up to a position."""
     GATHER = 3
-    """A group that is not to be had by following."""
+    """A group that is not next in the schedule."""
     SUM = 4
-    """Room, by way of a group's sum."""
+    """Memory, by taking a group's sum early."""
     READY = 5
-    """To tell what it has for a sum that is taken early."""
+    """Nothing: it tells what it has for a sum that is taken early."""
 
 
 class Collective(NamedTuple):
     """A collective: the gather or the sum of a group."""
 
-    turn: ProposalKind
+    kind: ProposalKind
     group: int
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one process says; sets are bits of whole numbers."""
+    """What one rank tells the others; sets are the bits of whole numbers."""
 
-    turn: ProposalKind
+    kind: ProposalKind
     arg: int = 0
     """FOLLOW: the first position that it does not follow; GATHER, SUM: the group; HELLO: the kind of pass."""
     wants: int = 0
@@ -66,24 +66,24 @@ class Proposal:
     room: int = 0
     """How much it has: `Headroom`."""
     backward: bool = False
-    """Whether it is on its way back."""
+    """True: it is in its backward pass."""
 
     def pack(self, groups: int, tensors: int) -> bytes:
         """As bytes, as many from each process."""
         masks = ((self.staged, groups), (self.settled, groups), (self.tensors, tensors))
-        head = struct.pack(_HEAD, self.turn, self.room, self.backward, self.arg, self.wants)
+        head = struct.pack(_HEAD, self.kind, self.room, self.backward, self.arg, self.wants)
         return head + b"".join(mask.to_bytes(_bytes(count), "little") for mask, count in masks)
 
     @classmethod
     def unpack(cls, text: bytes, groups: int, tensors: int) -> Proposal:
         """What `pack` gave."""
-        turn, room, backward, arg, wants = struct.unpack_from(_HEAD, text)
+        kind, room, backward, arg, wants = struct.unpack_from(_HEAD, text)
         start, masks = struct.calcsize(_HEAD), []
         for count in (groups, groups, tensors):
             masks.append(int.from_bytes(text[start : start + _bytes(count)], "little"))
             start += _bytes(count)
         staged, settled, present = masks
-        return cls(ProposalKind(turn), arg, wants, staged, settled, present, room, backward)
+        return cls(ProposalKind(kind), arg, wants, staged, settled, present, room, backward)
 
 
 def _bytes(bits: int) -> int:
@@ -91,7 +91,7 @@ def _bytes(bits: int) -> int:
 
 
 class Headroom(IntEnum):
-    """What a process has room for, beyond what a pass took in which nothing was fetched ahead."""
+    """What a rank has room for, beyond a pass in which nothing was gathered ahead."""
 
     TIGHT = 0
     NEXT = 1
@@ -101,42 +101,44 @@ class Headroom(IntEnum):
 
 
 class Decision(NamedTuple):
-    """What all do next."""
+    """What all ranks do next."""
 
-    turn: ProposalKind
+    kind: ProposalKind
     arg: int = 0
 
 
-def choose(words: Sequence[Proposal], ahead: int) -> Decision:
-    """What follows from everybody's words; ``ahead``: groups whose sums are still to come in the schedule."""
-    if all(word.turn is words[0].turn for word in words) and words[0].turn in (
+def choose(proposals: Sequence[Proposal], ahead: int) -> Decision:
+    """Return what follows from all proposals; ``ahead``: groups whose sums are still to come in the schedule."""
+    if all(proposal.kind is proposals[0].kind for proposal in proposals) and proposals[0].kind in (
         ProposalKind.HELLO,
         ProposalKind.END,
         ProposalKind.READY,
     ):
-        return Decision(words[0].turn)
+        return Decision(proposals[0].kind)
     staged, settled = 0, -1
-    for word in words:
-        staged |= word.staged
-        settled &= -1 if word.turn is ProposalKind.END else word.settled
+    for proposal in proposals:
+        staged |= proposal.staged
+        settled &= -1 if proposal.kind is ProposalKind.END else proposal.settled
     due = staged & settled & ~ahead
     if due:
         return Decision(ProposalKind.SUM, _lowest(due))
-    for turn in (ProposalKind.SUM, ProposalKind.GATHER):
-        asking = [word for word in words if word.turn is turn]
+    for kind in (ProposalKind.SUM, ProposalKind.GATHER):
+        asking = [proposal for proposal in proposals if proposal.kind is kind]
         if asking:
-            return Decision(turn, min(asking, key=_behind).arg)
-    return Decision(ProposalKind.FOLLOW, min(word.arg for word in words if word.turn is ProposalKind.FOLLOW))
+            return Decision(kind, min(asking, key=_behind).arg)
+    return Decision(
+        ProposalKind.FOLLOW, min(proposal.arg for proposal in proposals if proposal.kind is ProposalKind.FOLLOW)
+    )
 
 
-def _behind(word: Proposal) -> tuple[bool, int]:
-    """Who is least far comes first, so that what more than one want is gathered for all of them."""
-    return word.backward, -word.arg if word.backward else word.arg
+def _behind(proposal: Proposal) -> tuple[bool, int]:
+    """Return a sort key: the rank that is least far comes first, so that one gather serves all that want the group."""
+    return proposal.backward, -proposal.arg if proposal.backward else proposal.arg
 
 
-def is_settled(words: Sequence[Proposal], group: int) -> bool:
-    """Whether nobody will have more for a group's sum than it has."""
-    return all(word.turn is ProposalKind.END or word.settled >> group & 1 for word in words)
+def is_settled(proposals: Sequence[Proposal], group: int) -> bool:
+    """Return True if no rank expects further gradients of a group."""
+    return all(proposal.kind is ProposalKind.END or proposal.settled >> group & 1 for proposal in proposals)
 
 
 def _lowest(mask: int) -> int:
@@ -144,70 +146,78 @@ def _lowest(mask: int) -> int:
 
 
 def takers(
-    words: Sequence[Proposal], act: Collective, schedule: Sequence[Collective], base: int, position: int | None
+    proposals: Sequence[Proposal],
+    collective: Collective,
+    schedule: Sequence[Collective],
+    base: int,
+    position: int | None,
 ) -> list[int]:
-    """Who gets a gather: at a position of the schedule, or (None) where it was asked for out of order.
+    """Return the ranks that receive a gather: at a position of the schedule, or (None) requested out of order.
 
-    ``base``: where all were in the schedule when they said their words.
+    ``base``: the position of the schedule at which the proposals were sent.
     """
     found = []
-    for process, word in enumerate(words):
-        if word.turn is ProposalKind.FOLLOW:
-            asked = [place for place in _places(word, base) if schedule[place] == act]
+    for process, proposal in enumerate(proposals):
+        if proposal.kind is ProposalKind.FOLLOW:
+            asked = [place for place in _places(proposal, base) if schedule[place] == collective]
             wanted = bool(asked) if position is None else position in asked
         else:
-            wanted = position is None and word.turn is ProposalKind.GATHER and word.arg == act.group
+            wanted = position is None and proposal.kind is ProposalKind.GATHER and proposal.arg == collective.group
         if wanted:
             found.append(process)
     return found
 
 
-def _places(word: Proposal, base: int) -> list[int]:
+def _places(proposal: Proposal, base: int) -> list[int]:
     """The positions of the gathers that a process will use."""
-    return [place for place in range(base, word.arg) if word.wants >> place - base & 1]
+    return [place for place in range(base, proposal.arg) if proposal.wants >> place - base & 1]
 
 
 def givers(
-    words: Sequence[Proposal], act: Collective, schedule: Sequence[Collective], base: int, position: int | None
+    proposals: Sequence[Proposal],
+    collective: Collective,
+    schedule: Sequence[Collective],
+    base: int,
+    position: int | None,
 ) -> list[int]:
-    """Who has something for a sum; positions as for `takers`.
+    """Return the ranks that have gradients for a sum; positions as for `takers`.
 
-    Where the schedule has another sum of the group behind the words, what anybody had went into that.
+    Where the schedule has another sum of the group after the proposals, all gradients went into that one.
     """
-    if position is not None and act in schedule[base:position]:
+    if position is not None and collective in schedule[base:position]:
         return []
-    return holders(words, act.group)
+    return holders(proposals, collective.group)
 
 
-def holders(words: Sequence[Proposal], group: int) -> list[int]:
-    """Who has gradients of a group that were not summed yet."""
-    return [process for process, word in enumerate(words) if word.staged >> group & 1]
+def holders(proposals: Sequence[Proposal], group: int) -> list[int]:
+    """Return the ranks with gradients of a group that were not summed yet."""
+    return [process for process, proposal in enumerate(proposals) if proposal.staged >> group & 1]
 
 
-def tensors_of(words: Sequence[Proposal]) -> int:
-    """Whose gradients anybody has."""
+def tensors_of(proposals: Sequence[Proposal]) -> int:
+    """Return the tensors, as bits, whose gradients any rank has."""
     union = 0
-    for word in words:
-        union |= word.tensors
+    for proposal in proposals:
+        union |= proposal.tensors
     return union
 
 
 class CompletedCollective(NamedTuple):
     """A collective that took place."""
 
-    act: Collective
+    collective: Collective
     planned: bool
     """By the schedule."""
     tensors: int = 0
-    """What was summed."""
+    """The tensors that were summed, as bits."""
 
 
 class ScheduledCollective(NamedTuple):
     """A collective of the schedule."""
 
-    act: Collective
+    collective: Collective
     mine: bool
-    """Whether this process used what was gathered; the others do not know."""
+    """True: this rank used the gathered group; other ranks do not know."""
 
 
 def next_schedule(
@@ -215,15 +225,15 @@ def next_schedule(
 ) -> list[ScheduledCollective]:
     """The schedule after a pass; ``used``: which of the gathers this process used.
 
-    ``hoist``: a gather that was asked for goes before the sums that it came after, to be begun while the gradients for
+    ``hoist``: a gather requested out of order goes before the sums that it came after, to begin while the gradients for
     those are still computed.
     """
     made: list[ScheduledCollective] = []
     run = 0
-    for index, (act, planned, _) in enumerate(done):
-        gather = act.turn is ProposalKind.GATHER
+    for index, (collective, planned, _) in enumerate(done):
+        gather = collective.kind is ProposalKind.GATHER
         place = len(made) - (run if hoist and gather and not planned else 0)
-        made.insert(place, ScheduledCollective(act, gather and index in used))
+        made.insert(place, ScheduledCollective(collective, gather and index in used))
         run = 0 if gather else run + 1
     return made
 
@@ -231,13 +241,13 @@ def next_schedule(
 def gathered_once(schedule: Sequence[ScheduledCollective]) -> list[ScheduledCollective]:
     """The schedule where groups stay until their gradients leave."""
     mine: dict[int, bool] = {}
-    for act, is_mine in schedule:
-        if act.turn is ProposalKind.GATHER:
-            mine[act.group] = mine.get(act.group, False) or is_mine
+    for collective, is_mine in schedule:
+        if collective.kind is ProposalKind.GATHER:
+            mine[collective.group] = mine.get(collective.group, False) or is_mine
     made = []
-    for act, _ in schedule:
-        if act.turn is ProposalKind.SUM:
-            made.append(ScheduledCollective(act, mine=False))
-        elif act.group in mine:
-            made.append(ScheduledCollective(act, mine.pop(act.group)))
+    for collective, _ in schedule:
+        if collective.kind is ProposalKind.SUM:
+            made.append(ScheduledCollective(collective, mine=False))
+        elif collective.group in mine:
+            made.append(ScheduledCollective(collective, mine.pop(collective.group)))
     return made

@@ -30,7 +30,7 @@ from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, Buff
 MOST_STAGING_BYTES = 32 * 2**20
 """Of the host's memory, for each process; what does not fit goes in pieces."""
 _PART_OF_FREE = 8
-"""And at most one part in so many of what the host's tier has free beside the shards."""
+"""And at most this fraction of the host tier's free bytes."""
 _CUT_NUMEL = 64
 """Elements of a shard that go at once at least."""
 _OTHERS = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
@@ -40,25 +40,25 @@ class CollectiveOrdering(Protocol):
     """The order of one process's collectives and its other work. See [Note: two threads]."""
 
     def before(self) -> None:
-        """Memory for a collective is ready, by the host thread's lights: let a collective find it so."""
+        """Let the next collective start after the host thread's writes to its memory."""
 
     def ready(self) -> Sequence[Event]:
-        """What a collective that is submitted now must come after."""
+        """Return the events that a collective submitted now must wait for."""
 
-    def begin(self, bench: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
+    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """By the other thread, before a collective; what it is to be done with."""
 
     def end(self) -> Event | None:
         """By the other thread, behind a collective."""
 
     def after(self, event: Event | None) -> None:
-        """What `end` gave: let everybody see what the collective did."""
+        """Let all queues wait for the event that `end` returned."""
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The most scratch on the compute tier that a sum can use."""
 
     def reaches(self, slot: Slot) -> bool:
-        """Whether a collective can read this memory."""
+        """Return True if a collective can read this memory where it is."""
 
 
 class BlockingCollectives:
@@ -77,9 +77,9 @@ class BlockingCollectives:
         """Nothing: it was waited for."""
         return ()
 
-    def begin(self, bench: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
+    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """As it is."""
-        return bench
+        return session
 
     def end(self) -> Event | None:
         """It is over."""
@@ -120,19 +120,19 @@ class StreamCollectives:
         """Everything that was launched so far."""
         return [self._device.record(queue) for queue in (*_OTHERS, Queue.CPU)]
 
-    def begin(self, bench: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
-        """Let the stream wait."""
+    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
+        """Let the collective stream wait for the events."""
         self._device.adopt()
         for event in ready:
             self._device.wait(Queue.COLL, event)
-        return bench.on_device(self._carrier)
+        return session.on_device(self._carrier)
 
     def end(self) -> Event | None:
         """Behind what was launched on the stream."""
         return self._device.record(Queue.COLL)
 
     def after(self, event: Event | None) -> None:
-        """Let the other queues wait; who reads on the host waits for one of those."""
+        """Let the other queues wait for the collective; the host thread waits for one of those before it reads."""
         assert event is not None, "the other thread recorded one"
         for queue in _OTHERS:
             self._device.wait(queue, event)
@@ -147,7 +147,7 @@ class StreamCollectives:
 
 
 class DeviceStaging:
-    """What the thread of collectives launches with, on its stream; used by that thread alone."""
+    """Launches copies on the collective stream; used by the communication thread alone."""
 
     def __init__(self, device: Device, staging: torch.Tensor) -> None:
         self._device = device
@@ -170,7 +170,7 @@ class DeviceStaging:
         self._device.wait(Queue.CPU, self._device.record(Queue.COLL))
 
 
-def beside(residency: Residency, together: AsyncCollectives) -> CollectiveOrdering:
+def collective_ordering(residency: Residency, together: AsyncCollectives) -> CollectiveOrdering:
     """As the device is."""
     store = residency.store
     return (
