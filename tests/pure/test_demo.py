@@ -53,7 +53,7 @@ def test_the_demonstration(tmp_path: Path, capsys: Capture, monkeypatch: pytest.
         assert 1024 < peak <= budget
     assert numbers(said, "device  ")[0] < parse_bytes(model[1]) / 7, "the device holds a fraction of it"
     assert "budget" in said.partition("what fills the device")[2]
-    assert said.endswith(f"The tide as a picture: {picture}\n")
+    assert said.endswith(f"Memory over a step as a picture: {picture}\n")
     root = ElementTree.parse(picture).getroot()
     assert root.tag.endswith("svg")
     named = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -68,7 +68,7 @@ def test_in_a_few_lines(tmp_path: Path, capsys: Capture) -> None:
         r"  losses, weights and optimizer states: equal, bit for bit, to training without a limit\n"
         r"  moved as planned: [\d,]+ bytes host->device, [\d,]+ bytes device->host\n"
         r"  budgets kept: device [\d.]+ KiB of 72\.0 KiB, host [\d.]+ KiB of 560\.0 KiB\n\n"
-        rf"The tide as a picture: {re.escape(str(tmp_path))}/tide\.svg\n",
+        rf"Memory over a step as a picture: {re.escape(str(tmp_path))}/tide\.svg\n",
         said,
     )
 

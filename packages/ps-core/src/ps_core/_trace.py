@@ -116,7 +116,7 @@ class Trace:
 
     @property
     def peak_nonmodel_bytes(self) -> int:
-        """High tide."""
+        """The most non-model bytes of any moment."""
         return max((moment.nonmodel_bytes for moment in self.moments), default=0)
 
     def to_json(self) -> str:

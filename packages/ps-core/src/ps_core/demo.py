@@ -223,7 +223,7 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror}") from error
-    print(f"\nThe tide as a picture: {path}")
+    print(f"\nMemory over a step as a picture: {path}")
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--hf", metavar="FILE", help="a Hugging Face config.json, or its directory")
     model.add_argument("--trace", metavar="FILE", help="a recorded trace")
     plan.add_argument("--brief", action="store_true", help="in a few lines, if it fits")
-    plan.add_argument("--svg", metavar="FILE", help="draw the tide to this file")
-    plan.add_argument("--tide", action="store_true", help="draw the tide in characters")
+    plan.add_argument("--svg", metavar="FILE", help="draw the device's memory over a step to this file")
+    plan.add_argument("--tide", action="store_true", help="draw the device's memory over a step in characters")
     _add_where(plan)
     _add_how(plan)
 

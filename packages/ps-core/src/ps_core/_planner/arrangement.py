@@ -94,7 +94,7 @@ class Arrangement:
         return sorted(rows, key=lambda row: row[1].offset)
 
     def free(self, tier: int) -> int:
-        """Bytes below the limit that nobody has; negative while the tide stands over someone."""
+        """Bytes below the limit that are free; negative while non-model bytes overlap a slot."""
         return self.limit(tier) - sum(seat.bytes for seat in self.seats.values() if seat.tier == tier)
 
     def room(self, tier: int) -> int:

@@ -8,7 +8,7 @@ that wants them, not where the victim was last used, so no queue stands still fo
 is as-early-as-possible prefetch, as deep as memory allows, without a clock.
 
 Home slots never move, and home's bytes are never lent out, so every segment can end where it began, and a victim
-always has somewhere to go. All else of a tier is arena (the compute tier's below high tide).
+always has somewhere to go. All else of a tier is arena (the compute tier's, below the highest non-model bytes).
 """
 
 from __future__ import annotations

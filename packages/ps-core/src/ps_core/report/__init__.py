@@ -1,4 +1,4 @@
-"""The tide, drawn: `tide` works it out from a plan, `tide_text` and `tide_svg` draw it."""
+"""Draw what fills the compute tier over a step: `tide` computes it from a plan, `tide_text` and `tide_svg` draw it."""
 
 from ps_core.report.characters import GLYPHS, LETTERS, tide_text
 from ps_core.report.columns import CATEGORIES, Category, Column, Tide, tide

@@ -1,4 +1,4 @@
-"""The tide in characters."""
+"""Draw memory over a step in characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LETTERS = dict(zip(CATEGORIES, "SWGBC.", strict=True))
 
 
 def tide_text(found: Tide, *, width: int = 72, height: int = 16, ascii_only: bool = False) -> str:
-    """The tide as a chart of characters, with its legend."""
+    """Return memory over a step as a chart of characters, with its legend."""
     glyphs, rule, corner, bar = (LETTERS, "-", "+", "|") if ascii_only else (GLYPHS, "─", "└", "│")
     columns = _fitted(found.columns, width)
     top = upper_end(found)

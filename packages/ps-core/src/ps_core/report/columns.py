@@ -1,4 +1,4 @@
-"""The tide: what fills the compute tier at each moment of a training step.
+"""Compute the *tide*: what fills the compute tier at each moment of a training step.
 
 `tide` works it out from a plan as written (instructions in list order), without running anything. A slot counts from
 its `Reserve` until it is released or what it holds is dead. The picture of a plan that accumulates gradients is that of

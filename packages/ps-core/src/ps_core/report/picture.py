@@ -1,4 +1,4 @@
-"""The tide as a picture."""
+"""Draw memory over a step as an SVG picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLE = """
 
 
 def tide_svg(found: Tide) -> str:
-    """The tide as a picture that stands alone: no scripts, no outside fonts, for light and dark pages."""
+    """Return memory over a step as a picture that stands alone: no scripts, no outside fonts, for light and dark pages."""
     title = escape(f"{found.model}: what fills the {found.tier} during a training step")
     top = upper_end(found)
     parts = [
