@@ -1,4 +1,4 @@
-"""One process's memory as bytes: tiers, slots, non-model bytes; freed bytes are poisoned, stale contents are refused."""
+"""One process's memory as bytes: tiers, slots, non-model bytes; freed bytes are poisoned, stale contents refused."""
 
 from __future__ import annotations
 
