@@ -65,7 +65,7 @@ class Frame:
     """Slots on the compute tier are multiples of these: for shards, for gathered groups."""
 
     def arenas(self, segment: SegmentName) -> dict[tuple[int, Zone], Arena]:
-        """Fresh arenas for one segment: non-model bytes are left free on the compute tier if the segment runs moments."""
+        """Fresh arenas for one segment: the compute tier leaves non-model bytes free if the segment runs moments."""
         bottoms = self.home_ends
         arenas = {
             (tier, Zone.MAIN): Arena(bottoms[tier], row.capacity_bytes & -128) for tier, row in enumerate(self.tiers)

@@ -28,7 +28,7 @@ STYLE = """
 
 
 def tide_svg(found: Tide) -> str:
-    """Return memory over a step as a picture that stands alone: no scripts or outside fonts, for light and dark pages."""
+    """Return memory over a step as a picture that stands alone (no scripts or fonts), for light and dark pages."""
     title = escape(f"{found.model}: what fills the {found.tier} during a training step")
     top = upper_end(found)
     parts = [
