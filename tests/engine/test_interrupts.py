@@ -267,7 +267,7 @@ class Interrupting(WithLoss):
 
 def test_an_interrupt_ends_the_fake_pass_at_an_operator() -> None:
     """Not within the mode's own code, which C++ calls where it can raise nothing."""
-    with chunked_model(Interrupting(), budget=Budget(device="256KiB", host=HOST)) as (model, optimizer):
+    with chunked_model(Interrupting(), budget=Budget(device="256KiB", host=HOST)) as (model, _):
         with pytest.raises(KeyboardInterrupt):
             model(*tokens(0))
         assert Interrupting.operators == 0

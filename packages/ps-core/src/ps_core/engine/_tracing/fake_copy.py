@@ -40,7 +40,8 @@ class FakeTensors(TorchFunctionMode):
         kind = type(tensor)
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError(f"{name!r} is a {kind.__name__}, whose operators are its own")
-        made = _empty_like(tensor, dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype, self)
+        floating = tensor.dtype.is_floating_point
+        made = _empty_like(tensor, dtype if dtype is not None and floating else tensor.dtype, self.mode)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             vars(made).update({**vars(tensor), **vars(made)})
@@ -70,21 +71,23 @@ class FakeTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(self._is_replaced(leaf) for leaf in tree_leaves((args, kwargs))):
             args, kwargs = tree_map_only(
-                torch.Tensor, lambda leaf: self.fake(leaf, "a tensor") if self._is_replaced(leaf) else leaf, (args, kwargs)
+                torch.Tensor,
+                lambda leaf: self.fake(leaf, "a tensor") if self._is_replaced(leaf) else leaf,
+                (args, kwargs),
             )
         return func(*args, **kwargs)
 
     def _is_replaced(self, leaf: Any) -> bool:
-        """True for a real tensor that has a fake, or that would be given a fake gradient."""
+        """Return True for a real tensor that has a fake, or that backward would give a fake gradient."""
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return False
         return id(leaf) in self._pairs or leaf.requires_grad
 
 
-def _empty_like(tensor: torch.Tensor, dtype: torch.dtype, fakes: FakeTensors) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
     """Return a fake tensor of the same shape; it is dense if the other is expanded, as a placeholder is."""
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    with fakes.mode, torch.no_grad():
+    with mode, torch.no_grad():
         if expanded:
             made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         else:

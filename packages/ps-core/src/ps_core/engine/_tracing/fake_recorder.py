@@ -136,7 +136,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         units = beat.reads | {self._units[index] for index in beat.held}
         return frozenset(index for index in aliased if self._units[index] in units)
 
-    def forget(self) -> list[weakref.ref[torch.UntypedStorage]]:
+    def release(self) -> list[weakref.ref[torch.UntypedStorage]]:
         """Release all tensors, and return the storages that were counted; use this object no more."""
         counted = [storage for life in list(self._lives.values()) if (storage := life()) is not None]
         for parameter in self._parameters:

@@ -74,15 +74,16 @@ def trace(
     unit_of: Callable[[str], int] | None = None,
     timeout_s: float = 120.0,
 ) -> Trace:
-    """Find what one iteration of ``model`` on ``batch`` touches, with fake tensors in a copy of the model.
+    """Trace what one iteration of ``model`` on ``batch`` touches, on fake tensors in a copy of the model.
 
     ``batch`` is a mapping (keyword arguments), a tuple or list (positional ones), or the only argument; only shapes and
     dtypes matter. ``loss`` makes the loss from what the model returns (default: its ``loss``, or the scalar itself).
     With ``precision``, floating parameters and inputs are taken to be of that; without, as they are. ``unit_of`` maps a
     parameter's name to the unit whose touches make a moment (default: the owning module). Parameters may be on meta.
-    The bytes are those of the CPU's operators, so for an accelerator they are an estimate. `CannotTrace` is raised where
-    the model does what fake tensors cannot follow, or the pass is not done after ``timeout_s``. The model's own Python
-    code runs once more, on a copy; what it prints or writes elsewhere happens.
+    The bytes are those of the CPU's operators, so for an accelerator they are an estimate.
+
+    `CannotTrace` is raised where the model does what fake tensors cannot follow, or if the pass takes longer than
+    ``timeout_s``. The model's Python code runs once, on the copy: what it prints or writes elsewhere is done.
     """
     if precision is not None and precision not in _DTYPES:
         raise InvalidInput(f"precision must be one of {', '.join(Precision)}, found {precision!r}")
@@ -142,15 +143,15 @@ def _traced(
     made: list[weakref.ref[torch.UntypedStorage]],
 ) -> Trace:
     """Do what `fake_pass` says, and note the storages of all fake tensors in ``made``."""
-    fakes = FakeTensors(mode)
+    fakes, recorder, copied = FakeTensors(mode), None, None
     originals = dict(model.named_parameters())
-    named = {name: fakes.fake(each, name, _dtype_of(name, options)) for name, each in originals.items()}
-    given = fakes.replace(given, options.input_dtype)
-    recorder = FakePassRecorder(named, options.unit_of, options.timeout_s)
-    copied: nn.Module | None = None
     isolation = Isolation()
     try:
-        isolation.enter(mode, torch.set_grad_enabled(options.training), fakes)
+        isolation.enter(mode, torch.set_grad_enabled(options.training))
+        named = {name: fakes.fake(each, name, _dtype_of(name, options)) for name, each in originals.items()}
+        given = fakes.replace(given, options.input_dtype)
+        recorder = FakePassRecorder(named, options.unit_of, options.timeout_s)
+        isolation.add(fakes)
         copied = fakes.copy(model, shared)
         for name, parameter in named.items():
             if options.stays_on_host is not None and options.stays_on_host(name):
@@ -171,14 +172,12 @@ def _traced(
         )
     finally:
         isolation.leave()
-        made += recorder.forget()
+        made += () if recorder is None else recorder.release()
         for module in () if copied is None else list(copied.modules()):
             vars(module).clear()  # its hooks may refer to it, and it is not to wait for the garbage collector
 
 
-def _forward_backward(
-    model: nn.Module, given: Arguments, options: FakePassOptions, recorder: FakePassRecorder
-) -> None:
+def _forward_backward(model: nn.Module, given: Arguments, options: FakePassOptions, recorder: FakePassRecorder) -> None:
     args, kwargs = given
     with saved_tensors_hooks(recorder.pack, recorder.unpack):
         result = model(*args, **kwargs)
@@ -220,10 +219,10 @@ def _where(error: Exception) -> str:
 
 def _check_leaves(loss: torch.Tensor) -> None:
     """Raise where backward would give a gradient without memory to a real tensor."""
-    left, seen = [loss.grad_fn], {None}
+    left, seen = [loss.grad_fn], set[Any]()
     while left:
         node = left.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None

@@ -1,12 +1,12 @@
 """Keeps a pass on fake tensors apart from the rest of the process.
 
 [Note: what a fake pass leaves alone]
-The pass runs the model's own Python code once more, on a copy of the model (`fake_copy`). Put back afterwards: the random
-states of Python, NumPy and torch (also CUDA's), grad mode, warning filters, the dispatch modes and the values that
-autocast keeps. The user's dispatch modes, warnings and torch's log lines on fake tensors are off meanwhile. What the code stored in a
-container, a namespace or an object that the copy does not have is removed if it is a fake tensor (`leftovers`), or the
-next pass would compute with it. All else that the code does outside of the model happens once more: a line printed, a
-file written, a global counter.
+The pass runs the Python code of the model once more, on a copy (`fake_copy`). Put back afterwards: the random states of
+Python, NumPy and torch (CUDA's too), grad mode, warning filters and dispatch modes. Off meanwhile: the user's dispatch
+modes, warnings, torch's log lines about fake tensors, and compilation. Autocast's cache is emptied. A fake tensor that
+the code stored where no copy reaches is removed there (`leftovers`), or the next pass would compute with it.
+
+Everything else that the code does outside of the model happens once more: it prints, writes a file, counts in a global.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ class Isolation:
         self._exits.callback(_LOGGER.removeFilter, _say_nothing)
         _LOGGER.addFilter(_say_nothing)
         self._exits.callback(push_modes, pop_user_modes())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds to import
+            stance: Any = torch.compiler.set_stance("force_eager")  # no compilation for fake tensors
+            self._exits.enter_context(stance)
+        self.add(*contexts)
+
+    def add(self, *contexts: AbstractContextManager[Any]) -> None:
+        """Enter more contexts, in this order."""
         for context in contexts:
             self._exits.enter_context(context)
 

@@ -68,7 +68,7 @@ def _remove_from(holder: Any, value: Any) -> bool:
 
 
 def _clear_attributes(owner: Any, value: Any) -> bool:
-    """Set the attributes of an object, a class or a module that are this value to None; return whether there were any."""
+    """Set attributes of an object, a class or a module that are this value to None; return True if there were any."""
     names = [name for name, each in getattr(owner, "__dict__", {}).items() if each is value]
     for name in names:
         setattr(owner, name, None)
