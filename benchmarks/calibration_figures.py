@@ -27,12 +27,11 @@ from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import Machine, machine
 from ps_core.engine import chunked
 from ps_core.engine._calibrate import calibrate
-from ps_core.engine._devices.cpu.device import CpuDevice
-from ps_core.engine._devices.cpu.slow_links import ThrottledLinks
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._execution.scheduler import PlanScheduler
 from ps_models import build
 from regime import check_regime
+from slow_links import SlowDevice, ThrottledLinks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINK_BYTES_PER_S = 400e6
@@ -93,12 +92,12 @@ class Training:
     def __init__(self, case: Case, budget: str, clock: OneThread | None) -> None:
         torch.manual_seed(0)
         model = made(case, "meta")
-        device = CpuDevice(link_bytes_per_s=LINK_BYTES_PER_S)
         self._now: Callable[[], float] = time.perf_counter
+        links = ThrottledLinks(LINK_BYTES_PER_S)
         if clock is not None:
-            device._links, self._now = ThrottledLinks(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
+            links, self._now = ThrottledLinks(LINK_BYTES_PER_S, clock.now, clock.sleep), clock.now
         self._model, optimizer = chunked(
-            model, AdamW(lr=1e-4), device=device, budget=Budget(device=budget), precision=case.precision
+            model, AdamW(lr=1e-4), device=SlowDevice(links), budget=Budget(device=budget), precision=case.precision
         )
         assert optimizer is not None
         self._optimizer, self._case, self._budget = optimizer, case, budget

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from regime import check_regime
+from slow_links import SlowDevice, ThrottledLinks
 from turns import ratios, spread, take_turns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -219,7 +219,7 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     print(f"tight, {precision}")
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
     size = peak + int(0.3 * data)
-    device = CpuDevice(link_bytes_per_s=LINK_BYTES_PER_S)
+    device = SlowDevice(ThrottledLinks(LINK_BYTES_PER_S))
     with under(shape, precision, device=device, budget=Budget(device=size, host=HOST)) as (model, step):
         warm_up = 3
         ways = plain_ways(shape, precision)

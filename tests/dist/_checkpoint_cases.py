@@ -22,6 +22,7 @@ import ps_dist
 from _memory import grown_by
 from _states import masters_of
 from _zero_cases import batches
+from checked_device.device import CheckedDevice
 from ps_core import (
     SGD,
     AdamW,
@@ -35,7 +36,6 @@ from ps_core import (
 )
 from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, save_weights, statistics
 from ps_core.engine._checkpoint import atomic_folder as _folder
-from ps_core.engine._devices.cpu.device import CpuDevice
 
 WIDTH, WORDS = 24, 37
 Found = dict[str, str]
@@ -87,7 +87,7 @@ class Run:
         self.model, self.optimizer = chunked(
             Net(),
             AdamW(lr=1e-2, weight_decay=0.1) if rule == "adamw" else SGD(lr=0.1, momentum=0.9),
-            device=CpuDevice(name="emulated", check=True, seed=3) if device == "checked" else "cpu",
+            device=CheckedDevice(name="emulated", check=True, seed=3) if device == "checked" else "cpu",
             budget=Budget(**{"host": "256MiB", **small}),
             precision=precision,
             max_grad_norm=1.0,

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import ps_dist
 from _one_process import adds_like, check_homes, check_weights
 from _states import masters_of
+from checked_device.device import CheckedDevice
 from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._execution.hooks import hooks_of
 
 WIDTH, ROWS = 24, 8
@@ -88,7 +88,7 @@ class Way:
         """With ``together`` on this rank; else in one process, which adds up so many parts."""
         device: Any = self.device
         if self.device == "checked":
-            device = CpuDevice(name="emulated", check=True, seed=3)
+            device = CheckedDevice(name="emulated", check=True, seed=3)
         size = parts if together is None else together.mesh.size
         groups = (Group(match=lambda name, parameter: parameter.dim() < 2, weight_decay=0.0),)
         rules = {

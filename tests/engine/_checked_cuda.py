@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from _fake_cuda import FakeRuntime
+from checked_device.addresses import AddressNames
+from checked_device.race_check import START, History, RaceDetector, Range
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._devices.cpu.addresses import AddressNames
-from ps_core.engine._devices.cpu.race_check import START, History, RaceDetector, Range
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 LANE = "ps_dist collectives"

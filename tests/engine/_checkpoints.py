@@ -21,17 +21,17 @@ from _fake_cuda import FakeRuntime
 from _models import VOCABULARY, WIDTH, Residual
 from _reference import GROUP_BYTES
 from _runs import HOST, let_go, stand_in
+from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, Group, Options
 from ps_core._options import Optimizer
 from ps_core.engine import chunked
-from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 DISK = {"disk": "64MiB", "disk_dir": tempfile.gettempdir()}
 TIERS: dict[str, tuple[Callable[[], Any], Budget]] = {
     "cpu": (lambda: "cpu", Budget(host=HOST)),
     "emulated": (stand_in, Budget(device=112 * 2**10, host=HOST)),
-    "cpu, disk": (partial(CpuDevice, name="cpu", check=True, seed=3), Budget(host=150_000, **DISK)),
+    "cpu, disk": (partial(CheckedDevice, name="cpu", check=True, seed=3), Budget(host=150_000, **DISK)),
     "emulated, disk": (stand_in, Budget(device=130_000, host=80_000, **DISK)),
     "cuda": (lambda: CudaDevice(FakeRuntime(1)), Budget(device=130_000, host=HOST)),
 }

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from _budgets import near, record, this_test
 from _reference import SEED, Loop, Result, Settings, Spec, differences, plain
+from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, DoesNotFit, PatrickStarError
 from ps_core._units import align_up
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._devices.cpu.device import CpuDevice
 
 HOST = "256MiB"
 ATTEMPTS, ROUNDS = 20, 3
@@ -117,9 +117,9 @@ def check_same(loop: Loop, settings: Settings, got: Result) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def stand_in() -> CpuDevice:
+def stand_in() -> CheckedDevice:
     """An emulated accelerator that checks the order of everything and delays copies."""
-    return CpuDevice(check=True, seed=3)
+    return CheckedDevice(check=True, seed=3)
 
 
 def check_under_the_tightest_budget(loop: Loop, settings: Settings) -> Result:

@@ -22,6 +22,7 @@ import _models as models
 from _cases import case, finish, next_token, other_shape, tokens
 from _reference import GROUP_BYTES, SEED, Settings
 from _runs import check_same, kept_by, let_go, managed, tightest
+from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options, TierFailure
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._devices.cpu.device import CpuDevice
@@ -40,7 +41,8 @@ def below(host: int, directory: Path | str, device: int | None = None) -> Budget
 
 
 def made(device: int | None, **checks: Any) -> Callable[[], CpuDevice]:
-    return lambda: CpuDevice(name="cpu" if device is None else "emulated", **checks)
+    name, kind = "cpu" if device is None else "emulated", CheckedDevice if checks else CpuDevice
+    return lambda: kind(name=name, **checks)
 
 
 def assert_within(found: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 import _models as models
 from _cases import finish, next_token, tokens
 from _reference import GROUP_BYTES, SEED
+from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, Options, TierFailure
 from ps_core.engine import chunked, release
 from ps_core.engine._devices.cpu.device import CpuDevice
@@ -70,7 +71,7 @@ def made(where: str, directory: Path) -> tuple[Any, Any]:
     return chunked(
         models.Language(),
         AdamW(lr=1e-2, weight_decay=0.1),
-        device=CpuDevice(name=where.partition(",")[0], **checks),
+        device=(CheckedDevice if checks else CpuDevice)(name=where.partition(",")[0], **checks),
         budget=Budget(device=device_bytes, host=host, disk="64MiB", disk_dir=str(directory)),
         precision="bf16",
         options=Options(group_bytes=GROUP_BYTES),

@@ -12,10 +12,10 @@ import _models as models
 from _cases import ADAMW
 from _reference import GROUP_BYTES, SEED, Settings
 from _runs import let_go
+from checked_device.faults import InjectedFault
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked
-from ps_core.engine._devices.cpu.faults import InjectedFault
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from test_faults import Device, Training, sides
 

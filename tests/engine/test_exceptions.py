@@ -13,10 +13,10 @@ import _models as models
 from _cases import ADAMW, STEPS, finish, next_token, tokens
 from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed, tightest
+from checked_device.device import CheckedDevice
 from ps_core import Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._execution.hooks import hooks_of
 
 
@@ -140,14 +140,14 @@ def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: st
     run = loop(place, (0, 2, 3), checkpointing)
 
     def attempt(size: int) -> Any:
-        return managed(run, settings, lambda: CpuDevice(check=True, seed=5), Budget(device=size, host=HOST))
+        return managed(run, settings, lambda: CheckedDevice(check=True, seed=5), Budget(device=size, host=HOST))
 
     _, got = tightest(attempt, rounds=2)
     check_same(loop(place, (), checkpointing), settings, got)
     assert got.evictions > 0
 
 
-class BrokenLink(CpuDevice):
+class BrokenLink(CheckedDevice):
     """Raises at one of its copies: the first of a queue after a number of others."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ def test_statistics_are_those_of_a_run_without_the_exception() -> None:
         return []
 
     managed(
-        watched, Settings(precision="bf16"), lambda: CpuDevice(check=True, seed=5), Budget(device="1MiB", host=HOST)
+        watched, Settings(precision="bf16"), lambda: CheckedDevice(check=True, seed=5), Budget(device="1MiB", host=HOST)
     )
     assert held[2] == held[3] == held[4]
 

@@ -22,11 +22,11 @@ import _models as models
 from _cases import ADAMW, finish, next_token, tokens
 from _reference import GROUP_BYTES, SEED, Settings
 from _runs import HOST, let_go
+from checked_device.device import CheckedDevice
+from checked_device.faults import InjectedFault
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._devices.cpu.device import CpuDevice
-from ps_core.engine._devices.cpu.faults import InjectedFault
 from ps_core.engine._devices.device import Event
 
 STEPS = 3
@@ -100,7 +100,7 @@ NO_SUCH_QUEUE = {
 """Here are two tiers and one process, so nothing is launched on these; `test_disk_faults` has a disk."""
 
 
-class Device(CpuDevice):
+class Device(CheckedDevice):
     """A stand-in whose fault begins with some step, and which can be repaired."""
 
     def __init__(self, seed: int, fault: InjectedFault | None = None, *, check: bool = True, begins: int = 0) -> None:

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checked_device.device import CheckedDevice
+from checked_device.race_check import Access, History
 from ps_core import PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cpu.device import CpuDevice
-from ps_core.engine._devices.cpu.race_check import Access, History
 from ps_core.engine._devices.device import Event
 
 BYTES = 12
@@ -163,7 +164,7 @@ seen = {"refused": 0, "clean": 0, "ordered": 0}
 def check_a_program(program: list[Op], seed: int) -> None:
     graph = Graph(program)
     expected = graph.first()
-    result = run(CpuDevice(check=True, seed=seed), program)
+    result = run(CheckedDevice(check=True, seed=seed), program)
     if expected is None:
         assert result == run(CpuDevice(), program), "delays changed what waits had ordered"
         touching = [at for at, op in enumerate(program) if op.writes]
@@ -248,7 +249,7 @@ def test_a_read_of_the_whole_replaces_earlier_reads_of_parts() -> None:
 
 @pytest.mark.parametrize("queue", [each for each in Queue if each is not Queue.CPU])
 def test_launching_comes_after_the_host_and_the_host_after_waiting(queue: Queue) -> None:
-    device = CpuDevice(check=True)
+    device = CheckedDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     device.work(Queue.CPU, "fill", [], [other])
     device.copy(queue, memory, other)
@@ -262,7 +263,7 @@ def test_launching_comes_after_the_host_and_the_host_after_waiting(queue: Queue)
 
 
 def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
-    device = CpuDevice(check=True)
+    device = CheckedDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     device.copy(Queue.H2D, memory, other)
     device.wait(Queue.COMPUTE, device.record(Queue.H2D))
@@ -274,7 +275,7 @@ def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
 
 @pytest.mark.parametrize(("waited", "forgotten"), [(Queue.D2H, Queue.COMPUTE), (Queue.COMPUTE, Queue.D2H)])
 def test_a_write_waits_for_every_reader(waited: Queue, forgotten: Queue) -> None:
-    device = CpuDevice(check=True)
+    device = CheckedDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     device.work(Queue.COMPUTE, "forward", [memory], [])
     device.copy(Queue.D2H, other, memory)
@@ -286,7 +287,7 @@ def test_a_write_waits_for_every_reader(waited: Queue, forgotten: Queue) -> None
 
 
 def test_an_event_does_not_cover_what_is_launched_after_it() -> None:
-    device = CpuDevice(check=True)
+    device = CheckedDevice(check=True)
     memory, other = device.arena(64), device.host(64)
     event = device.record(Queue.H2D)
     device.copy(Queue.H2D, memory, other)

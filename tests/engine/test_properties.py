@@ -17,9 +17,9 @@ from _cases import CASES, STEPS, case, finish, next_token, other_shape, rows, so
 from _reference import Loop, Make, Result, Settings, resident
 from _runs import HOST, check_same, check_under_the_tightest_budget, chunked_model, managed, stand_in, tightest
 from _states import masters_of
+from checked_device.device import CheckedDevice
 from ps_core import SGD, Adam, AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._devices.cpu.device import CpuDevice
 
 STACK = case("stack", models.stack)
 LANGUAGE = case("language", models.Language, inputs=tokens, loss=next_token)
@@ -59,7 +59,7 @@ def test_1_placement_never_changes_the_result(
     told = Settings(precision=precision, options=Options(**choices))
 
     def attempt(size: int) -> Result:
-        return managed(LANGUAGE.run, told, lambda: CpuDevice(check=True, seed=seed), Budget(device=size, host=HOST))
+        return managed(LANGUAGE.run, told, lambda: CheckedDevice(check=True, seed=seed), Budget(device=size, host=HOST))
 
     _, got = tightest(attempt, rounds=2, floor=int(room * smallest[precision]))
     check_same(LANGUAGE.run, told, got)
@@ -131,7 +131,7 @@ def test_2_sixteen_bits_as_a_resident_mixed_precision_loop(precision: str, spec:
 # 3
 
 
-class Metered(CpuDevice):
+class Metered(CheckedDevice):
     """Knows how much memory was asked of it."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ def test_4_a_loop_that_repeats_itself_does_not_diverge(precision: str) -> None:
 # 5
 
 
-class Watched(CpuDevice):
+class Watched(CheckedDevice):
     """Keeps hold of the accelerator's memory."""
 
     def __init__(self) -> None:

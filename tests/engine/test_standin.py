@@ -8,21 +8,26 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
+from checked_device.device import CheckedDevice
+from checked_device.faults import InjectedFault
 from ps_core import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._devices.cpu import device as cpu_device
 from ps_core.engine._devices.cpu.device import CpuDevice
-from ps_core.engine._devices.cpu.faults import InjectedFault
-from ps_core.engine._devices.cpu.slow_links import ThrottledLinks
 from ps_core.engine._devices.device import Device, Event
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "ordering.md"
 SLOT = 256
 RIGHT_SEEDS, FAULT_SEEDS = range(50), range(30)
+
+
+def made(how: dict[str, Any]) -> Device:
+    """The plain device, or one that checks."""
+    return CheckedDevice(**how) if how else CpuDevice()
 
 
 class Slot:
@@ -181,8 +186,8 @@ def test_runs_differ_by_seed_and_do_something() -> None:
 
 @pytest.mark.parametrize("seed", RIGHT_SEEDS)
 def test_no_false_alarm_and_the_same_bytes(seed: int) -> None:
-    assert Training(CpuDevice(check=True, seed=seed), seed).run() == right(seed)
-    assert Training(CpuDevice(seed=seed + 1000), seed).run() == right(seed)
+    assert Training(CheckedDevice(check=True, seed=seed), seed).run() == right(seed)
+    assert Training(CheckedDevice(seed=seed + 1000), seed).run() == right(seed)
 
 
 HOST_COMPUTES = [
@@ -203,7 +208,7 @@ def test_the_checker_catches_every_fault_on_every_seed(fault: InjectedFault) -> 
 
 def caught(seed: int, fault: InjectedFault) -> bool:
     try:
-        Training(CpuDevice(check=True, fault=fault, seed=seed), seed).run()
+        Training(CheckedDevice(check=True, fault=fault, seed=seed), seed).run()
     except PlanMismatch as error:
         sides = re.search(r"^unordered: .* on (\w+)\) (?:reads|writes) .* on (\w+)\), launched earlier", str(error))
         assert sides is not None
@@ -215,14 +220,14 @@ def caught(seed: int, fault: InjectedFault) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_delays_show_what_a_late_copy_can_show(fault: InjectedFault) -> None:
-    shown = [Training(CpuDevice(seed=seed, fault=fault), seed).run() != right(seed) for seed in FAULT_SEEDS]
+    shown = [Training(CheckedDevice(seed=seed, fault=fault), seed).run() != right(seed) for seed in FAULT_SEEDS]
     # Compute and collectives are done at once by the host thread; only the checker sees that nobody waits for them.
     assert any(shown) == (fault.recorded not in (Queue.COMPUTE, Queue.COLL))
 
 
 def test_faults_need_something_that_notices() -> None:
     with pytest.raises(InvalidInput, match=r"lost-event.*check=True or a seed"):
-        CpuDevice(fault=InjectedFault.LOST_EVENT)
+        CheckedDevice(fault=InjectedFault.LOST_EVENT)
 
 
 def test_the_documented_faults() -> None:
@@ -237,7 +242,7 @@ def test_the_documented_faults() -> None:
 
 
 def test_a_message_teaches() -> None:
-    device = CpuDevice(check=True)
+    device = CheckedDevice(check=True)
     arena, host = device.arena(1024), device.host(512)
     device.copy(Queue.H2D, arena[128:640], host)
     device.record(Queue.H2D)
@@ -255,7 +260,7 @@ def test_a_message_teaches() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"check": True}, {"seed": 1}])
 def test_copies_refuse_what_is_not_the_same_bytes(how: dict[str, object]) -> None:
-    device = CpuDevice(**how)  # type: ignore[arg-type]
+    device = made(how)
     arena = device.arena(1024)
     with pytest.raises(PlanMismatch, match=r"copy on H2D: expected the same shape and dtype.*float32.*uint8"):
         device.copy(Queue.H2D, arena[:4], torch.ones(4))
@@ -266,7 +271,7 @@ def test_copies_refuse_what_is_not_the_same_bytes(how: dict[str, object]) -> Non
 def test_reading_without_waiting_sees_old_bytes() -> None:
     old = 0
     for seed in range(20):
-        device = CpuDevice(seed=seed)
+        device = CheckedDevice(seed=seed)
         arena, host = device.arena(64), device.host(64)
         host.fill_(7)
         device.copy(Queue.H2D, arena, host)
@@ -278,7 +283,7 @@ def test_reading_without_waiting_sees_old_bytes() -> None:
 
 
 def test_a_delayed_copy_does_not_count_as_a_use_of_a_residency() -> None:
-    device = CpuDevice(seed=0)
+    device = CheckedDevice(seed=0)
     arena = device.arena(1024)
     residency = torch.utils.dlpack.from_dlpack(arena[128:256]).view(torch.float32)
     address = residency.untyped_storage()._cdata
@@ -290,7 +295,7 @@ def test_a_delayed_copy_does_not_count_as_a_use_of_a_residency() -> None:
 
 
 def test_what_is_remembered_does_not_grow() -> None:
-    device, random = CpuDevice(check=True), Random(0)
+    device, random = CheckedDevice(check=True), Random(0)
     arena, host = device.arena(64 * SLOT), device.host(64 * SLOT)
     history = device._ordering.history  # type: ignore[union-attr]
     largest = []
@@ -313,7 +318,7 @@ def test_what_is_remembered_does_not_grow() -> None:
 
 
 def test_memory_that_is_given_back_is_forgotten() -> None:
-    device = CpuDevice(check=True)
+    device = CheckedDevice(check=True)
     arena = device.arena(1 << 16)
     for _ in range(200):
         loose = torch.ones(1 << 12)  # the allocator gives the same address again and again
@@ -329,7 +334,7 @@ def test_memory_that_is_given_back_is_forgotten() -> None:
 
 
 def test_loose_memory_is_checked_while_it_lives() -> None:
-    device, loose = CpuDevice(check=True), torch.ones(8)
+    device, loose = CheckedDevice(check=True), torch.ones(8)
     device.work(Queue.COMPUTE, "make a gradient", [], [loose])
     with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[4:12\] while 'make a gradient'"):
         device.work(Queue.CPU, "read it", [loose[1:3]], [])
@@ -338,7 +343,7 @@ def test_loose_memory_is_checked_while_it_lives() -> None:
 
 
 def test_an_alias_that_is_seen_before_the_whole() -> None:
-    device, loose = CpuDevice(check=True), torch.ones(64)
+    device, loose = CheckedDevice(check=True), torch.ones(64)
     alias = torch.utils.dlpack.from_dlpack(loose[:16])
     device.work(Queue.COMPUTE, "use an alias", [alias], [])
     device.work(Queue.COMPUTE, "use the rest", [], [loose[32:]])
@@ -351,7 +356,7 @@ def test_an_alias_that_is_seen_before_the_whole() -> None:
 
 
 def test_memory_that_is_made_again_and_again_is_known_once() -> None:
-    device = CpuDevice(seed=1)
+    device = CheckedDevice(seed=1)
     for value in range(50):
         arena, host = device.arena(4096 * (value + 1)), device.host(4096 * (value + 1))
         device.copy(Queue.H2D, arena, host.fill_(value))
@@ -362,7 +367,7 @@ def test_memory_that_is_made_again_and_again_is_known_once() -> None:
 
 def test_the_host_thread_copies_at_once_and_closing_finishes_the_rest() -> None:
     for seed in range(10):
-        device = CpuDevice(seed=seed)
+        device = CheckedDevice(seed=seed)
         arena, host = device.arena(64), device.host(64)
         device.copy(Queue.CPU, host, torch.full((64,), 9, dtype=torch.uint8))
         assert host.unique().tolist() == [9]
@@ -381,7 +386,7 @@ def mapped_bytes() -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["arena", "host"])
 @pytest.mark.parametrize("how", [{}, {"check": True, "seed": 1}])
 def test_memory_is_exact_lazy_and_given_back(kind: str, how: dict[str, object]) -> None:
-    size, device = (256 << 20) + 3, CpuDevice(**how)  # type: ignore[arg-type]
+    size, device = (256 << 20) + 3, made(how)
     gc.collect()
     total, resident = mapped_bytes()
     memory = getattr(device, kind)(size)
@@ -408,66 +413,6 @@ def test_memory_refuses_nothing(kind: str) -> None:
         getattr(CpuDevice(), kind)(0)
 
 
-class Clock:
-    """Time that passes only by sleeping."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.slept_s: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.slept_s.append(seconds)
-        self.now_s += seconds
-
-
-def test_links_have_a_rate_each_way_and_waits_sleep() -> None:
-    clock = Clock()
-    links = ThrottledLinks(1000.0, clock, clock.sleep)
-    links.copy(Queue.H2D, 500)
-    first = links.ready_s(Queue.H2D)
-    links.copy(Queue.H2D, 1500)
-    links.copy(Queue.D2H, 1000)
-    links.copy(Queue.DISK_W, 10**9)
-    assert [links.ready_s(queue) for queue in (Queue.H2D, Queue.D2H, Queue.DISK_W)] == [102.0, 101.0, 0.0]
-    links.wait(Queue.COMPUTE, first)
-    assert clock.slept_s == [0.5]
-    links.wait(Queue.COMPUTE, first)
-    links.wait(Queue.D2H, 102.0)  # streams wait without the host
-    assert clock.slept_s == [0.5]
-    links.copy(Queue.D2H, 250)
-    assert links.ready_s(Queue.D2H) == 102.25
-    links.wait(Queue.CPU, links.ready_s(Queue.D2H))
-    assert clock.now_s == 102.25
-    clock.now_s = 110.0
-    links.copy(Queue.H2D, 1000)  # an idle link begins when asked
-    links.synchronize()
-    assert clock.now_s == 111.0
-
-
-def test_a_stand_in_held_to_a_rate_takes_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(cpu_device, "ThrottledLinks", lambda rate: ThrottledLinks(rate, clock, clock.sleep))
-    device = CpuDevice(link_bytes_per_s=2**19)
-    arena, host = device.arena(1 << 20), device.host(1 << 20)
-    host.fill_(3)
-    device.copy(Queue.H2D, arena[: 1 << 19], host[: 1 << 19])
-    device.copy(Queue.D2H, host[1 << 19 :], arena[1 << 19 :])  # the other direction, at the same time
-    device.wait(Queue.COMPUTE, device.record(Queue.H2D))
-    assert clock.slept_s == [1.0]
-    assert int(arena[: 1 << 19].min()) == 3
-    device.copy(Queue.H2D, arena, host)
-    device.synchronize()
-    assert clock.slept_s == [1.0, 2.0]
-
-
-def test_rates_are_positive() -> None:
-    with pytest.raises(InvalidInput, match="link_bytes_per_s: expected a rate above 0, found 0"):
-        CpuDevice(link_bytes_per_s=0)
-
-
 def test_an_event_of_another_device_is_refused() -> None:
     with pytest.raises(InvalidInput, match="expected an event of this device, found object"):
-        CpuDevice(check=True).wait(Queue.COMPUTE, object())  # type: ignore[arg-type]
+        CheckedDevice(check=True).wait(Queue.COMPUTE, object())  # type: ignore[arg-type]

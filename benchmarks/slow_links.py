@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from ps_core._plan import Queue
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._devices.device import Event
+
+
+@dataclass(frozen=True, slots=True)
+class LateEvent:
+    """An event that is over at some time."""
+
+    queue: Queue
+    ready_s: float
 
 
 class ThrottledLinks:
@@ -21,6 +34,8 @@ class ThrottledLinks:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s: expected a rate above 0, found {bytes_per_s!r}")
         self._bytes_per_s = bytes_per_s
         self._clock, self._sleep = clock, sleep
         self._free_s = [0.0 for _ in Queue]  # when what was launched on a queue is done
@@ -48,3 +63,26 @@ class ThrottledLinks:
         remaining_s = ready_s - self._clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
+
+
+class SlowDevice(CpuDevice):
+    """A CPU that plays an accelerator behind slow links. It has no disk."""
+
+    def __init__(self, links: ThrottledLinks) -> None:
+        super().__init__(name="emulated")
+        self._links = links
+
+    def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
+        self._links.copy(queue, target.nbytes)
+        super().copy(queue, target, source)
+
+    def record(self, queue: Queue) -> Event:
+        return LateEvent(queue, self._links.ready_s(queue))
+
+    def wait(self, queue: Queue, event: Event) -> None:
+        if isinstance(event, LateEvent):
+            self._links.wait(queue, event.ready_s)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._links.synchronize()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_core.engine._devices.cpu.race_check import Range
+from checked_device.race_check import Range
 from ps_core.engine._devices.disk.file import FileExtent
 
 _DISK = 1 << 62

@@ -1,4 +1,4 @@
-"""Ordering bugs that a test can ask the stand-in for, one at a time."""
+"""Ordering bugs that a test can ask a `CheckedDevice` for, one at a time."""
 
 from __future__ import annotations
 
