@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from _emulated import of_one_type
-from _nvrtc import Nvrtc, Resources, find, resources
+from _nvrtc import Compiled, Nvrtc, Resources, find, resources
 from ps_kernels._cuda_source import KERNELS, OPTIONS, TUNINGS, Tuning, options, source
 
 ARCHITECTURES = {70: 12, 75: 13, 80: 13, 86: 13, 89: 13, 90: 13, 100: 13, 120: 13}
@@ -26,6 +26,12 @@ def compiler(major: int) -> Nvrtc:
     if path is None:
         pytest.skip(f"no NVRTC {major}: nothing was compiled with it")
     return Nvrtc(path)
+
+
+@cache
+def compiled(architecture: int, module: str) -> Compiled:
+    """Compile one of the modules once for all tests of this process."""
+    return compiler(ARCHITECTURES[architecture]).compile(source(module), architecture, (*OPTIONS, VERBOSE))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,10 +56,10 @@ def _table(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("module", KERNELS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture: int, module: str) -> None:
-    compiled = compiler(ARCHITECTURES[architecture]).compile(source(module), architecture, (*OPTIONS, VERBOSE))
-    assert compiled.binary.startswith(b"\x7fELF")
-    assert "warning" not in EXPECTED.sub("", compiled.log)
-    found = resources(compiled.log)
+    made = compiled(architecture, module)
+    assert made.binary.startswith(b"\x7fELF")
+    assert "warning" not in EXPECTED.sub("", made.log)
+    found = resources(made.log)
     assert set(found) == set(KERNELS[module]), "the kernels of the list and of the source are the same"
     RECORDED.update({(architecture, name): each for name, each in found.items()})
     # A block of 512 threads and 128 registers a thread are what every architecture can start.
@@ -73,7 +79,7 @@ def test_every_kernel_compiles(architecture: int, module: str) -> None:
 )
 def test_accesses_are_wide(module: str, kernel: str, wide: dict[str, int]) -> None:
     """As wide as they were meant to be, and so many in a row; written-out loops may multiply them."""
-    text = compiler(13).compile(source(module), 90, OPTIONS).ptx
+    text = compiled(90, module).ptx
     body = next(part for part in text.split(".entry ") if part.startswith(f"{kernel}("))
     for access, count in wide.items():
         found = len(re.findall(rf"\b{re.escape(access)}\b", body))
@@ -85,11 +91,11 @@ def test_accesses_are_wide(module: str, kernel: str, wide: dict[str, int]) -> No
 def test_tunings(packs: int) -> None:
     """As many reads before the first use as there are packs, past the caches, and nothing spilled."""
     words = options("step", Tuning(packs=packs, past=3))
-    compiled = compiler(13).compile(of_one_type(), 90, (*words, VERBOSE))
-    assert "warning" not in compiled.log
+    made = compiler(13).compile(of_one_type(), 90, (*words, VERBOSE))
+    assert "warning" not in made.log
     kernel = "adam_bfloat16_bfloat16"
-    assert resources(compiled.log)[kernel].spill_bytes == 0
-    body = next(part for part in compiled.ptx.split(".entry ") if part.startswith(f"{kernel}("))
+    assert resources(made.log)[kernel].spill_bytes == 0
+    body = next(part for part in made.ptx.split(".entry ") if part.startswith(f"{kernel}("))
     first = body[: body.index("sqrt.rn")]
     assert first.count("ld.global.cs.v4.u32") == 3 * packs
     assert first.count("ld.global.cs.v2.u32") == packs
