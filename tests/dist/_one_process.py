@@ -49,7 +49,7 @@ def gradients(model: nn.Module) -> Sums:
         "the reference adds in fp32"
     )
     return {
-        record: engine.gradients.located(record).float().clone()
+        record: engine.gradients.gradient_vector(record).float().clone()
         for record in engine.records
         if record.gradient is not GradientPlace.NONE
     }

@@ -311,7 +311,7 @@ class Engine:
         for record in records:
             if record.contents is not SlotContents.WEIGHT:
                 with torch.no_grad():
-                    self.gradients.reclaim(record.group)
+                    self.gradients.restore_weights(record.group)
             if record.bound is None:
                 self.residency.bind(record)
 
@@ -332,7 +332,7 @@ class Engine:
             passes.next([], [group])
         group.last_grad_moment = passes.moment
         if not passes.take(record, gradient):
-            self.gradients.arrive(record, gradient)
+            self.gradients.accept(record, gradient)
         beat = passes.beat
         if beat is not None and not record.overwrite_pending and not group.on_host:
             beat.grads[record.index] = None
@@ -391,7 +391,7 @@ class Engine:
     def gradient_norm(self, record: ParamState) -> float:
         """Of the stored gradient times its factor."""
         self.finish_pass()
-        self.residency.await_all(Queue.CPU)
+        self.residency.wait_for_other_queues(Queue.CPU)
         squares = float(self.gradients.measure(record)[0])
         return math.sqrt(squares) * abs(record.factor)
 
@@ -426,7 +426,7 @@ class Engine:
         self.counters.clock.turn("step")
         self.passes.guide.consider()
         self.check_unchanged(self.records)
-        self.residency.await_all(Queue.CPU)
+        self.residency.wait_for_other_queues(Queue.CPU)
         self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         self.updater.free_sums()

@@ -241,7 +241,7 @@ class ModelHooks:
         engine.finish_pass()
         engine.discard_gradients()
         engine.residency.exposed.check()
-        for record in dict.fromkeys(engine.residency.take_tampered()):
+        for record in dict.fromkeys(engine.residency.pop_tampered()):
             lost = changed_in_place(record.name)
             warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
         engine.mark_released()
@@ -261,7 +261,7 @@ class ModelHooks:
         """A group's memory is not needed any more."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
-                self.engine.residency.give_back(slot)
+                self.engine.residency.release_slot(slot)
         group.chunks.clear()
 
 

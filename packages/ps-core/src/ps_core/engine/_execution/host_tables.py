@@ -58,7 +58,7 @@ class HostTables:
             self._passes.join()
         if record.contents is not SlotContents.WEIGHT:
             with self._passes.tide.paused(), torch.no_grad():
-                self._gradients.reclaim(record.group)
+                self._gradients.restore_weights(record.group)
         slot = record.group.weight_chunk.home
         self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
         found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)

@@ -288,7 +288,7 @@ class InstructionExecutor:
                     continue  # the disk failed: what is here is all there is
             if chunk is not None and chunk.copies.get(slot.tier) is slot:
                 chunk.drop_copy(slot.tier)
-            self._residency.give_back(slot)
+            self._residency.release_slot(slot)
 
     # Slots and homes.
 

@@ -87,7 +87,7 @@ class HomePlacement:
         if any(record.bound is not None and record.bound.slot is old for record in tensors):
             chunk.add_copy(old)
         else:
-            residency.give_back(old)
+            residency.release_slot(old)
 
 
 def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chunk, int]]:

@@ -50,7 +50,7 @@ class OnDemandDriver:
         self._residency.check_disk()
         for record in reads:
             if record.contents is not SlotContents.WEIGHT:
-                self._gradients.reclaim(record.group)
+                self._gradients.restore_weights(record.group)
         groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:
             self._in.pop(group, None)
@@ -60,7 +60,7 @@ class OnDemandDriver:
         self._make_room(wanted, set(groups), name)
         device = self._store.device
         for group in groups:
-            slot = self._residency.bring(group)
+            slot = self._residency.fetch(group)
             if group.weight_chunk.home.tier:
                 self._in[group] = None
             device.work(Queue.COMPUTE, name, (slot.memory,), ())
@@ -76,7 +76,7 @@ class OnDemandDriver:
                 self._store.arena.lowest_free(each.weight_chunk.bytes, line) is not None for each in wanted
             ):
                 break
-            if group not in needed and self._residency.drop(group):
+            if group not in needed and self._residency.evict(group):
                 del self._in[group]
         total = self._store.ledger.used_bytes[0] + size + self._store.ledger.nonmodel_bytes
         if total > capacity:
@@ -90,7 +90,7 @@ class OnDemandDriver:
     def finish(self) -> None:
         """Bring everything home that can leave."""
         for group in list(self._in):
-            if self._residency.drop(group):
+            if self._residency.evict(group):
                 del self._in[group]
             else:
                 self._residency.write_home(group.weight_chunk)

@@ -73,7 +73,7 @@ class PassTracker:
     def check_writes(self) -> None:
         """Raise if a parameter was changed in place, which is undone; keep what may be written to exposed memory."""
         self._residency.exposed.check()
-        for record in self._residency.take_tampered():
+        for record in self._residency.pop_tampered():
             raise changed_in_place(record.name)
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -197,11 +197,11 @@ class PassTracker:
         beat = self.beat
         if beat is None:
             return []
-        for record in self._gradients.waiting():
+        for record in self._gradients.pending_overwrites():
             if self.moment in (
                 record.group.last_read_moment,
                 record.group.last_grad_moment,
-            ) and self._gradients.put_over(record):
+            ) and self._gradients.write_over_weight(record):
                 beat.grads[record.index] = None
         if self.tracked:
             needed = self._measure_tide(beat)
@@ -243,7 +243,7 @@ class PassTracker:
 
     def _begin(self, *, backward: bool) -> None:
         self._residency.exposed.check(ended=True)
-        for record in self._residency.take_tampered():
+        for record in self._residency.pop_tampered():
             raise changed_in_place(record.name)
         install()
         self._store.ledger.note_left_over(0)
@@ -265,7 +265,7 @@ class PassTracker:
         if self.recording is None:
             return
         with torch.no_grad():
-            for record in self._gradients.waiting():
+            for record in self._gradients.pending_overwrites():
                 if record.busy:
                     continue
                 if not self._still and self.moment not in (
@@ -273,9 +273,9 @@ class PassTracker:
                     record.group.last_grad_moment,
                 ):
                     self.next([], [record.group])
-                if self._gradients.put_over(record):
+                if self._gradients.write_over_weight(record):
                     self.recording.beats[-1].grads[record.index] = None
-            self._gradients.stop_waiting()
+            self._gradients.end_overwrites()
         self.finish(strict=True)
 
     def finish(self, *, strict: bool = False) -> None:

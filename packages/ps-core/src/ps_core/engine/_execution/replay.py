@@ -59,7 +59,9 @@ class PlanDriver:
         self._running: Instr | None = None
         self._next_run = 0
         for queue in (*self._store.queues, Queue.CPU):
-            residency.await_all(queue)  # segments join here; whatever came before is done with all addresses
+            residency.wait_for_other_queues(
+                queue
+            )  # segments join here; whatever came before is done with all addresses
         if self._lines.runs:
             self._store.arena.return_pages(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
 

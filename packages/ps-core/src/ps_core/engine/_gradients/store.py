@@ -26,7 +26,7 @@ from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 SMALL_NUMEL = 2**14
 """What has fewer elements takes less time than a call: it is measured with the others of its group, and stepped so."""
 
-BESIDE_NUMEL = 2**16
+CONCATENATED_NUMEL = 2**16
 """So many elements of small gradients are put together at the most, for no budget counts the copy."""
 
 
@@ -43,7 +43,7 @@ def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-def beside(records: Sequence[ParamState]) -> torch.Tensor:
+def concatenate(records: Sequence[ParamState]) -> torch.Tensor:
     """Gradients that are aside as one vector, a copy if there are several."""
     flat = [flatten(record, record.own_gradient) for record in records if record.own_gradient is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
@@ -57,11 +57,11 @@ class GradientStore:
         self._store = residency.store
         self._overwrites = overwrites
         self._one_tier = residency.store.still
-        self._waiting: dict[ParamState, None] = {}
+        self._pending: dict[ParamState, None] = {}
 
     # Arrival.
 
-    def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
+    def accept(self, record: ParamState, gradient: torch.Tensor) -> None:
         """A gradient came; its group is on the compute tier if it can go over the parameter."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
@@ -73,15 +73,15 @@ class GradientStore:
             self.add(record, gradient)
         elif not self._write_over_weight(record, gradient):
             record.keep_gradient(gradient, overwrite_pending=True)
-            self._waiting[record] = None
+            self._pending[record] = None
         elif self._one_tier and record.numel >= SMALL_NUMEL:
             self.measure(record)  # while it is in the processor's caches
 
-    def _resident(self, record: ParamState) -> bool:
+    def _keeps_own_tensor(self, record: ParamState) -> bool:
         """Whether gradients that cannot go over the parameter stay what autograd made them."""
         return self._one_tier or record.group.fixed_tier == 0
 
-    def put_over(self, record: ParamState) -> bool:
+    def write_over_weight(self, record: ParamState) -> bool:
         """Write a gradient in its own tensor over the weight; False: that is needed, or not on the compute tier."""
         return record.own_gradient is not None and self._write_over_weight(record, record.own_gradient)
 
@@ -101,31 +101,31 @@ class GradientStore:
             self.measure(record)  # or it would have to be read for that
         return True
 
-    def waiting(self) -> list[ParamState]:
+    def pending_overwrites(self) -> list[ParamState]:
         """Those whose gradients are aside until nothing needs their parameters."""
-        self._waiting = {record: None for record in self._waiting if record.overwrite_pending}
-        return list(self._waiting)
+        self._pending = {record: None for record in self._pending if record.overwrite_pending}
+        return list(self._pending)
 
-    def stop_waiting(self) -> None:
+    def end_overwrites(self) -> None:
         """Backward is over: what still cannot go over its parameter goes into the sums (or stays, on one tier)."""
-        for record in self.waiting():
-            if not self._resident(record):
-                self.sum_up(record)
+        for record in self.pending_overwrites():
+            if not self._keeps_own_tensor(record):
+                self.move_to_accumulator(record)
             elif record.own_gradient is not None:
                 record.keep_gradient(record.own_gradient)
-        self._waiting.clear()
+        self._pending.clear()
 
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Add a gradient to what there is, in fp32."""
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
-            self.reclaim(record.group)
+            self.restore_weights(record.group)
         if record.factor != 1.0:
             self.apply_factor(record)
-        if self._resident(record):
+        if self._keeps_own_tensor(record):
             self._add_aside(record, gradient)
             return
         if record.gradient is GradientPlace.OWN_TENSOR:
-            self.sum_up(record)
+            self.move_to_accumulator(record)
         self._add_summed(record, gradient)
 
     def apply_factor(self, record: ParamState) -> None:
@@ -133,7 +133,7 @@ class GradientStore:
         factor, record.factor = record.factor, 1.0
         if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
-        self._residency.await_all(Queue.CPU)
+        self._residency.wait_for_other_queues(Queue.CPU)
         if record.gradient is GradientPlace.OWN_TENSOR and record.own_gradient is not None:
             record.keep_gradient(record.own_gradient.float().mul_(factor), overwrite_pending=record.overwrite_pending)
         elif record.gradient is GradientPlace.IN_ACCUMULATOR:
@@ -152,7 +152,7 @@ class GradientStore:
         own = record.own_gradient
         record.keep_gradient(gradient if own is None else own.float().add_(gradient))
 
-    def sum_up(self, record: ParamState) -> None:
+    def move_to_accumulator(self, record: ParamState) -> None:
         """Move a gradient in its own tensor into the accumulator."""
         if record.own_gradient is not None:
             self._add_summed(record, record.own_gradient)
@@ -168,12 +168,12 @@ class GradientStore:
         else:
             stage = self._store.reserve(tier, max(1, flat.nbytes))
             self._add_home(record, self._put_down(flat, stage.memory, tier), chunk)
-            self._residency.give_back(stage)
+            self._residency.release_slot(stage)
 
     def _put_down(self, flat: torch.Tensor, memory: torch.Tensor, tier: int) -> torch.Tensor:
         """A vector of the compute tier in memory of another."""
         staged = memory[: flat.nbytes].view(flat.dtype)
-        self._residency.await_all(Queue.D2H)
+        self._residency.wait_for_other_queues(Queue.D2H)
         self._store.device.copy(Queue.D2H, staged, flat)
         self._residency.watcher.moved(0, tier, flat.nbytes)
         return staged
@@ -207,7 +207,7 @@ class GradientStore:
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
-        self._residency.await_all(Queue.CPU)
+        self._residency.wait_for_other_queues(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
         if fresh:
             sums.copy_(flat)
@@ -219,7 +219,7 @@ class GradientStore:
         flat, chunk = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
         tier = self._store.work_tier(chunk.home.tier)
         if slot.tier and not tier:
-            self._residency.await_all(Queue.H2D)
+            self._residency.wait_for_other_queues(Queue.H2D)
             above = torch.empty_like(flat, device=self._store.device.torch_device)
             self._store.device.copy(Queue.H2D, above, flat)
             flat = above
@@ -246,7 +246,7 @@ class GradientStore:
         first, group = records[0], records[0].group
         start = first.offset
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
-        self._residency.await_all(queue)
+        self._residency.wait_for_other_queues(queue)
         self._store.device.work(queue, f"sum of the gradient of {first.name}", (flat, target), (target,))
         if first.gradient is GradientPlace.IN_ACCUMULATOR:
             ps_kernels.accumulate(target, flat)
@@ -272,14 +272,14 @@ class GradientStore:
 
     # The parameter wanted back.
 
-    def reclaim(self, group: ParamGroup) -> None:
+    def restore_weights(self, group: ParamGroup) -> None:
         """Make every payload of a group its parameter again, whatever lies over it."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
         self._residency.at_home(group.weight_chunk)
         for record in over:
             flat = self._over(record)
-            if self._resident(record):
+            if self._keeps_own_tensor(record):
                 with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
                     record.keep_gradient(flat.float().as_strided(record.shape, record.stride))
             else:
@@ -301,11 +301,11 @@ class GradientStore:
             record.mark_discarded()
         for group in groups:
             if not self._residency.broken:  # else nothing can be rebuilt on the disk; the masters are there to be read
-                self.reclaim(group)
+                self.restore_weights(group)
 
     # Norms.
 
-    def parts(self, records: list[ParamState]) -> list[torch.Tensor]:
+    def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """Sums of squares and non-finite flags of these gradients."""
         over: dict[ParamGroup, list[ParamState]] = {}
         small: dict[ParamGroup, list[ParamState]] = {}
@@ -323,7 +323,7 @@ class GradientStore:
         for group_rows in small.values():
             for rows in _pieces(group_rows):
                 ends = list(accumulate(record.numel for record in rows))
-                self._measure_spans(rows, beside(rows), list(zip([0, *ends], ends, strict=False)))
+                self._measure_spans(rows, concatenate(rows), list(zip([0, *ends], ends, strict=False)))
         return [self.measure(record) for record in records]
 
     def _slot_over(self, group: ParamGroup) -> Slot:
@@ -334,7 +334,7 @@ class GradientStore:
     def _over(self, record: ParamState) -> torch.Tensor:
         return self._residency.part_of(self._slot_over(record.group), record, record.group.dtype)
 
-    def located(self, record: ParamState) -> torch.Tensor:
+    def gradient_vector(self, record: ParamState) -> torch.Tensor:
         """The gradient as a vector, where it is."""
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             return self._over(record)
@@ -346,7 +346,7 @@ class GradientStore:
     def measure(self, record: ParamState) -> torch.Tensor:
         """Sum of squares and non-finite flag of the gradient, taken once."""
         if record.norm_part is None:
-            record.norm_part = measured(self.located(record))
+            record.norm_part = measured(self.gradient_vector(record))
         return record.norm_part
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor) -> None:
@@ -365,7 +365,7 @@ def _pieces(records: list[ParamState]) -> Iterator[list[ParamState]]:
     numel = 0
     for record in records:
         numel += record.numel
-        if numel > BESIDE_NUMEL:
+        if numel > CONCATENATED_NUMEL:
             yield piece
             piece, numel = [], record.numel
         piece.append(record)

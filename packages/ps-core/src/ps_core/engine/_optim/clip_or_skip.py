@@ -44,7 +44,7 @@ class StepDecisions:
         if begun is not None and begun.left == _indices(pending) and begun.asked == asked:
             decision = begun.decision
         else:
-            decision = decide(pending, self._gradients.parts(pending), *asked)
+            decision = decide(pending, self._gradients.norm_parts(pending), *asked)
         try:
             yield decision
         except BaseException:

@@ -17,7 +17,7 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._devices.device import Device
-from ps_core.engine._gradients.store import BESIDE_NUMEL, SMALL_NUMEL, beside
+from ps_core.engine._gradients.store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
 from ps_core.engine._memory.slot import Slot
 from ps_core.engine._optim.settings import Settings, StepRule, clip_factor
 from ps_core.engine._parameters.state import ParamGroup, ParamState
@@ -81,7 +81,7 @@ def _runs(group: ParamGroup, settings_of: SettingsOf) -> Iterator[_StepRun]:
             run, copied = [], 0
             continue
         aside = record.numel * (record.gradient is GradientPlace.OWN_TENSOR)
-        if run and (copied + aside > BESIDE_NUMEL or not _alike(run[-1], record, settings_of)):
+        if run and (copied + aside > CONCATENATED_NUMEL or not _alike(run[-1], record, settings_of)):
             yield _StepRun(tuple(run), settings_of(run[0]))
             run, copied = [], 0
         run.append(record)
@@ -158,7 +158,7 @@ def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
 def _gradient(run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
     first = run.records[0]
     if first.gradient is GradientPlace.OWN_TENSOR:
-        return beside(run.records)
+        return concatenate(run.records)
     if first.gradient is GradientPlace.IN_ACCUMULATOR:
         return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
     assert weight is not None, "only 16-bit weights have gradients over them"

@@ -52,7 +52,7 @@ class OnDemandStepper:
         slots = self._all_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
-        self._residency.await_all(queue)
+        self._residency.wait_for_other_queues(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
         for kind, slot in slots.items():
             self._put_back(group.chunks[kind], slot)
@@ -91,7 +91,7 @@ class OnDemandStepper:
             self._residency.copy_to(chunk, chunk.home)
         if chunk.copies.get(slot.tier) is slot:
             chunk.drop_copy(slot.tier)
-        self._residency.give_back(slot)
+        self._residency.release_slot(slot)
 
     def free_sums(self) -> None:
         """Give back accumulators that no plan knows of."""
@@ -102,7 +102,7 @@ class OnDemandStepper:
                 and not chunk.planned
                 and not any(r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors)
             ):
-                self._residency.give_back(chunk.home)
+                self._residency.release_slot(chunk.home)
                 del group.chunks[Kind.ACC]
 
     # Contents.
@@ -158,7 +158,7 @@ class OnDemandStepper:
             value = value.to(torch.float32)  # from which 16 bits are rounded, as every step does
             kinds = [each for each in (group.weight, Kind.P32) if each in group.chunks]
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
-                self._gradients.reclaim(group)
+                self._gradients.restore_weights(group)
         for each in dict.fromkeys(kinds):
             flat = torch.empty(record.numel, dtype=group.dtype_of(each))
             flat.as_strided(record.shape, record.stride).copy_(value)

@@ -22,7 +22,7 @@ from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._parameters.uncounted_writes import ExposedParameters
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
-_BESIDE_BYTES = 2**16
+_UNBUDGETED_BYTES = 2**16
 
 
 class Residency:
@@ -82,7 +82,7 @@ class Residency:
             if record.bound is not None and record.bound.aliased:
                 self.exposed.add(record)
 
-    def take_tampered(self) -> list[ParamState]:
+    def pop_tampered(self) -> list[ParamState]:
         """Return the parameters whose changes in place are lost, and forget about them."""
         found, self.tampered = self.tampered, []
         return found
@@ -112,7 +112,7 @@ class Residency:
 
     # Groups.
 
-    def bring(self, group: ParamGroup) -> Slot:
+    def fetch(self, group: ParamGroup) -> Slot:
         """Have the newest weight on the compute tier, where there must be room for it."""
         chunk = group.weight_chunk
         slot = chunk.newest(0)
@@ -127,7 +127,7 @@ class Residency:
         source, queue = self._source(chunk), None
         apart = abs(source.tier - slot.tier)
         if apart > 1 or (source.place is not None and slot.place is not None):
-            self._by_way_of_memory(source, slot, chunk.bytes)
+            self._copy_via_host(source, slot, chunk.bytes)
         elif apart:
             queue = self._launch(source, slot, chunk.bytes)
         else:
@@ -139,14 +139,14 @@ class Residency:
 
     def _within(self, source: Slot, target: Slot, size: int) -> None:
         queue = Queue.CPU if target.tier else Queue.COMPUTE
-        self.await_all(queue)
+        self.wait_for_other_queues(queue)
         self.store.device.work(queue, "a copy within a tier", (source.memory,), (target.memory,))
         target.memory[:size].copy_(source.memory[:size])
 
     def _launch(self, source: Slot, target: Slot, size: int, *, begin: int = 0, to: int = 0) -> Queue:
         """A copy to a neighbouring tier, on this queue."""
         queue = self.store.link(source, target)
-        self.await_all(queue)
+        self.wait_for_other_queues(queue)
         self.store.copy(queue, target, source, size, begin=begin, to=to)
         self.watcher.moved(source.tier, target.tier, size)
         return queue
@@ -159,7 +159,7 @@ class Residency:
             device.wait(other, event)
         self.watcher.waited(time.perf_counter() - started)
 
-    def await_all(self, queue: Queue) -> None:
+    def wait_for_other_queues(self, queue: Queue) -> None:
         """Let whatever comes next on a queue find every other queue's work done."""
         device, started = self.store.device, time.perf_counter()
         for other in self.store.queues:
@@ -188,7 +188,7 @@ class Residency:
         """Whether nothing can be written to the disk tier any more."""
         return self.store.file is not None and self.store.file.failure is not None
 
-    def drop(self, group: ParamGroup) -> bool:
+    def evict(self, group: ParamGroup) -> bool:
         """Take a group's copy off the compute tier, saved at home if it is the newest; False if it is held on to."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
@@ -203,13 +203,13 @@ class Residency:
             if chunk.home_is_stale:
                 return False  # the disk failed: what is here is all there is
         chunk.drop_copy(0)
-        self.give_back(slot)
+        self.release_slot(slot)
         self.watcher.evicted()
         return True
 
-    def give_back(self, slot: Slot) -> None:
+    def release_slot(self, slot: Slot) -> None:
         """Release a slot once everything that was launched is done with it."""
-        self.await_all(Queue.COMPUTE)
+        self.wait_for_other_queues(Queue.COMPUTE)
         self.store.release(slot, Queue.COMPUTE)
         if slot.offset >= 0:
             self.store.arena.return_pages(slot.offset)
@@ -235,7 +235,7 @@ class Residency:
     def at_home(self, chunk: Chunk) -> Slot:
         """The home slot, holding the newest bytes, for the host thread to work on."""
         self.write_home(chunk)
-        self.await_all(Queue.CPU)
+        self.wait_for_other_queues(Queue.CPU)
         return chunk.home
 
     # For the host thread. What is on the disk is read and written there, without a slot.
@@ -247,7 +247,7 @@ class Residency:
             return self.at_home(chunk).memory[: chunk.bytes]
         source = self._near(chunk)
         if source.place is None:
-            self.await_all(Queue.CPU)
+            self.wait_for_other_queues(Queue.CPU)
             return source.memory[: chunk.bytes]
         return self._read(source, 0, chunk.bytes)
 
@@ -272,7 +272,7 @@ class Residency:
         chunk = group.chunks[kind]
         if chunk.home.place is None:
             return self.at_home(chunk).flat(group.dtype_of(kind), group.chunk_numel)[record.span]
-        self.await_all(Queue.CPU)
+        self.wait_for_other_queues(Queue.CPU)
         return self.part_of(self._near(chunk), record, group.dtype_of(kind))
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
@@ -284,7 +284,7 @@ class Residency:
     def _read(self, slot: Slot, start: int, size: int) -> torch.Tensor:
         assert slot.place is not None, "slots on the disk have a place there"
         memory = self.store.device.host(max(1, size))[:size]
-        self.await_all(Queue.DISK_R)
+        self.wait_for_other_queues(Queue.DISK_R)
         self.store.device.read(memory, slot.place, start, _nothing)
         self._arrived(Queue.DISK_R)
         self.watcher.moved(slot.tier, slot.tier - 1, size)
@@ -295,7 +295,7 @@ class Residency:
         group = record.group
         chunk, dtype = group.chunks[kind], group.dtype_of(kind)
         self.write_home(chunk)
-        self.await_all(Queue.CPU)
+        self.wait_for_other_queues(Queue.CPU)
         if chunk.home.place is None:
             target = chunk.home.flat(dtype, group.chunk_numel)[record.span]
             self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
@@ -307,25 +307,25 @@ class Residency:
 
     def _write(self, slot: Slot, start: int, source: torch.Tensor) -> None:
         assert slot.place is not None, "slots on the disk have a place there"
-        self.await_all(Queue.DISK_W)
+        self.wait_for_other_queues(Queue.DISK_W)
         self.store.device.write(slot.place, start, source)
         self._arrived(Queue.DISK_W)
         self.watcher.moved(slot.tier - 1, slot.tier, source.numel())
 
-    def _by_way_of_memory(self, source: Slot, target: Slot, size: int) -> None:
+    def _copy_via_host(self, source: Slot, target: Slot, size: int) -> None:
         """Through the tier above the disk, in pieces as large as it has room for."""
         tier = len(self.store.tiers) - 2
         piece = min(size, self.store.free_bytes(tier) & -128)
         if piece > 0:
             via = self.store.reserve(tier, piece)
         else:  # a little beside the budget, as the disk's own buffers are
-            via = Slot(tier, -1, min(size, _BESIDE_BYTES), self.store.device.host(min(size, _BESIDE_BYTES)))
+            via = Slot(tier, -1, min(size, _UNBUDGETED_BYTES), self.store.device.host(min(size, _UNBUDGETED_BYTES)))
         for start in range(0, size, via.bytes):
             count = min(via.bytes, size - start)
             self._arrived(self._launch(source, via, count, begin=start))
             self._arrived(self._launch(via, target, count, to=start))
         if piece > 0:
-            self.give_back(via)
+            self.release_slot(via)
 
 
 def _nothing() -> None:

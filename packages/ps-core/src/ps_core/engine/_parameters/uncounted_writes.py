@@ -51,7 +51,7 @@ class SlotMoves(Protocol):
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a parameter's elements in a slot, and in what these were made from."""
 
-    def await_all(self, queue: Queue) -> None:
+    def wait_for_other_queues(self, queue: Queue) -> None:
         """Let the queue's next work wait for all other queues."""
 
 
@@ -115,7 +115,7 @@ class ExposedParameters:
         mine, source = self._residency.sides(record, slot)
         if source is None:
             return False
-        self._residency.await_all(Queue.CPU)
+        self._residency.wait_for_other_queues(Queue.CPU)
         self._residency.store.device.work(Queue.CPU, f"compare {record.name}", (mine, source), ())
         return not _same(mine, source)
 

@@ -251,7 +251,7 @@ class ShardedDriver(OnDemandDriver):
         self._shards.promoter.demote_all(missing_bytes)
 
     def _evict(self, group: ParamGroup) -> None:
-        self._shards.drop(group)
+        self._shards.evict(group)
         self._in.pop(group, None)
         group.forget_moment()
 
@@ -275,7 +275,7 @@ class ShardedDriver(OnDemandDriver):
         else:
             target.copy_(gradient)
         staged.records[record] = None
-        self._sums.announce(record)
+        self._sums.expect(record)
         self._order.stage(record)
         if len(staged.records) == len(group.tensors) or self._is_usual(group, staged):
             self._order.complete(group)

@@ -43,7 +43,7 @@ class ShardedGradients(GradientStore):
         self._measured: dict[ParamState, torch.Tensor] = {}
         """This process's part of the norm, where it was taken when the sum came."""
 
-    def announce(self, record: ParamState) -> None:
+    def expect(self, record: ParamState) -> None:
         """Expect the sum over ranks of a parameter's gradient, to which this rank may have nothing to add."""
         record.norm_part = None
         self._measured.pop(record, None)
@@ -75,7 +75,7 @@ class ShardedGradients(GradientStore):
             return None
         return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
 
-    def direct(self, group: ParamGroup) -> Slot | None:
+    def direct_target(self, group: ParamGroup) -> Slot | None:
         """Where the sum over processes may be put as it is, if there is such a place on the compute tier."""
         chunk = self._empty(group)
         if chunk is None or chunk.home.tier:
@@ -84,7 +84,7 @@ class ShardedGradients(GradientStore):
             _lose(group)
         return chunk.home
 
-    def add_shard(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
+    def accept_sum(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Take the sum over processes of this shard, which lies on the compute tier."""
         chunk = self._empty(group)
         if chunk is None:
@@ -101,7 +101,7 @@ class ShardedGradients(GradientStore):
                 else:
                     record.mark_summed()
 
-    def nothing_came(self, group: ParamGroup) -> None:
+    def no_sum_came(self, group: ParamGroup) -> None:
         """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
 
         Later requests between ranks go by slot contents, so these may not depend on where shards are.
@@ -121,12 +121,12 @@ class ShardedGradients(GradientStore):
 
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Add to what there is, in fp32."""
-        self.reclaim(group)
+        self.restore_weights(group)
         chunk, kind = self.accumulator(group), self.dtype(group)
         tier = self._store.work_tier(chunk.home.tier)
         stage = slot if tier == slot.tier else self._down(slot, tier)
         source = stage.flat(kind, group.shard_numel)
-        self._shards.await_all(Queue.CPU)
+        self._shards.wait_for_other_queues(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
@@ -139,7 +139,7 @@ class ShardedGradients(GradientStore):
                 self._shards.save(chunk, part, total)
             record.mark_summed()
         if stage is not slot:
-            self._shards.give_back(stage)
+            self._shards.release_slot(stage)
 
     def _cut(self, chunk: Chunk, span: slice) -> Iterator[slice]:
         """The whole of it in memory, pieces on the disk."""
@@ -150,12 +150,12 @@ class ShardedGradients(GradientStore):
     def _down(self, slot: Slot, tier: int) -> Slot:
         """A copy on the host tier."""
         stage = self._store.reserve(tier, slot.bytes)
-        self._shards.await_all(Queue.D2H)
+        self._shards.wait_for_other_queues(Queue.D2H)
         self._store.device.copy(Queue.D2H, stage.memory, slot.memory)
         self._shards.watcher.moved(0, tier, slot.bytes)
         return stage
 
-    def reclaim(self, group: ParamGroup) -> None:
+    def restore_weights(self, group: ParamGroup) -> None:
         """Move gradients that lie over the weight into the sums, and have the weight back."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
@@ -179,11 +179,11 @@ class ShardedGradients(GradientStore):
         """Return the sum of squares and the non-finite flag of the whole gradient; the first call measures all."""
         if record.norm_part is None:
             rows = [each for group in self._residency.groups for each in group.tensors]
-            self.parts([each for each in rows if each.gradient is not GradientPlace.NONE])
+            self.norm_parts([each for each in rows if each.gradient is not GradientPlace.NONE])
         assert record.norm_part is not None, "it is among them"
         return record.norm_part
 
-    def parts(self, records: list[ParamState]) -> list[torch.Tensor]:
+    def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """The same for these; sums over shards in the order of the shards, in double precision."""
         missing = [record for record in records if record.norm_part is None]
         if missing:

@@ -83,7 +83,7 @@ class InFlightCollectives:
         group, staged = step.group, step.staged
         name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
         scratch = self.reserve(self._scratch_bytes(group), name)
-        direct = self._sums.direct(group) if alone else None  # behind whatever may move homes
+        direct = self._sums.direct_target(group) if alone else None  # behind whatever may move homes
         target = direct or self.reserve(numel * kind.itemsize, name)
         if staged is not None:
             step.whole = staged.slot.flat(group.dtype, group.chunk_numel)
@@ -152,12 +152,12 @@ class InFlightCollectives:
             if step.collective.kind is ProposalKind.SUM:
                 records = [self._records[index] for index in _bits(step.tensors)]
                 for record in records:
-                    self._sums.announce(record)
+                    self._sums.expect(record)
                 if records:
                     assert step.slot is not None, "a sum fills a slot"
-                    self._sums.add_shard(step.group, records, step.slot)
+                    self._sums.accept_sum(step.group, records, step.slot)
                 else:
-                    self._sums.nothing_came(step.group)
+                    self._sums.no_sum_came(step.group)
             elif step.slot is not None:
                 self._shards.end_gather(step.group, step.slot)
             for slot in (*step.slots, *((step.staged.slot,) if step.staged is not None else ())):
@@ -229,7 +229,7 @@ class InFlightCollectives:
         for group, step in list(self.ahead.items()):
             if step.done and step not in self.under_way:
                 del self.ahead[group]
-                self._shards.drop(group)
+                self._shards.evict(group)
         self._store.free_spare()
 
     def clear(self) -> None:

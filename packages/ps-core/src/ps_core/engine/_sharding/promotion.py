@@ -86,7 +86,7 @@ class ShardPromoter:
                 break
         if len(targets) < len(unit):
             for target in targets:
-                self._residency.give_back(target)
+                self._residency.release_slot(target)
             return False
         for chunk, target in zip(unit, targets, strict=True):
             self._store.ledger.note_promoted(chunk.bytes)
@@ -127,7 +127,7 @@ class ShardPromoter:
             self._residency.check_disk()
         chunk.rehome(below)
         self._store.ledger.note_promoted(-promoted.bytes)
-        self._residency.give_back(promoted)
+        self._residency.release_slot(promoted)
         return promoted.bytes
 
 

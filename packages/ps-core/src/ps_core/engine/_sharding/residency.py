@@ -115,14 +115,14 @@ class ShardedResidency(Residency):
         near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
         target = place if near else self.store.reserve(1, place.bytes)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
-        self.await_all(queue)
+        self.wait_for_other_queues(queue)
         self.store.device.work(queue, f"shard of {group.name}", (values,), (target.memory,))
         target.flat(group.dtype, group.shard_numel).copy_(values)
         if target is not place:
             self._arrived(self._launch(target, place, place.bytes))
-            self.give_back(target)
+            self.release_slot(target)
 
-    def drop(self, group: ParamGroup) -> bool:
+    def evict(self, group: ParamGroup) -> bool:
         """Release the gathered copy; nothing has to be written back."""
         slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
@@ -157,7 +157,7 @@ class ShardedResidency(Residency):
     def return_slot(self, slot: Slot) -> None:
         """What `borrow` gave is not needed any more."""
         if slot.offset >= 0 or self.store.poison:
-            self.give_back(slot)
+            self.release_slot(slot)
         else:
             self.store.spare.put(slot)
 
@@ -178,7 +178,7 @@ class ShardedResidency(Residency):
         dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
             return self.at_home(chunk).flat(dtype, group.shard_numel)[span]
-        self.await_all(Queue.CPU)
+        self.wait_for_other_queues(Queue.CPU)
         return self._elements(self._near(chunk), span, dtype, group.shard_numel)
 
     def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
