@@ -246,7 +246,7 @@ def test_norms_read_nothing_back(precision: str, tmp_path: Path, monkeypatch: py
             loss = next_token(model, *tokens(index))
             loss.backward()
             with monkeypatch.context() as patch:
-                patch.setattr(engine.residency, "_read", lambda slot, *_: read.append(slot))
+                patch.setattr(engine.residency.transfers, "read", lambda slot, *_: read.append(slot))
                 pending = [record for record in engine.records if engine.has_gradient(record)]
                 assert len(pending) == len(list(model.parameters()))
                 engine.gradients.norm_parts(pending)

@@ -391,7 +391,7 @@ class Engine:
     def gradient_norm(self, record: ParamState) -> float:
         """Of the stored gradient times its factor."""
         self.finish_pass()
-        self.residency.wait_for_other_queues(Queue.CPU)
+        self.residency.transfers.wait_for_other_queues(Queue.CPU)
         squares = float(self.gradients.measure(record)[0])
         return math.sqrt(squares) * abs(record.factor)
 
@@ -426,7 +426,7 @@ class Engine:
         self.counters.clock.turn("step")
         self.passes.guide.consider()
         self.check_unchanged(self.records)
-        self.residency.wait_for_other_queues(Queue.CPU)
+        self.residency.transfers.wait_for_other_queues(Queue.CPU)
         self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         self.updater.free_sums()

@@ -261,7 +261,7 @@ class ModelHooks:
         """A group's memory is not needed any more."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
-                self.engine.residency.release_slot(slot)
+                self.engine.residency.transfers.release_slot(slot)
         group.chunks.clear()
 
 

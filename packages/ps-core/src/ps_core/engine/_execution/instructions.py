@@ -215,7 +215,7 @@ class InstructionExecutor:
                 self._staged[group] = (target, self._staged[group][1])
         else:
             group.chunks[kind].fill_copy(target)  # where another copy is registered, it is in use; see `_settle_in`
-        self._residency.watcher.moved(source.tier, target.tier, op.bytes)
+        self._residency.transfers.watcher.moved(source.tier, target.tier, op.bytes)
         if target.tier == 0 and self._moments:
             self._counters.fetched(early=instr.visit > self.moment)
 
@@ -271,7 +271,7 @@ class InstructionExecutor:
     def abandon(self) -> None:
         """Keep what is of use to demand; slots of the plan's own are given back."""
         staged = [slot for slot, _ in self._staged.values()]
-        restore_lent_homes(self._plan, self._slots, self._places, staged, broken=self._residency.broken)
+        restore_lent_homes(self._plan, self._slots, self._places, staged, broken=self._residency.transfers.broken)
         for slot, records in self._staged.values():
             for record in records:
                 self._gradients.sum_staged(record, slot)
@@ -283,12 +283,12 @@ class InstructionExecutor:
                 continue
             chunk = self._home_of(slot)
             if chunk is not None and chunk.has_current_copy and chunk.source() is slot:
-                self._residency.write_home(chunk)
+                self._residency.transfers.write_home(chunk)
                 if chunk.home_is_stale:
                     continue  # the disk failed: what is here is all there is
             if chunk is not None and chunk.copies.get(slot.tier) is slot:
                 chunk.drop_copy(slot.tier)
-            self._residency.release_slot(slot)
+            self._residency.transfers.release_slot(slot)
 
     # Slots and homes.
 

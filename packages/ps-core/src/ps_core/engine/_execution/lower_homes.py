@@ -68,7 +68,7 @@ class HomePlacement:
         rows = [(held, plan.chunk(held.extent)) for held in plan.plan.home]
         astray = [(held, chunk) for held, chunk in rows if not in_place(chunk.home, held)]
         self.astray = self.astray or bool(astray)
-        if not astray or self._engine.residency.broken:
+        if not astray or self._engine.residency.transfers.broken:
             return
         with torch.inference_mode(False):
             for held, chunk in sorted(astray, key=lambda row: -row[0].tier):
@@ -81,13 +81,13 @@ class HomePlacement:
         """Amid a pass: parameters may lie there."""
         store, residency = self._engine.store, self._engine.residency
         target = store.reserve(tier, chunk.bytes)
-        residency.copy_to(chunk, target)
+        residency.transfers.copy_to(chunk, target)
         old = chunk.rehome(target)
         tensors = self._engine.groups[chunk.extent.index].tensors
         if any(record.bound is not None and record.bound.slot is old for record in tensors):
             chunk.add_copy(old)
         else:
-            residency.release_slot(old)
+            residency.transfers.release_slot(old)
 
 
 def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chunk, int]]:

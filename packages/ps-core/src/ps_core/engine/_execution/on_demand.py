@@ -47,7 +47,7 @@ class OnDemandDriver:
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Have these parameters and the groups of these gradients on the compute tier."""
-        self._residency.check_disk()
+        self._residency.transfers.check_disk()
         for record in reads:
             if record.contents is not SlotContents.WEIGHT:
                 self._gradients.restore_weights(record.group)
@@ -93,7 +93,7 @@ class OnDemandDriver:
             if self._residency.evict(group):
                 del self._in[group]
             else:
-                self._residency.write_home(group.weight_chunk)
+                self._residency.transfers.write_home(group.weight_chunk)
                 self._residency.expose(group)
 
     def adopt(self, groups: list[ParamGroup]) -> None:

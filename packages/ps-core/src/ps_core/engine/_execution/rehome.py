@@ -24,7 +24,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
             residency.unbind(record)
         group.forget_moment()
     for queue in (*store.queues, Queue.CPU):
-        residency.wait_for_other_queues(queue)
+        residency.transfers.wait_for_other_queues(queue)
     if not store.device.lazy:
         for record in engine.records:
             residency.unbind(record)
@@ -82,14 +82,14 @@ def clear(engine: Engine) -> None:
         engine.residency.unbind(record)
         record.group.forget_moment()
     for queue in (*engine.store.queues, Queue.CPU):
-        engine.residency.wait_for_other_queues(queue)
+        engine.residency.transfers.wait_for_other_queues(queue)
 
 
 def move(engine: Engine, chunk: Chunk, tier: int, offset: int = -1) -> None:
     """Let a home be elsewhere, with what is in it."""
     target = engine.store.reserve(tier, chunk.bytes, offset)
-    engine.residency.copy_to(chunk, target)
-    engine.residency.release_slot(chunk.rehome(target))
+    engine.residency.transfers.copy_to(chunk, target)
+    engine.residency.transfers.release_slot(chunk.rehome(target))
 
 
 def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
@@ -97,4 +97,4 @@ def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
     old = chunk.home
     memory = old.in_host_memory() if old.place is None else engine.residency.contents(chunk)
     target = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)
-    engine.residency.release_slot(chunk.rehome(target))
+    engine.residency.transfers.release_slot(chunk.rehome(target))

@@ -59,7 +59,7 @@ class PlanDriver:
         self._running: Instr | None = None
         self._next_run = 0
         for queue in (*self._store.queues, Queue.CPU):
-            residency.wait_for_other_queues(
+            residency.transfers.wait_for_other_queues(
                 queue
             )  # segments join here; whatever came before is done with all addresses
         if self._lines.runs:
@@ -69,7 +69,7 @@ class PlanDriver:
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """The next moment, which must be the one the plan has next."""
-        self._residency.check_disk()
+        self._residency.transfers.check_disk()
         if self._next_run >= len(self._lines.runs):
             raise Diverged(f"{name} comes after the last moment of {self._segment.value}")
         visit = self._lines.runs[self._next_run]

@@ -133,7 +133,7 @@ class GradientStore:
         factor, record.factor = record.factor, 1.0
         if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
-        self._residency.wait_for_other_queues(Queue.CPU)
+        self._residency.transfers.wait_for_other_queues(Queue.CPU)
         if record.gradient is GradientPlace.OWN_TENSOR and record.own_gradient is not None:
             record.keep_gradient(record.own_gradient.float().mul_(factor), overwrite_pending=record.overwrite_pending)
         elif record.gradient is GradientPlace.IN_ACCUMULATOR:
@@ -168,14 +168,14 @@ class GradientStore:
         else:
             stage = self._store.reserve(tier, max(1, flat.nbytes))
             self._add_home(record, self._put_down(flat, stage.memory, tier), chunk)
-            self._residency.release_slot(stage)
+            self._residency.transfers.release_slot(stage)
 
     def _put_down(self, flat: torch.Tensor, memory: torch.Tensor, tier: int) -> torch.Tensor:
         """A vector of the compute tier in memory of another."""
         staged = memory[: flat.nbytes].view(flat.dtype)
-        self._residency.wait_for_other_queues(Queue.D2H)
+        self._residency.transfers.wait_for_other_queues(Queue.D2H)
         self._store.device.copy(Queue.D2H, staged, flat)
-        self._residency.watcher.moved(0, tier, flat.nbytes)
+        self._residency.transfers.watcher.moved(0, tier, flat.nbytes)
         return staged
 
     def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, chunk: Chunk, tier: int) -> None:
@@ -207,7 +207,7 @@ class GradientStore:
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Begin the record's sums with a vector, or add it to them, where the CPU works."""
-        self._residency.wait_for_other_queues(Queue.CPU)
+        self._residency.transfers.wait_for_other_queues(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
         if fresh:
             sums.copy_(flat)
@@ -219,7 +219,7 @@ class GradientStore:
         flat, chunk = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
         tier = self._store.work_tier(chunk.home.tier)
         if slot.tier and not tier:
-            self._residency.wait_for_other_queues(Queue.H2D)
+            self._residency.transfers.wait_for_other_queues(Queue.H2D)
             above = torch.empty_like(flat, device=self._store.device.torch_device)
             self._store.device.copy(Queue.H2D, above, flat)
             flat = above
@@ -246,7 +246,7 @@ class GradientStore:
         first, group = records[0], records[0].group
         start = first.offset
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
-        self._residency.wait_for_other_queues(queue)
+        self._residency.transfers.wait_for_other_queues(queue)
         self._store.device.work(queue, f"sum of the gradient of {first.name}", (flat, target), (target,))
         if first.gradient is GradientPlace.IN_ACCUMULATOR:
             ps_kernels.accumulate(target, flat)
@@ -276,7 +276,7 @@ class GradientStore:
         """Make every payload of a group its parameter again, whatever lies over it."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
-        self._residency.at_home(group.weight_chunk)
+        self._residency.transfers.at_home(group.weight_chunk)
         for record in over:
             flat = self._over(record)
             if self._keeps_own_tensor(record):
@@ -300,7 +300,9 @@ class GradientStore:
                 groups[record.group] = None  # also where a sum over ranks was broken off half-way
             record.mark_discarded()
         for group in groups:
-            if not self._residency.broken:  # else nothing can be rebuilt on the disk; the masters are there to be read
+            if (
+                not self._residency.transfers.broken
+            ):  # else nothing can be rebuilt on the disk; the masters are there to be read
                 self.restore_weights(group)
 
     # Norms.

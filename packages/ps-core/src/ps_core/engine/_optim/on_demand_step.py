@@ -52,7 +52,7 @@ class OnDemandStepper:
         slots = self._all_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
-        self._residency.wait_for_other_queues(queue)
+        self._residency.transfers.wait_for_other_queues(queue)
         step_group(self._store.device, group, slots, settings_of, factor, queue)
         for kind, slot in slots.items():
             self._put_back(group.chunks[kind], slot)
@@ -75,23 +75,23 @@ class OnDemandStepper:
     def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
         """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
         chunk = group.chunks[kind]
-        self._residency.write_home(chunk)
+        self._residency.transfers.write_home(chunk)
         if chunk.home.tier == tier:
             return chunk.home
         slot = self._store.reserve(tier, chunk.bytes)
         if tier not in chunk.copies:
             chunk.add_copy(slot)  # or the bytes would be nowhere if they cannot be put back
-        return self._residency.copy_to(chunk, slot)
+        return self._residency.transfers.copy_to(chunk, slot)
 
     def _put_back(self, chunk: Chunk, slot: Slot) -> None:
         """Have what a slot of the moment holds at home."""
         if slot is chunk.home:
             return
         if chunk.home_is_stale:
-            self._residency.copy_to(chunk, chunk.home)
+            self._residency.transfers.copy_to(chunk, chunk.home)
         if chunk.copies.get(slot.tier) is slot:
             chunk.drop_copy(slot.tier)
-        self._residency.release_slot(slot)
+        self._residency.transfers.release_slot(slot)
 
     def free_sums(self) -> None:
         """Give back accumulators that no plan knows of."""
@@ -102,7 +102,7 @@ class OnDemandStepper:
                 and not chunk.planned
                 and not any(r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors)
             ):
-                self._residency.release_slot(chunk.home)
+                self._residency.transfers.release_slot(chunk.home)
                 del group.chunks[Kind.ACC]
 
     # Contents.

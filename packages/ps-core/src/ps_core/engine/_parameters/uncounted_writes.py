@@ -22,8 +22,9 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.slot import Chunk, Slot, SlotView
+from ps_core.engine._memory.slot import Slot, SlotView
 from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.transfers import Transfers
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.transitions import SlotContents
 
@@ -42,17 +43,15 @@ class SlotMoves(Protocol):
     def store(self) -> TierStore:
         """The tiers."""
 
-    def copy_to(self, chunk: Chunk, slot: Slot) -> Slot:
-        """Fill a slot with a chunk's newest bytes."""
+    @property
+    def transfers(self) -> Transfers:
+        """Copies between tiers."""
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Do without what was written to a slot."""
 
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a parameter's elements in a slot, and in what these were made from."""
-
-    def wait_for_other_queues(self, queue: Queue) -> None:
-        """Let the queue's next work wait for all other queues."""
 
 
 class ExposedParameters:
@@ -97,7 +96,7 @@ class ExposedParameters:
         group = record.group
         if slot.version != chunk.version:
             if alive and chunk.copies.get(slot.tier) is slot and not group.gathered:
-                residency.copy_to(chunk, slot)  # what a step did shows in aliases, as in plain PyTorch
+                residency.transfers.copy_to(chunk, slot)  # what a step did shows in aliases, as in plain PyTorch
         elif record.contents is SlotContents.WEIGHT and (
             self._differs(record, slot) if before is None else not _same(bound.view, before)
         ):
@@ -115,7 +114,7 @@ class ExposedParameters:
         mine, source = self._residency.sides(record, slot)
         if source is None:
             return False
-        self._residency.wait_for_other_queues(Queue.CPU)
+        self._residency.transfers.wait_for_other_queues(Queue.CPU)
         self._residency.store.device.work(Queue.CPU, f"compare {record.name}", (mine, source), ())
         return not _same(mine, source)
 

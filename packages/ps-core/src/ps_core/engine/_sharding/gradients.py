@@ -115,8 +115,8 @@ class ShardedGradients(GradientStore):
         chunk.mark_written(slot)
         if slot is not chunk.home:
             chunk.add_copy(slot)
-            self._shards.write_home(chunk)
-            self._shards.check_disk()
+            self._shards.transfers.write_home(chunk)
+            self._shards.transfers.check_disk()
             chunk.drop_copy(slot.tier)
 
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
@@ -126,7 +126,7 @@ class ShardedGradients(GradientStore):
         tier = self._store.work_tier(chunk.home.tier)
         stage = slot if tier == slot.tier else self._down(slot, tier)
         source = stage.flat(kind, group.shard_numel)
-        self._shards.wait_for_other_queues(Queue.CPU)
+        self._shards.transfers.wait_for_other_queues(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
@@ -139,7 +139,7 @@ class ShardedGradients(GradientStore):
                 self._shards.save(chunk, part, total)
             record.mark_summed()
         if stage is not slot:
-            self._shards.release_slot(stage)
+            self._shards.transfers.release_slot(stage)
 
     def _cut(self, chunk: Chunk, span: slice) -> Iterator[slice]:
         """The whole of it in memory, pieces on the disk."""
@@ -150,9 +150,9 @@ class ShardedGradients(GradientStore):
     def _down(self, slot: Slot, tier: int) -> Slot:
         """A copy on the host tier."""
         stage = self._store.reserve(tier, slot.bytes)
-        self._shards.wait_for_other_queues(Queue.D2H)
+        self._shards.transfers.wait_for_other_queues(Queue.D2H)
         self._store.device.copy(Queue.D2H, stage.memory, slot.memory)
-        self._shards.watcher.moved(0, tier, slot.bytes)
+        self._shards.transfers.watcher.moved(0, tier, slot.bytes)
         return stage
 
     def restore_weights(self, group: ParamGroup) -> None:
@@ -272,11 +272,11 @@ class ShardedStepper(OnDemandStepper):
             return super()._on(group, kind, tier)
         if kind is group.weight and all(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             return below  # all of it is written
-        return self._residency.copy_to(chunk, below)
+        return self._residency.transfers.copy_to(chunk, below)
 
     def _put_back(self, chunk: Chunk, slot: Slot) -> None:
         if slot.tier == low_tier(chunk) != chunk.home.tier:  # the place that it keeps below
-            self._residency.write_home(chunk)
+            self._residency.transfers.write_home(chunk)
         else:
             super()._put_back(chunk, slot)
 

@@ -168,7 +168,7 @@ class InFlightCollectives:
         started = time.perf_counter()
         assert step.pending is not None, "it was begun"
         step.pending.wait()
-        self._shards.watcher.waited(time.perf_counter() - started)
+        self._shards.transfers.watcher.waited(time.perf_counter() - started)
         return step.done
 
     # Room.

@@ -47,7 +47,7 @@ class ShardPromoter:
     def promote(self) -> None:
         """Promote, between passes, what always had room, unless the last pass took more memory than before."""
         store, known = self._store, self._besides_bytes
-        if not (self.waiting or self._promoted) or self._residency.broken:
+        if not (self.waiting or self._promoted) or self._residency.transfers.broken:
             return
         self._besides_bytes = store.ledger.peak_besides_bytes
         room = store.tiers[0].capacity_bytes - self._besides_bytes - store.ledger.promoted_bytes - self._margin_bytes()
@@ -86,11 +86,11 @@ class ShardPromoter:
                 break
         if len(targets) < len(unit):
             for target in targets:
-                self._residency.release_slot(target)
+                self._residency.transfers.release_slot(target)
             return False
         for chunk, target in zip(unit, targets, strict=True):
             self._store.ledger.note_promoted(chunk.bytes)
-            self._residency.copy_to(chunk, target)
+            self._residency.transfers.copy_to(chunk, target)
             chunk.add_copy(chunk.rehome(target))
         self._promoted.append(unit)
         return True
@@ -99,7 +99,7 @@ class ShardPromoter:
         """Demote at least ``size`` bytes, but no group that a collective uses; return how many were demoted."""
         done = 0
         for unit in reversed(list(self._promoted)):
-            if done >= size or self._residency.broken:
+            if done >= size or self._residency.transfers.broken:
                 break
             if self._groups[unit[0].extent.index] not in in_use:
                 self._promoted.remove(unit)
@@ -123,11 +123,11 @@ class ShardPromoter:
     def _demote_chunk(self, chunk: Chunk) -> int:
         promoted, below = chunk.home, chunk.copies[low_tier(chunk)]
         if below.version != chunk.version:
-            self._residency.copy_to(chunk, below)
-            self._residency.check_disk()
+            self._residency.transfers.copy_to(chunk, below)
+            self._residency.transfers.check_disk()
         chunk.rehome(below)
         self._store.ledger.note_promoted(-promoted.bytes)
-        self._residency.release_slot(promoted)
+        self._residency.transfers.release_slot(promoted)
         return promoted.bytes
 
 

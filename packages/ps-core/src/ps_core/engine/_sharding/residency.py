@@ -102,9 +102,9 @@ class ShardedResidency(Residency):
     def _copy_shard(self, group: ParamGroup, own: torch.Tensor) -> None:
         """Put this process's shard into its place, where the collective may read it."""
         chunk, place = group.chunks[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
-        self.check_disk()
+        self.transfers.check_disk()
         if all(record.contents is SlotContents.WEIGHT for record in group.tensors):
-            self.copy_to(chunk, place)
+            self.transfers.copy_to(chunk, place)
         else:
             self._cast_shard(group, place)
         self.ordering.before()
@@ -115,12 +115,12 @@ class ShardedResidency(Residency):
         near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
         target = place if near else self.store.reserve(1, place.bytes)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
-        self.wait_for_other_queues(queue)
+        self.transfers.wait_for_other_queues(queue)
         self.store.device.work(queue, f"shard of {group.name}", (values,), (target.memory,))
         target.flat(group.dtype, group.shard_numel).copy_(values)
         if target is not place:
-            self._arrived(self._launch(target, place, place.bytes))
-            self.release_slot(target)
+            self.transfers.finish(self.transfers.launch(target, place, place.bytes))
+            self.transfers.release_slot(target)
 
     def evict(self, group: ParamGroup) -> bool:
         """Release the gathered copy; nothing has to be written back."""
@@ -133,7 +133,7 @@ class ShardedResidency(Residency):
                 self.unbind(record)
             self.exposed.forget(group)
             self._held.append((slot, bounds))
-            self.watcher.evicted()
+            self.transfers.watcher.evicted()
             self.release_unaliased()
         return True
 
@@ -157,7 +157,7 @@ class ShardedResidency(Residency):
     def return_slot(self, slot: Slot) -> None:
         """What `borrow` gave is not needed any more."""
         if slot.offset >= 0 or self.store.poison:
-            self.release_slot(slot)
+            self.transfers.release_slot(slot)
         else:
             self.store.spare.put(slot)
 
@@ -177,24 +177,24 @@ class ShardedResidency(Residency):
         group = self.groups[chunk.extent.index]
         dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
-            return self.at_home(chunk).flat(dtype, group.shard_numel)[span]
-        self.wait_for_other_queues(Queue.CPU)
-        return self._elements(self._near(chunk), span, dtype, group.shard_numel)
+            return self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
+        self.transfers.wait_for_other_queues(Queue.CPU)
+        return self._elements(self.transfers.near(chunk), span, dtype, group.shard_numel)
 
     def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
         """Change them at home; where they lie in memory, ``values`` may be what `load` gave."""
         group = self.groups[chunk.extent.index]
         dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
-            target = self.at_home(chunk).flat(dtype, group.shard_numel)[span]
+            target = self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
             self.store.device.work(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
         else:
-            self.write_home(chunk)
+            self.transfers.write_home(chunk)
             if span.stop > span.start:
                 source = values.to("cpu", dtype).contiguous().view(torch.uint8)
-                self._write(chunk.home, span.start * dtype.itemsize, source)
+                self.transfers.write(chunk.home, span.start * dtype.itemsize, source)
         self._changed(chunk)
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
@@ -205,7 +205,7 @@ class ShardedResidency(Residency):
         if slot.place is None:
             return slot.flat(dtype, numel)[span]
         size = (span.stop - span.start) * dtype.itemsize
-        return self._read(slot, span.start * dtype.itemsize, size).view(dtype)
+        return self.transfers.read(slot, span.start * dtype.itemsize, size).view(dtype)
 
     def _changed(self, chunk: Chunk) -> None:
         chunk.mark_written(chunk.home)

@@ -70,8 +70,8 @@ class BlockingCollectives:
 
     def before(self) -> None:
         """Wait for every queue's work."""
-        self._residency.wait_for_other_queues(Queue.COLL)
-        self._residency.wait_for_other_queues(Queue.CPU)
+        self._residency.transfers.wait_for_other_queues(Queue.COLL)
+        self._residency.transfers.wait_for_other_queues(Queue.CPU)
 
     def ready(self) -> Sequence[Event]:
         """Nothing: it was waited for."""
