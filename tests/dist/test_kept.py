@@ -124,7 +124,7 @@ def looks(each: Together) -> list[Any]:
     hooks_of(model).engine.store.free_spare()
     with torch.inference_mode():
         model(torch.ones(2, WIDTH))
-    kept = hooks_of(model).engine.store.spare.take_all()
+    kept = hooks_of(model).engine.store.spare.pop_all()
     assert kept
     for slot in kept:
         assert not slot.memory.is_inference()

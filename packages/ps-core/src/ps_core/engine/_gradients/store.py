@@ -1,10 +1,10 @@
-"""Where gradients go: over the parameters, into fp32 sums, or aside for a while.
+"""Store gradients: over the weights, in fp32 sums, or for a while in the tensors that autograd made.
 
-[Note: over the parameter]
-In 16-bit training without accumulation a gradient takes its parameter's own place, so that it costs no memory. That is
-right only once nothing will read the parameter again before the step: no saved tensor names it, nothing aliases its
-memory. Until then the gradient stays aside, autograd's own tensor. If a forward pass wants the parameter back before
-the step, the gradient is moved into an fp32 sum and the parameter rebuilt from its master, which no one has changed.
+[Note: over the weight]
+In 16-bit training without accumulation a gradient is written over its weight, so that it costs no memory. That is
+right only once nothing reads the weight again before the step: no saved tensor refers to it, and nothing aliases its
+memory. Until then the gradient stays in autograd's tensor. A forward pass may want the weight back before the step.
+Then the gradient moves into an fp32 sum, and the weight is rebuilt from its master, which nobody has changed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 
 SMALL_NUMEL = 2**14
-"""What has fewer elements takes less time than a call: it is measured with the others of its group, and stepped so."""
+"""Smaller gradients take less time than a call: those of one group are measured, and stepped, together."""
 
 CONCATENATED_NUMEL = 2**16
-"""So many elements of small gradients are put together at the most, for no budget counts the copy."""
-
+"""The most elements of small gradients that are concatenated: no budget counts the copy."""
 
 _PIECE_NUMEL = 2**14
-"""So many elements of a gradient go down at a time where there is no room for all of it."""
+"""Elements of a gradient that are copied down at a time, where there is no room for all of it."""
 
 
 def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as a vector, in the memory order of the parameter."""
+    """Return a gradient as a vector in the memory order of its parameter; a copy if the strides differ."""
     if gradient.stride() == record.stride:
         return gradient.as_strided((record.numel,), (1,))
     flat = torch.empty(record.numel, dtype=gradient.dtype, device=gradient.device)
@@ -44,13 +43,13 @@ def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def concatenate(records: Sequence[ParamState]) -> torch.Tensor:
-    """Gradients that are aside as one vector, a copy if there are several."""
+    """Return gradients with tensors of their own as one vector; a copy if there are several."""
     flat = [flatten(record, record.own_gradient) for record in records if record.own_gradient is not None]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 class GradientStore:
-    """The gradients of one engine."""
+    """The gradients of one engine, wherever they are."""
 
     def __init__(self, residency: Residency, *, overwrites: bool) -> None:
         self._residency = residency
@@ -58,11 +57,12 @@ class GradientStore:
         self._overwrites = overwrites
         self._one_tier = residency.store.still
         self._pending: dict[ParamState, None] = {}
+        """Parameters whose gradients go over their weights later; some may have gone elsewhere since."""
 
     # Arrival.
 
     def accept(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """A gradient came; its group is on the compute tier if it can go over the parameter."""
+        """Store a gradient that autograd made; it can go over the weight if its group is on the compute tier."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
@@ -78,11 +78,11 @@ class GradientStore:
             self.measure(record)  # while it is in the processor's caches
 
     def _keeps_own_tensor(self, record: ParamState) -> bool:
-        """Whether gradients that cannot go over the parameter stay what autograd made them."""
+        """True if a gradient that cannot go over the weight stays in a tensor of its own, and is added to there."""
         return self._one_tier or record.group.fixed_tier == 0
 
     def write_over_weight(self, record: ParamState) -> bool:
-        """Write a gradient in its own tensor over the weight; False: that is needed, or not on the compute tier."""
+        """Write a gradient from its own tensor over the weight; False: the weight may be read, or is elsewhere."""
         return record.own_gradient is not None and self._write_over_weight(record, record.own_gradient)
 
     def _write_over_weight(self, record: ParamState, gradient: torch.Tensor) -> bool:
@@ -102,12 +102,12 @@ class GradientStore:
         return True
 
     def pending_overwrites(self) -> list[ParamState]:
-        """Those whose gradients are aside until nothing needs their parameters."""
+        """Return the parameters whose gradients are to go over their weights as soon as nothing reads these."""
         self._pending = {record: None for record in self._pending if record.overwrite_pending}
         return list(self._pending)
 
     def end_overwrites(self) -> None:
-        """Backward is over: what still cannot go over its parameter goes into the sums (or stays, on one tier)."""
+        """End a backward pass: gradients that still cannot go over weights go into the sums, or stay (one tier)."""
         for record in self.pending_overwrites():
             if not self._keeps_own_tensor(record):
                 self.move_to_accumulator(record)
@@ -116,20 +116,20 @@ class GradientStore:
         self._pending.clear()
 
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """Add a gradient to what there is, in fp32."""
+        """Add a gradient to the one before in fp32; the first one begins the sum."""
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             self.restore_weights(record.group)
         if record.factor != 1.0:
             self.apply_factor(record)
         if self._keeps_own_tensor(record):
-            self._add_aside(record, gradient)
+            self._add_to_own_tensor(record, gradient)
             return
         if record.gradient is GradientPlace.OWN_TENSOR:
             self.move_to_accumulator(record)
         self._add_summed(record, gradient)
 
     def apply_factor(self, record: ParamState) -> None:
-        """Multiply what there is, before more comes that the factor is not for."""
+        """Multiply the gradient so far by its factor, because the factor is not for what is added next."""
         factor, record.factor = record.factor, 1.0
         if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
@@ -148,12 +148,12 @@ class GradientStore:
                 self._residency.replace(record, Kind.ACC, target)
         record.norm_part = None
 
-    def _add_aside(self, record: ParamState, gradient: torch.Tensor) -> None:
+    def _add_to_own_tensor(self, record: ParamState, gradient: torch.Tensor) -> None:
         own = record.own_gradient
         record.keep_gradient(gradient if own is None else own.float().add_(gradient))
 
     def move_to_accumulator(self, record: ParamState) -> None:
-        """Move a gradient in its own tensor into the accumulator."""
+        """Move a gradient from its own tensor into the fp32 sum."""
         if record.own_gradient is not None:
             self._add_summed(record, record.own_gradient)
 
@@ -171,7 +171,7 @@ class GradientStore:
             self._residency.transfers.release_slot(stage)
 
     def _put_down(self, flat: torch.Tensor, memory: torch.Tensor, tier: int) -> torch.Tensor:
-        """A vector of the compute tier in memory of another."""
+        """Copy a vector from the compute tier into memory of another, and return it there."""
         staged = memory[: flat.nbytes].view(flat.dtype)
         self._residency.transfers.wait_for_other_queues(Queue.D2H)
         self._store.device.copy(Queue.D2H, staged, flat)
@@ -179,13 +179,13 @@ class GradientStore:
         return staged
 
     def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, chunk: Chunk, tier: int) -> None:
-        """Add to the sums where their tier is full: by way of a little beside the budget, as the disk's buffers are."""
+        """Add to sums whose tier is full, through a small buffer outside the budget, as the disk's buffers are."""
         fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, chunk.home.place is not None
         total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
-        beside = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
+        buffer = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
             part = slice(start, start + _PIECE_NUMEL)
-            self._sum_into(total[part], self._put_down(flat[part], beside, tier), record, fresh=fresh)
+            self._sum_into(total[part], self._put_down(flat[part], buffer, tier), record, fresh=fresh)
         if on_disk:
             self._residency.replace(record, Kind.ACC, total)
         else:
@@ -194,7 +194,7 @@ class GradientStore:
         record.norm_part = measured(total) if on_disk else None
 
     def _add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
-        """Add a vector on the tier where the home's bytes are worked on to the record's part of the sums."""
+        """Add a vector, which is on the tier that works on the home slot, to the parameter's part of the sums."""
         if chunk.home.place is None:
             self._add_run([record], flat, chunk.home, Queue.CPU if chunk.home.tier else Queue.COMPUTE)
             return
@@ -206,7 +206,7 @@ class GradientStore:
         record.norm_part = measured(total)
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
-        """Begin the record's sums with a vector, or add it to them, where the CPU works."""
+        """Copy a vector into the sums (``fresh``), or add it to them, on the CPU."""
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
         self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
         if fresh:
@@ -215,7 +215,7 @@ class GradientStore:
             ps_kernels.accumulate(sums, flat)
 
     def sum_staged(self, record: ParamState, slot: Slot) -> None:
-        """Add a gradient that lies in a slot of its own."""
+        """Add a gradient that lies in a staging slot to the sums."""
         flat, chunk = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
         tier = self._store.work_tier(chunk.home.tier)
         if slot.tier and not tier:
@@ -231,7 +231,7 @@ class GradientStore:
     def add_staged(
         self, group: ParamGroup, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue
     ) -> None:
-        """Add what lies in a chunk of gradients to an accumulator's slot on the same tier."""
+        """Add the gradients in a group's staging slot to the group's sums, which are on the same tier."""
         for record in records:
             if record.factor != 1.0:
                 self.apply_factor(record)
@@ -242,7 +242,7 @@ class GradientStore:
             self._add_run([record], flat[record.span], slot, queue)
 
     def _add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
-        """Of neighbours, whose gradients are all summed already, or none is."""
+        """Add the gradients of neighbours to their sums; either all have sums already, or none has."""
         first, group = records[0], records[0].group
         start = first.offset
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
@@ -258,7 +258,7 @@ class GradientStore:
         group.chunks[Kind.ACC].mark_written(slot)
 
     def accumulator(self, group: ParamGroup) -> Chunk:
-        """The home of a group's fp32 sums; made when it is needed, where the plan knows of none."""
+        """Return the chunk of a group's fp32 sums; one that the plan does not know of is made now."""
         chunk = group.chunks.get(Kind.ACC)
         if chunk is None:
             slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
@@ -267,13 +267,13 @@ class GradientStore:
         return chunk
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
-        """Where sums lie that no plan knows of: beside the master, which the step reads."""
+        """Return the tier for sums that no plan knows of: that of the master, which the step reads with them."""
         return group.chunks[Kind.P32].home.tier
 
-    # The parameter wanted back.
+    # The weight again.
 
     def restore_weights(self, group: ParamGroup) -> None:
-        """Make every payload of a group its parameter again, whatever lies over it."""
+        """Rebuild every weight of a group; gradients in their place move to sums or tensors of their own."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
         self._residency.transfers.at_home(group.weight_chunk)
@@ -289,11 +289,11 @@ class GradientStore:
             record.mark_rebuilt()
 
     def scale(self, record: ParamState, factor: float) -> None:
-        """Multiply a gradient in the step, by this too."""
+        """Have the step multiply a gradient by this factor too."""
         record.factor *= factor
 
     def discard(self, records: list[ParamState]) -> None:
-        """Forget gradients; what they lay over becomes the parameters again."""
+        """Forget gradients, and rebuild the weights that they were written over."""
         groups: dict[ParamGroup, None] = {}
         for record in records:
             if record.gradient in (GradientPlace.IN_WEIGHT_SLOT, GradientPlace.ON_ITS_WAY):
@@ -308,7 +308,7 @@ class GradientStore:
     # Norms.
 
     def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
-        """Sums of squares and non-finite flags of these gradients."""
+        """Return the sum of squares and the non-finite flag of each gradient."""
         over: dict[ParamGroup, list[ParamState]] = {}
         small: dict[ParamGroup, list[ParamState]] = {}
         for record in records:
@@ -323,13 +323,13 @@ class GradientStore:
             if slot.place is None:
                 self.measure_all(rows, slot.flat(group.dtype, group.chunk_numel))
         for group_rows in small.values():
-            for rows in _pieces(group_rows):
+            for rows in _batches_of(group_rows):
                 ends = list(accumulate(record.numel for record in rows))
                 self._measure_spans(rows, concatenate(rows), list(zip([0, *ends], ends, strict=False)))
         return [self.measure(record) for record in records]
 
     def _slot_over(self, group: ParamGroup) -> Slot:
-        """Where gradients that went over their parameters are."""
+        """Return the slot with a group's gradients that are over their weights."""
         chunk = group.weight_chunk
         return chunk.home if not chunk.home_is_stale and chunk.home.place is None else chunk.source()
 
@@ -337,7 +337,7 @@ class GradientStore:
         return self._residency.part_of(self._slot_over(record.group), record, record.group.dtype)
 
     def gradient_vector(self, record: ParamState) -> torch.Tensor:
-        """The gradient as a vector, where it is."""
+        """Return a gradient as a vector, on the tier where it is."""
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             return self._over(record)
         if record.gradient is GradientPlace.IN_ACCUMULATOR:
@@ -346,13 +346,13 @@ class GradientStore:
         return flatten(record, record.own_gradient)
 
     def measure(self, record: ParamState) -> torch.Tensor:
-        """Sum of squares and non-finite flag of the gradient, taken once."""
+        """Return the sum of squares and the non-finite flag of a gradient; the first call measures it."""
         if record.norm_part is None:
             record.norm_part = measured(self.gradient_vector(record))
         return record.norm_part
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor) -> None:
-        """The same of several of a group, whose gradients lie in this chunk."""
+        """Measure gradients of one group, which lie in ``flat``, in one call."""
         if records:
             self._measure_spans(records, flat, [(record.offset, record.offset + record.numel) for record in records])
 
@@ -361,8 +361,8 @@ class GradientStore:
             record.norm_part = part
 
 
-def _pieces(records: list[ParamState]) -> Iterator[list[ParamState]]:
-    """Small ones in order, as many at a time as may be put together."""
+def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
+    """Yield small gradients in order, as many at a time as may be concatenated."""
     piece: list[ParamState] = []
     numel = 0
     for record in records:
@@ -383,7 +383,7 @@ def measured(flat: torch.Tensor) -> torch.Tensor:
 
 
 def measured_spans(flat: torch.Tensor, spans: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-    """Return the same of each span of a vector, measured in one call."""
+    """Return the sum of squares and the non-finite flag of each span of a vector, measured in one call."""
     parts = torch.zeros(len(spans), 2, device=flat.device)
     ps_kernels.sumsq_finite(flat, parts, spans=spans)
     return parts.unbind()

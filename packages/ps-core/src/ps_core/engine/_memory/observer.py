@@ -1,4 +1,4 @@
-"""What is told of every move of bytes."""
+"""Tell somebody of every move of bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class TransferObserver(Protocol):
-    """Told of every move, for statistics."""
+    """Who is told of every move, for statistics."""
 
     def moved(self, source: int, target: int, size: int) -> None:
-        """Bytes went from one tier to another."""
+        """Count bytes that went from one tier to another."""
 
     def evicted(self) -> None:
-        """A group left the compute tier."""
+        """Count a group that left the compute tier."""
 
     def waited(self, seconds: float) -> None:
-        """The host thread waited for moves."""
+        """Add up how long the host thread waited for moves."""

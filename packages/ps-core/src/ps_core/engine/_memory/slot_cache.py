@@ -1,6 +1,6 @@
-"""Slots kept for the next of their size, where each is memory of its own: the system takes long to give that anew.
+"""Keep released slots for the next use of the same size, where each slot is memory of its own.
 
-It clears every page first, which costs a step of several processes up to a fifth of its time.
+The system clears every page of new memory, which costs a step of several ranks up to a fifth of its time.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from ps_core.engine._memory.slot import Slot
 
 
 class SlotCache:
-    """Of the compute tier of a store that has no arena; they count as used."""
+    """Kept slots of the compute tier of a store without an arena; the ledger counts them as used."""
 
     def __init__(self) -> None:
         self._slots: dict[int, list[Slot]] = {}
         """By size."""
 
     def put(self, slot: Slot) -> None:
-        """Keep it; nothing works on it any more."""
+        """Keep a slot that nothing works on any more."""
         slot.clear()
         self._slots.setdefault(slot.bytes, []).append(slot)
 
     def has(self, size: int) -> bool:
-        """Whether there is one of this size."""
+        """True if a slot of this size is kept: `pop` returns it."""
         return bool(self._slots.get(size))
 
-    def take(self, size: int, record: Hashable = None) -> Slot | None:
-        """One of this size; best that in which this parameter was."""
+    def pop(self, size: int, record: Hashable = None) -> Slot | None:
+        """Return a kept slot of this size, if possible the one where this parameter was; None: there is none."""
         slots = self._slots.get(size)
         if not slots:
             return None
@@ -36,11 +36,11 @@ class SlotCache:
 
     @property
     def bytes(self) -> int:
-        """What is kept."""
+        """Bytes of all kept slots."""
         return sum(slot.bytes for each in self._slots.values() for slot in each)
 
-    def take_all(self) -> list[Slot]:
-        """Everything that is kept."""
+    def pop_all(self) -> list[Slot]:
+        """Return all kept slots, and keep none."""
         slots = [slot for each in self._slots.values() for slot in each]
         self._slots.clear()
         return slots

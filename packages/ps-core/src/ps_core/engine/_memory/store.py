@@ -78,7 +78,7 @@ class TierStore:
     def free_spare(self) -> int:
         """Release the slots that are kept for their next use; return how many bytes they were."""
         freed = self.spare.bytes
-        for slot in self.spare.take_all():
+        for slot in self.spare.pop_all():
             self.release(slot, Queue.COMPUTE)
         return freed
 

@@ -25,7 +25,7 @@ TAIL_NUMEL = 64
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """One parameter under management."""
+    """What the engine knows of one managed parameter."""
 
     index: int
     name: str
@@ -33,15 +33,15 @@ class ParamState:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    """What it is computed in."""
+    """Type that the parameter is computed in."""
     numel: int
     trainable: bool
     given: tuple[type[nn.Parameter], torch.dtype]
-    """The class and the type it came with."""
+    """Class and type that the parameter came with; `release` restores them."""
     owners: frozenset[type[nn.Module]] = frozenset()
-    """What modules it is a parameter of."""
+    """Classes of the modules that the parameter belongs to."""
     offset: int = 0
-    """First element in its group."""
+    """First element in the group."""
     group: ParamGroup = field(init=False)
     placeholder: torch.Tensor = field(init=False)
     bound: SlotView | None = None
@@ -52,71 +52,71 @@ class ParamState:
     overwrite_pending: bool = False
     """True if `own_gradient` is to go over the weight as soon as nothing may read the weight any more."""
     factor: float = 1.0
-    """What the user multiplied the gradient by (clipping); applied by the step."""
+    """What the user multiplied the gradient by (clipping); the step applies it."""
     assigned: bool = False
-    """The gradient was given by ``parameter.grad = ...``."""
+    """True if the gradient was given by ``parameter.grad = ...``."""
     dropped: bool = False
-    """A gradient came that nothing will step, and nobody has forgotten it since."""
+    """True if a gradient came that no optimizer steps, until ``zero_grad``: reading ``.grad`` says so."""
     grad_proxy: torch.Tensor | None = None
-    """What ``parameter.grad`` answers while there is a gradient."""
+    """The `ManagedGrad` that ``parameter.grad`` returned for this gradient."""
     norm_part: torch.Tensor | None = None
-    """Sum of squares and non-finite flag of the gradient, once taken."""
+    """Sum of squares and non-finite flag of the gradient, once measured."""
     steps: int = 0
     saved_token: object = field(default_factory=object)
-    """Held by every saved tensor that will want this parameter."""
+    """An object that every saved tensor of this parameter refers to."""
     saved_token_uses: int = 0
-    """How often it is held by nobody."""
+    """Reference count of `saved_token` without saved tensors."""
     compiled_block: list[ParamState] = field(default_factory=list)
-    """The parameters of its compiled block, which backward wants together; empty: it is in none."""
+    """The parameters of the same compiled block, which backward needs together; empty: there is no such block."""
     update_count: int = 0
-    """Changes with every step that changes the parameter."""
+    """How often a step or the user wrote another weight; a saved tensor from before does not match any more."""
     counted_version: int = 0
-    """What PyTorch counts of changes in place; any change is the user's."""
+    """PyTorch's ``_version`` as the engine left it: another one means that the user changed the parameter."""
     tied: list[ParamState] = field(default_factory=list)
-    """The parameters that had the same memory, this one among them, all in one group; empty: there are no others."""
+    """The parameters that shared memory before `chunked`, this one included, all in one group; empty: none did."""
 
     def __post_init__(self) -> None:
         self.saved_token_uses = sys.getrefcount(self.saved_token)
         self.live_on(torch.device("cpu"))
 
     def live_on(self, device: torch.device) -> None:
-        """Where the parameter says it is while it is elsewhere."""
+        """Make a placeholder on ``device``: not-a-number in the right shape, without memory."""
         self.placeholder = torch.full((), float("nan"), dtype=self.dtype, device=device).expand(self.shape)
 
     @property
     def span(self) -> slice:
-        """Its elements in the group."""
+        """Elements of the parameter in the group."""
         return slice(self.offset, self.offset + self.numel)
 
     @property
     def handles(self) -> int:
-        """Saved tensors that will want this parameter. (Counted by Python itself: no code that could be broken off.)"""
+        """Number of saved tensors that refer to the parameter, counted by Python itself, which nothing interrupts."""
         return sys.getrefcount(self.saved_token) - self.saved_token_uses
 
     @property
     def busy(self) -> bool:
-        """Whether somebody may still read the parameter where it lies."""
+        """True if backward or an alias may still read the weight in its slot: write nothing over it."""
         if sys.getrefcount(self.saved_token) > self.saved_token_uses:
             return True
         return self.bound is not None and self.bound.aliased
 
     @property
     def piece(self) -> slice:
-        """Its elements in this process's shard of the group; all of them where there is one process."""
+        """Elements of the parameter in this rank's shard of the group; all of them where there is one rank."""
         return self.group.clip(self.span)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements of a group's chunk, in the parameter's shape and memory order."""
+        """Return a view of a group's chunk with the parameter's elements, in its shape and strides."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
     @property
     def first(self) -> ParamState:
-        """The first parameter of its tie; itself, where there is none."""
+        """The first of the parameters that share memory; the parameter itself where none does."""
         return self.tied[0] if self.tied else self
 
     @property
     def others(self) -> list[ParamState]:
-        """The other parameters of its tie, which are to have the same elements at all times."""
+        """The other parameters that share memory, and have the same elements at all times."""
         return [other for other in self.tied if other is not self]
 
     # Transitions; see [Note: contents and gradient] in `_parameters.transitions`. Each is one method with one look into
@@ -206,7 +206,7 @@ class ParamState:
 
 @dataclass(slots=True, eq=False)
 class ParamGroup:
-    """One group: whole tensors that move together, and where each kind of its chunks lives."""
+    """One group: whole tensors that move together, and the chunk of each kind of their data."""
 
     index: int
     weight: Kind
@@ -214,17 +214,17 @@ class ParamGroup:
     dtype: torch.dtype
     trainable: bool
     fixed_tier: int | None = None
-    """The tier where all of it is for good, outside every plan: the compute tier (parameters kept in fp32), or the
-    host's (tables, of which only rows leave it). None: it moves."""
+    """The tier where the whole group stays, outside every plan: 0 (parameters kept in fp32), or 1 (embedding tables on
+    the host, of which only rows are copied). None: the group moves."""
     tensors: list[ParamState] = field(default_factory=list)
     numel: int = 0
     chunks: dict[Kind, Chunk] = field(default_factory=dict)
     last_read_moment: int = -1
-    """Serial number of the last moment that reads it."""
+    """Serial number of the last moment that reads the group; -1: the next use begins a moment."""
     last_grad_moment: int = -1
-    """Serial number of the last moment that brings it gradients."""
+    """Serial number of the last moment that brings gradients of the group."""
     gathered: bool = False
-    """Its homes are one of ``ranks`` equal shards; parameters are bound to a copy put together from all of them."""
+    """True if chunks hold one of ``ranks`` equal shards, and parameters are bound to a copy gathered from all ranks."""
     rank: int = 0
     ranks: int = 1
 
@@ -234,16 +234,16 @@ class ParamGroup:
 
     @property
     def pinned(self) -> bool:
-        """Whether it is on one tier for good, and in no plan."""
+        """True if the group stays on one tier: no plan moves it."""
         return self.fixed_tier is not None
 
     @property
     def on_host(self) -> bool:
-        """Whether that is the host's, so that it never comes to the compute tier."""
+        """True if the group stays on the host tier: the compute tier gets rows of it only."""
         return self.fixed_tier == 1
 
     def add(self, record: ParamState) -> None:
-        """Append a tensor."""
+        """Append a parameter to the group."""
         record.group, record.offset = self, self.numel
         self.tensors.append(record)
         self.numel += record.numel
@@ -256,34 +256,34 @@ class ParamGroup:
 
     @property
     def shard_numel(self) -> int:
-        """Elements that this process keeps."""
+        """Elements of the group that this rank keeps."""
         return self.chunk_numel // self.ranks
 
     def clip(self, span: slice) -> slice:
-        """Which elements of this process's shard are these of the group."""
+        """Return which elements of this rank's shard are in a span of the group."""
         first, numel = self.rank * self.shard_numel, self.shard_numel
         start, stop = (min(max(each - first, 0), numel) for each in (span.start, span.stop))
         return slice(start, stop)
 
     @property
     def weight_chunk(self) -> Chunk:
-        """The weight's, as parameters are bound to it."""
+        """The chunk that parameters are bound to: the weight's, or with several ranks the gathered one."""
         return self.chunks[Kind.FULL if self.gathered else self.weight]
 
     def extent(self, kind: Kind) -> Extent:
-        """One kind of this group."""
+        """Return the extent of one kind of this group."""
         return Extent(kind, self.index)
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
-        """What a kind is stored in."""
+        """Return the type that a kind is stored in."""
         return self.dtype if kind in (self.weight, Kind.FULL, Kind.GRAD) else torch.float32
 
     @property
     def aliased(self) -> bool:
-        """Whether somebody holds on to memory of the weight's copy on the compute tier."""
+        """True if an alias of any parameter's memory is alive: leave the group's slot where it is."""
         return any(record.bound is not None and record.bound.aliased for record in self.tensors)
 
     @property
     def name(self) -> str:
-        """For messages: where its first tensor belongs."""
+        """Name of the first parameter, for messages."""
         return self.tensors[0].name

@@ -1,11 +1,10 @@
-"""Gradients and states of a shared model: each process sums, measures and steps its own shards.
+"""Sum, measure and step this rank's shards of gradients and optimizer states.
 
 [Note: where sums lie]
-With one backward pass a step, in 16 bits, the sum over processes is rounded once to the weight's type and takes the
-place of this process's shard of the weight, so that it costs no memory; whoever gathers the group before the step gets
-the shard from the master, which nobody has changed. What comes on top (a second backward pass) makes it move into fp32
-sums, and the weight is rebuilt. Else sums are fp32 from the start. All this follows from which gradients came, which is
-the same on every process, and from nothing else.
+With one backward pass a step, in 16 bits, the sum over ranks is rounded once to the weight's type. It is written over
+this rank's shard of the weight, so that it costs no memory. A gather before the step reads the master instead, which
+nobody has changed. A second backward pass moves the sum into fp32 sums, and the weight is rebuilt. Otherwise sums are
+fp32 from the start. All this follows from which gradients came, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CUT_NUMEL = 1 << 18
 
 
 class ShardedGradients(GradientStore):
-    """Sums over processes; see [Note: who sums what when] in `driver` and [Note: where sums lie]."""
+    """Gradients summed over ranks; see [Note: who sums what when] in `driver` and [Note: where sums lie]."""
 
     def __init__(self, residency: ShardedResidency, together: AsyncCollectives, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
@@ -41,7 +40,7 @@ class ShardedGradients(GradientStore):
         self.alike = Alike(together)
         self._over_weights = overwrites
         self._measured: dict[ParamState, torch.Tensor] = {}
-        """This process's part of the norm, where it was taken when the sum came."""
+        """This rank's part of the norm, where it was measured when the sum arrived."""
 
     def expect(self, record: ParamState) -> None:
         """Expect the sum over ranks of a parameter's gradient, to which this rank may have nothing to add."""
@@ -51,32 +50,32 @@ class ShardedGradients(GradientStore):
             record.expect_sum()
 
     def discard(self, records: list[ParamState]) -> None:
-        """As for one process; the other ranks must forget the same."""
+        """Forget gradients as one process does; the other ranks must forget the same."""
         if records:
             names = ", ".join(record.name for record in records)
             self.alike.note(f"{len(records)} gradients were forgotten", names)
         super().discard(records)
 
     def scale(self, record: ParamState, factor: float) -> None:
-        """As for one process; the other ranks must scale alike."""
+        """Scale a gradient as one process does; the other ranks must scale alike."""
         self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
 
     def dtype(self, group: ParamGroup) -> torch.dtype:
-        """The type that sums over ranks are rounded to."""
+        """Return the type that sums over ranks are rounded to."""
         return group.dtype if self._goes_over(group) else torch.float32
 
     def _goes_over(self, group: ParamGroup) -> bool:
         return self._over_weights and group.weight is Kind.P16
 
     def _empty(self, group: ParamGroup) -> Chunk | None:
-        """Return the tensor that the group's next sum fills; None: it is added to the sum that is there."""
+        """Return the chunk that the next sum of a group fills; None: the next is added to one that is there."""
         if any(each.gradient not in (GradientPlace.NONE, GradientPlace.ON_ITS_WAY) for each in group.tensors):
             return None
         return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
 
     def direct_target(self, group: ParamGroup) -> Slot | None:
-        """Where the sum over processes may be put as it is, if there is such a place on the compute tier."""
+        """Return the slot on the compute tier that the sum over ranks may be written to directly; None: there is none."""
         chunk = self._empty(group)
         if chunk is None or chunk.home.tier:
             return None
@@ -85,7 +84,7 @@ class ShardedGradients(GradientStore):
         return chunk.home
 
     def accept_sum(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
-        """Take the sum over processes of this shard, which lies on the compute tier."""
+        """Store the sum over ranks of this shard, which lies in a slot of the compute tier."""
         chunk = self._empty(group)
         if chunk is None:
             self._add(group, records, slot)
@@ -102,16 +101,16 @@ class ShardedGradients(GradientStore):
                     record.mark_summed()
 
     def no_sum_came(self, group: ParamGroup) -> None:
-        """Nobody had anything for a sum: the shard of the weight, where it might have been put, is as it was.
+        """Note that no rank had a gradient for a sum: the weight, where the sum might have gone, is as it was.
 
-        Later requests between ranks go by slot contents, so these may not depend on where shards are.
+        What ranks do together next depends on slot contents, so these must not depend on where shards are.
         """
         if all(each.gradient is GradientPlace.NONE for each in group.tensors):
             for record in group.tensors:
                 record.mark_rebuilt()
 
     def _fill(self, chunk: Chunk, slot: Slot) -> None:
-        """Write a slot's bytes to the home slot."""
+        """Copy what a slot holds into the home slot of a chunk."""
         chunk.mark_written(slot)
         if slot is not chunk.home:
             chunk.add_copy(slot)
@@ -142,13 +141,13 @@ class ShardedGradients(GradientStore):
             self._shards.transfers.release_slot(stage)
 
     def _cut(self, chunk: Chunk, span: slice) -> Iterator[slice]:
-        """The whole of it in memory, pieces on the disk."""
+        """Yield a span whole, or for a chunk on the disk in pieces."""
         step = _CUT_NUMEL if chunk.home.place is not None else max(1, span.stop - span.start)
         for start in range(span.start, span.stop, step):
             yield slice(start, min(start + step, span.stop))
 
     def _down(self, slot: Slot, tier: int) -> Slot:
-        """A copy on the host tier."""
+        """Return a copy of a slot on the host tier; the caller releases it."""
         stage = self._store.reserve(tier, slot.bytes)
         self._shards.transfers.wait_for_other_queues(Queue.D2H)
         self._store.device.copy(Queue.D2H, stage.memory, slot.memory)
@@ -156,7 +155,7 @@ class ShardedGradients(GradientStore):
         return stage
 
     def restore_weights(self, group: ParamGroup) -> None:
-        """Move gradients that lie over the weight into the sums, and have the weight back."""
+        """Move gradients that lie over the weight into the sums, and rebuild the weight."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
         if over:
@@ -170,13 +169,13 @@ class ShardedGradients(GradientStore):
             record.mark_rebuilt()
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
-        """Keep sums in the home slot, also of promoted shards: memory was measured for what every step holds."""
+        """Return the lower tier, also where the master was promoted: sums must have room in every step."""
         return low_tier(group.chunks[Kind.P32])
 
     # Norms.
 
     def measure(self, record: ParamState, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the sum of squares and the non-finite flag of the whole gradient; the first call measures all."""
+        """Return the sum of squares and the flag of a whole gradient; the first call measures all gradients."""
         if record.norm_part is None:
             rows = [each for group in self._residency.groups for each in group.tensors]
             self.norm_parts([each for each in rows if each.gradient is not GradientPlace.NONE])
@@ -184,7 +183,7 @@ class ShardedGradients(GradientStore):
         return record.norm_part
 
     def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
-        """The same for these; sums over shards in the order of the shards, in double precision."""
+        """Return them for several gradients, added up in the order of the shards in double precision."""
         missing = [record for record in records if record.norm_part is None]
         if missing:
             self._measure_homes([record for record in missing if record not in self._measured])
@@ -196,7 +195,7 @@ class ShardedGradients(GradientStore):
         return [record.norm_part for record in records if record.norm_part is not None]
 
     def _measure_homes(self, records: list[ParamState]) -> None:
-        """Where they lie, in one call for each group; what is on the disk is read one by one."""
+        """Measure gradients where they lie, in one call a group; those on the disk are read one by one."""
         rows: dict[Chunk, list[ParamState]] = {}
         for record in records:
             chunk = record.group.chunks[Kind.P16 if record.gradient is GradientPlace.IN_WEIGHT_SLOT else Kind.ACC]
@@ -208,7 +207,7 @@ class ShardedGradients(GradientStore):
                 self._measured.update({each: measured(self._shards.load(chunk, each.piece)) for each in found})
 
     def _measure_all(self, records: list[ParamState], slot: Slot) -> None:
-        """While it is on the compute tier."""
+        """Measure a sum while it is on the compute tier."""
         group = records[0].group
         self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
         self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
@@ -225,7 +224,7 @@ def _lose(group: ParamGroup) -> None:
 
 
 class ShardedStepper(OnDemandStepper):
-    """Steps this process's shards."""
+    """Steps this rank's shards."""
 
     def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, groups: list[ParamGroup]) -> None:
         super().__init__(residency, gradients, groups)
@@ -242,23 +241,23 @@ class ShardedStepper(OnDemandStepper):
         self._alike.compare_step(records, settings_of, max_norm, loss_scale)
 
     def weight(self, record: ParamState) -> torch.Tensor:
-        """As for one process."""
+        """Compare ranks, then copy the parameter as one process does."""
         self.compare()
         return super().weight(record)
 
     def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """As for one process."""
+        """Compare ranks, then read as one process does."""
         self.compare()
         return self.read_while_loading(record, kind)
 
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """As for one process; the other ranks must write the same."""
+        """Write as one process does; the other ranks must write the same."""
         of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
         self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
-        """Step one group's shard, once there is room for it where its master is."""
+        """Step one group's shard on the tier of its master, after other shards were demoted to make room."""
         while not self._store.work_tier(group.chunks[Kind.P32].home.tier):
             missing = [chunk.bytes for kind, chunk in group.chunks.items() if kind is not Kind.FULL and chunk.home.tier]
             if self._store.fits_slots(missing) or not self._shards.promoter.demote(1):
@@ -281,7 +280,7 @@ class ShardedStepper(OnDemandStepper):
             super()._put_back(chunk, slot)
 
     def free_sums(self) -> None:
-        """After a step; what these had is room to promote to."""
+        """Release sums after a step, and promote shards into the room."""
         super().free_sums()
         self._shards.forget()
         self._shards.promoter.promote()

@@ -150,12 +150,12 @@ class ShardedResidency(Residency):
     # Memory for a while; see `_memory.slot_cache`.
 
     def take_slot(self, size: int, record: ParamState | None = None) -> Slot:
-        """A slot on the compute tier; best that in which this parameter was."""
+        """Return a slot on the compute tier, if possible the one where this parameter was."""
         with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
-            return self.store.spare.take(size, record) or self.store.reserve(0, size)
+            return self.store.spare.pop(size, record) or self.store.reserve(0, size)
 
     def return_slot(self, slot: Slot) -> None:
-        """What `borrow` gave is not needed any more."""
+        """Keep a slot from `take_slot` for its next use, or release it."""
         if slot.offset >= 0 or self.store.poison:
             self.transfers.release_slot(slot)
         else:
