@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from _states import masters_of
+from _states import loss_of, masters_of, ours, stack
 from ps_core import SGD, AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution import instructions
@@ -171,3 +171,36 @@ def test_memory_that_runs_out_where_a_pass_ends_loses_nothing(
         release(model)
         assert not any(engine.store.ledger.used_bytes)
     assert hit
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_gradients_outlive_sums_that_had_no_room(forget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights wanted back while gradients lie over them: these go into sums, or stay until there is room for sums."""
+
+    def run(*, fails: bool) -> list[torch.Tensor]:
+        budget, options = Budget(device="1MiB", host="1MiB"), Options(group_bytes=128)
+        model, optimizer = ours(made=stack(), budget=budget, options=options)
+        engine = hooks_of(model).engine
+        loss_of(model, 0).backward()
+        if fails:
+            with monkeypatch.context() as patch:
+                full = Once(MemoryError("no room for sums"))
+                full.left = 1  # those of the second group, which is one tensor
+                plain = engine.store.reserve
+
+                def reserve(*args: Any, **told: Any) -> Any:
+                    full()
+                    return plain(*args, **told)
+
+                patch.setattr(engine.store, "reserve", reserve)
+                with pytest.raises(MemoryError, match="no room for sums"):
+                    loss_of(model, 1)
+        if forget:
+            optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        optimizer.step()
+        found = [parameter.detach().clone() for parameter in model.parameters()]
+        release(model)
+        return found
+
+    assert all(torch.equal(*pair) for pair in zip(run(fails=True), run(fails=False), strict=True))

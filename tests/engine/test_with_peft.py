@@ -72,7 +72,7 @@ def test_the_base_takes_two_bytes_a_parameter_and_is_never_written_back() -> Non
     assert sum(size for each, size in homes.items() if each.trainable) >= 14 * adapters
 
     before = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
-    stamps = {each.index: each.weight_chunk.version for each in groups if not each.trainable}
+    versions = {each.index: each.weight_chunk.version for each in groups if not each.trainable}
     train(model, optimizer)
     counted = statistics(model)
     assert counted.evictions > 0
@@ -80,7 +80,7 @@ def test_the_base_takes_two_bytes_a_parameter_and_is_never_written_back() -> Non
     written_back = counted.moved_bytes.get("device->host", 0)
     assert written_back <= 4 * STEPS * (adapters + 64 * len(groups)), "only adapters and their gradients go back"
     assert written_back < 2 * frozen
-    assert {each.index: each.weight_chunk.version for each in groups if not each.trainable} == stamps, (
+    assert {each.index: each.weight_chunk.version for each in groups if not each.trainable} == versions, (
         "the base was changed"
     )
     for name, value in before.items():

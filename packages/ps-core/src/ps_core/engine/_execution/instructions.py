@@ -1,7 +1,7 @@
 """Carry out a plan's instructions on slots, homes and parameters; `_execution.replay` says when each is issued.
 
 [Note: divergence]
-A plan is advice. Each instruction checks what it relies on (stamps, and that nobody holds on to memory it gives
+A plan is advice. Each instruction checks what it relies on (versions, and that nobody holds on to memory it gives
 back); where that does not hold, or the model does something else than the plan foresaw, `Diverged` is raised before
 anything is changed. What was issued is then finished, and demand takes over from whatever is where.
 """

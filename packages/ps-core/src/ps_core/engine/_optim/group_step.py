@@ -109,7 +109,7 @@ def step_group(
     factor: float,
     queue: Queue,
 ) -> None:
-    """Step every tensor of a group that has a gradient; the others' payloads are made their parameters again.
+    """Step every tensor of a group that has a gradient; rebuild the weights of the others.
 
     ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and their homes know it.
     """

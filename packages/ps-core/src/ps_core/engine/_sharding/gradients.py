@@ -75,7 +75,7 @@ class ShardedGradients(GradientStore):
         return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
 
     def direct_target(self, group: ParamGroup) -> Slot | None:
-        """Return the slot on the compute tier that the sum over ranks may be written to directly; None: there is none."""
+        """Return the slot on the compute tier that the sum over ranks may go to directly; None: there is none."""
         chunk = self._empty(group)
         if chunk is None or chunk.home.tier:
             return None

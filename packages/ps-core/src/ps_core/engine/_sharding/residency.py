@@ -220,7 +220,7 @@ class ShardedResidency(Residency):
         self.save(group.chunks[kind], piece, value[start : start + piece.stop - piece.start])
 
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
-        """Make these payloads the parameters again, from the masters; what was gathered may not be used any more."""
+        """Round masters to 16 bits into the home slot as one process does; the gathered copy is stale then."""
         slot = group.weight_chunk.copies.get(0)
         if slot is not None:
             group.weight_chunk.invalidate(slot)

@@ -23,7 +23,7 @@ class MomentRecord:
 
     backward: bool
     reads: tuple[int, ...]
-    """Groups whose payload the moment was begun for."""
+    """Groups whose weight the moment was begun for."""
     gains: tuple[int, ...]
     """Groups it was begun for because a gradient arrived."""
     held: tuple[int, ...] = ()
