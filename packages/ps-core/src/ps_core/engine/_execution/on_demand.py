@@ -10,6 +10,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._memory.room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state import ParamGroup, ParamState
@@ -67,18 +68,20 @@ class OnDemandDriver:
 
     def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes
-        size = sum(group.weight_chunk.bytes for group in wanted)
-        line = capacity - (self._highest_tide_bytes or self._store.ledger.nonmodel_bytes)
+        nonmodel = self._highest_tide_bytes or self._store.ledger.nonmodel_bytes
         cache = self._highest_tide_bytes is not None
-        for group in list(self._in):
-            roomy = cache and self._store.ledger.used_bytes[0] + size <= line
-            if roomy and all(
-                self._store.arena.lowest_free(each.weight_chunk.bytes, line) is not None for each in wanted
-            ):
-                break
-            if group not in needed and self._residency.evict(group):
-                del self._in[group]
-        total = self._store.ledger.used_bytes[0] + size + self._store.ledger.nonmodel_bytes
+        victims = iter([group for group in self._in if group not in needed])
+
+        def evict_next() -> bool:
+            for group in victims:
+                if self._residency.evict(group):
+                    del self._in[group]
+                    return True
+            return False
+
+        sizes = [group.weight_chunk.bytes for group in wanted]
+        make_room(lambda: cache and has_room(self._store, sizes, nonmodel_bytes=nonmodel), evict_next)
+        total = self._store.ledger.used_bytes[0] + sum(sizes) + self._store.ledger.nonmodel_bytes
         if total > capacity:
             groups, tide = self._residency.groups, self._store.ledger.nonmodel_bytes
             raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)

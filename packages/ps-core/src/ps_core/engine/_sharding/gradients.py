@@ -17,6 +17,7 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients.store import GradientStore, measured, measured_spans
+from ps_core.engine._memory.room import make_room
 from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, numbers
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
@@ -258,10 +259,14 @@ class ShardedStepper(OnDemandStepper):
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group's shard on the tier of its master, after other shards were demoted to make room."""
-        while not self._store.work_tier(group.chunks[Kind.P32].home.tier):
-            missing = [chunk.bytes for kind, chunk in group.chunks.items() if kind is not Kind.FULL and chunk.home.tier]
-            if self._store.fits_slots(missing) or not self._shards.promoter.demote(1):
-                break
+
+        def fits() -> bool:
+            if self._store.work_tier(group.chunks[Kind.P32].home.tier):
+                return True  # the step is done below
+            kinds = {kind: chunk for kind, chunk in group.chunks.items() if kind is not Kind.FULL}
+            return self._store.fits_slots([chunk.bytes for chunk in kinds.values() if chunk.home.tier])
+
+        make_room(fits, lambda: self._shards.promoter.demote(1))
         super().step_one(group, settings_of, factor)
 
     def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:

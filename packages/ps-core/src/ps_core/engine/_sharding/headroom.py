@@ -5,6 +5,7 @@ Only the decision after a first pass is shared between ranks (`headroom_after_fi
 
 from __future__ import annotations
 
+from ps_core.engine._memory.room import make_room
 from ps_core.engine._parameters.state import ParamGroup
 from ps_core.engine._sharding.in_flight import InFlightCollectives
 from ps_core.engine._sharding.negotiation import Negotiator
@@ -36,29 +37,38 @@ class GatherHeadroom:
             return False
         size = 0 if self._store.spare.has(group.weight_chunk.bytes) else group.weight_chunk.bytes
         if keeps:
-            return self._in_flight.has_room_besides(size)
+            return self._in_flight.has_new_room(size)
         if self._prefetch is None and self._shards.promoter.waiting and len(self._in_flight.ahead) >= _AHEAD:
             return False
         besides = max(0, self._store.ledger.highest_nonmodel_bytes - self._store.ledger.nonmodel_bytes)
         if trains:  # what a moment of backward takes besides
             besides += self._largest_bytes + self._in_flight.sum_bytes(group)
-        return self._in_flight.has_room_besides(size, besides)
+        return self._in_flight.has_new_room(size, besides)
 
     def make_room(self, size: int, *, backward: bool, bound: bool) -> None:
         """Try to have so much room: by waiting for sums, or else by having one taken early, but not where ``bound``.
 
         Room for growing non-model bytes is left, as far as waiting for sums or demoting shards can make it.
         """
-        demote_during_pass = self._in_flight.demote_during_pass
-        while not self._in_flight.has_room(size, self._swell_bytes(backward=backward)):
-            if not (self._wait_for_sum() or demote_during_pass(size)):
-                break
-        while not self._in_flight.finds_unused(size):
-            if self._wait_for_sum() or demote_during_pass(size):
-                continue
-            if not self._in_flight.staged or bound:
-                return
-            self._negotiator.request(ProposalKind.SUM, min(group.index for group in self._in_flight.staged))
+
+        def demote_during_pass() -> int:
+            return self._in_flight.demote_during_pass(size)
+
+        def sum_early() -> bool:
+            if self._in_flight.staged and not bound:
+                self._negotiator.request(ProposalKind.SUM, min(group.index for group in self._in_flight.staged))
+                return True
+            return False
+
+        make_room(
+            lambda: self._in_flight.has_room(size, self._swell_bytes(backward=backward)),
+            self._wait_for_sum,
+            demote_during_pass,
+        )
+        make_room(
+            lambda: self._in_flight.finds_unused(size),
+            lambda: self._wait_for_sum() or demote_during_pass() or sum_early(),
+        )
 
     def _swell_bytes(self, *, backward: bool) -> int:
         """Return by how much non-model bytes may still grow; in backward, they fall from moment to moment."""

@@ -12,6 +12,7 @@ from ps_core._plan import Queue
 from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
 from ps_core.engine._memory.observer import TransferObserver
+from ps_core.engine._memory.room import has_room, make_room
 from ps_core.engine._memory.slot import Slot
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.state import ParamGroup
@@ -187,42 +188,28 @@ class InFlightCollectives:
             raise compute_tier_too_small(store, groups, name, total, store.ledger.nonmodel_bytes, proven=True)
 
     def finds_hole(self, size: int) -> bool:
-        """Return True if there are ``size`` free bytes, after demoting shards if needed."""
-        while not self.finds_unused(size):
-            if not self.demote_during_pass(size):
-                return False
-        return True
+        """Make room for a slot, and demote shards if nothing else helps; return whether there is room."""
+        return make_room(lambda: self.finds_unused(size), lambda: self.demote_during_pass(size))
 
     def demote_during_pass(self, size: int) -> int:
         """Demote shards that no collective under way reads or writes, to free so many bytes; return how many it was."""
         return self._shards.promoter.demote_during_pass(size, {step.group for step in self.under_way})
 
     def finds_unused(self, size: int) -> bool:
-        """Return True if there are ``size`` free bytes, after freeing unused slots if needed."""
-        for makes_room in (
-            self.collect_finished,
-            self._shards.release_unaliased,
-            self._store.free_spare,
-            self.drop_unused,
-        ):
-            if self.has_room(size):
-                return True
-            makes_room()
-        return self.has_room(size)
+        """Make room for a slot out of what nobody uses; return whether there is room."""
+        sources = (self.collect_finished, self._shards.release_unaliased, self._free_spare, self.drop_unused)
+        return make_room(lambda: self.has_room(size), *sources)
+
+    def _free_spare(self) -> None:
+        self._store.free_spare()  # all of it at once: do not ask again
 
     def has_room(self, size: int, besides: int = 0) -> bool:
-        """Return True if ``size`` bytes are free or cached, with ``besides`` more free bytes."""
-        return (
-            self.has_room_besides(0, besides) if self._store.spare.has(size) else self.has_room_besides(size, besides)
-        )
+        """True if there is room for a slot and for other bytes ``besides``; a kept slot of this size counts as room."""
+        return self.has_new_room(0 if self._store.spare.has(size) else size, besides)
 
-    def has_room_besides(self, size: int, besides: int = 0) -> bool:
-        """Return True if the compute tier has ``size`` free bytes, and ``besides`` more."""
-        line = self._store.tiers[0].capacity_bytes - self._store.ledger.nonmodel_bytes
-        return (
-            self._store.ledger.used_bytes[0] + size + besides <= line
-            and self._store.arena.lowest_free(size, line) is not None
-        )
+    def has_new_room(self, size: int, besides: int = 0) -> bool:
+        """True if the compute tier has room for a new slot and for other bytes ``besides``."""
+        return has_room(self._store, [size], nonmodel_bytes=self._store.ledger.nonmodel_bytes, besides=besides)
 
     def drop_unused(self) -> None:
         """Release groups that were gathered ahead of need."""
