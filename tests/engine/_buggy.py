@@ -12,6 +12,7 @@ from typing import Any
 from ps_core.engine._checkpoint import manifest as _manifest
 from ps_core.engine._checkpoint.atomic_folder import MANIFEST, SUMS
 
+RANDOM = "random.json"
 Rows = dict[str, list[bytes]]
 """By file: the bytes of each of its tensors."""
 Change = Callable[[dict[str, Any], Rows], object]
@@ -25,6 +26,8 @@ class Original:
         self.path, self._copies = path, 0
         self.manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         self.rows: Rows = {name: self._tensors(name, row) for name, row in self.manifest["files"].items()}
+        if (path / RANDOM).is_file():  # one rank's: here a part of the manifest, so that it can be changed likewise
+            self.manifest["random"] = json.loads((path / RANDOM).read_text())
 
     def _tensors(self, name: str, row: dict[str, Any]) -> list[bytes]:
         file = _manifest._file(name, row, self.manifest.get("save", ""))
@@ -46,10 +49,11 @@ class Original:
         """A copy in which everything follows from the changed manifest."""
         manifest, rows = deepcopy(self.manifest), deepcopy(self.rows)
         change(manifest, rows)
-        return self.written(json.dumps(manifest), manifest, rows)
+        random = json.dumps(manifest.pop("random", None)) + "\n"
+        return self.written(json.dumps(manifest), manifest, rows, random)
 
-    def written(self, text: str, manifest: dict[str, Any], rows: Rows) -> Path:
-        """A copy with this text as its manifest."""
+    def written(self, text: str, manifest: dict[str, Any], rows: Rows, random: str | None = None) -> Path:
+        """A copy with this text as its manifest; ``random``: of `RANDOM`, None: as it was."""
         self._copies += 1
         path = self.path.with_name(f"{self.path.name} copy {self._copies}")
         path.mkdir()
@@ -64,8 +68,11 @@ class Original:
             data = table + b"".join(rows[name])
             (path / name).write_bytes(data)
             sums[name] = _manifest._checksum(data)
-        for name in manifest.get("random_files", []):
+        small = manifest.get("random_files", self.manifest["random_files"])
+        for name in small if isinstance(small, list) else []:
             shutil.copy(self.path / name, path / name)
+            if name == RANDOM and random is not None:
+                (path / name).write_text(random)
             sums[name] = _manifest._checksum((path / name).read_bytes())
         (path / SUMS).write_bytes(_manifest._sums(sums))
         return path

@@ -126,8 +126,8 @@ def test_a_newer_format_is_not_damage(whole: tuple[Run, Path, dict[str, Any]], m
     from ps_core.engine._checkpoint import manifest as _checkpoint_manifest
 
     run, path, _ = whole
-    monkeypatch.setattr(_checkpoint_manifest, "VERSIONS", (0, 3))
-    with pytest.raises(CheckpointMismatch, match=r"of version 1, expected .* of version 0 or 3: .*\(ps-core"):
+    monkeypatch.setattr(_checkpoint_manifest, "READABLE", (0, 3))
+    with pytest.raises(CheckpointMismatch, match=r"of version 2, expected .* of version 0 or 3: .*\(ps-core"):
         load_checkpoint(path, run.model, run.optimizer)
 
 

@@ -217,7 +217,8 @@ def put(value: Any, *keys: Any) -> Change:
     return change
 
 
-TOP = ("format", "version", "parameters", "optimizer", "modules", "extra", "files", "random")
+TOP = ("format", "version", "save", "ranks", "orders", "parameters", "optimizer", "modules", "extra", "files")
+TOP += ("random_files",)
 DROPPED = [(key,) for key in TOP] + [("optimizer", key) for key in ("name", "groups", "steps", "loss_scale")]
 DROPPED += [("random", key) for key in ("torch", "python")] + [("optimizer", "loss_scale", "scale")]
 DROPPED += [("parameters", "table.weight", key) for key in ("shape", "dtype", "trainable")]
@@ -276,8 +277,12 @@ WRONG = [
     (({"$bytes": 3}, "extra", "a"), "extra"),
     (({"name": "x"}, "modules", ""), "section 'extra' has '0'"),
     (({"a": 1}, "modules", "nobody"), "nobody"),
-    ((2, "version"), "version|save"),
-    (("abc", "save"), "save"),
+    ((1, "version"), "save"),
+    (("", "save"), "save"),
+    ((0, "ranks"), "ranks"),
+    ((2, "ranks"), "random_files"),
+    (({"nobody": [1]}, "orders"), "nobody"),
+    ((1, "files", "buffers.safetensors", "writer"), "writer"),
     ((True, "version"), "version"),
 ]
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ps_core._program import Kind
@@ -44,6 +44,7 @@ def section_of(groups: tuple[tuple[int, ...], ...], ranks: int) -> dict[str, tup
 shapes = st.lists(st.lists(st.integers(0, 700), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3).map(tuple)
 
 
+@example(groups=((64, 0),), writers=1, readers=1, limit=4)
 @given(groups=shapes, writers=st.integers(1, 5), readers=st.integers(1, 5), limit=st.integers(4, 3000))
 def test_what_any_number_writes_any_number_reads(
     groups: tuple[tuple[int, ...], ...], writers: int, readers: int, limit: int

@@ -15,8 +15,8 @@ from ps_core._workloads.named import names, shape
 from ps_models import build
 from ps_models.train import TrainOptions, main
 from ps_models.train._data import corpus
+from ps_models.train._objectives import MaskedTokenObjective, NextTokenObjective, objective_for
 from ps_models.train._setup import shape_of
-from ps_models.train._tasks import MaskedWords, NextToken, task_of
 from ps_models.train._tokenizers import Bytes
 from test_train import BUDGET, at_step, kill_softly
 
@@ -25,11 +25,11 @@ BERT = ("--model", "bert-2x32", "--seq", "24")
 FIRST, END, MASK = Bytes.first, Bytes.end, Bytes.mask
 
 
-def task(folder: Path, **changed: Any) -> MaskedWords:
+def task(folder: Path, **changed: Any) -> MaskedTokenObjective:
     options = TrainOptions(**{"model": "bert-2x32", "seq": 24, "data": (str(data(folder)),), **changed})
     held = corpus(options)
-    found = task_of(options, held, shape_of(options, held))
-    assert isinstance(found, MaskedWords)
+    found = objective_for(options, held, shape_of(options, held))
+    assert isinstance(found, MaskedTokenObjective)
     return found
 
 
@@ -40,17 +40,17 @@ def read(folder: Path, batch: dict[str, torch.Tensor]) -> list[list[int]]:
 
 def test_who_takes_which_sequence_changes_nothing(tmp_path: Path) -> None:
     one, other = task(tmp_path), task(tmp_path)
-    whole = one.take(3, 6)
-    parts = [other.take(at, 2) for at in (7, 3, 5)]
+    whole = one.batch(3, 6)
+    parts = [other.batch(at, 2) for at in (7, 3, 5)]
     for name, value in whole.items():
         assert torch.equal(value, torch.cat([parts[1][name], parts[2][name], parts[0][name]]))
-    assert not torch.equal(whole["labels"], task(tmp_path, seed=1).take(3, 6)["labels"])
+    assert not torch.equal(whole["labels"], task(tmp_path, seed=1).batch(3, 6)["labels"])
     for once, again in zip(one.validation, other.validation, strict=True):
         assert all(torch.equal(once[name], again[name]) for name in once)
 
 
 def test_what_is_hidden_and_how(tmp_path: Path) -> None:
-    batch = task(tmp_path).take(0, 2000)
+    batch = task(tmp_path).batch(0, 2000)
     asked = batch["labels"] >= 0
     words = 24 - 3
     assert (asked.sum(1) == round(0.15 * words)).all()
@@ -69,7 +69,7 @@ def test_what_is_hidden_and_how(tmp_path: Path) -> None:
 
 def test_pairs_go_on_or_come_from_elsewhere(tmp_path: Path) -> None:
     found = task(tmp_path)
-    batch = found.take(0, 400)
+    batch = found.batch(0, 400)
     text = data(tmp_path).read_bytes()
     label, types = batch["next_sentence_label"], batch["token_type_ids"]
     assert 0.4 < label.float().mean() < 0.6
@@ -92,10 +92,10 @@ def test_without_that_head_there_are_no_pairs(tmp_path: Path) -> None:
 
     options = TrainOptions(model="bert-2x32", seq=24, data=(str(data(tmp_path)),))
     held = corpus(options)
-    found = task_of(options, held, replace(shape_of(options, held), next_sentence=False))
-    batch = found.take(0, 3)
+    found = objective_for(options, held, replace(shape_of(options, held), next_sentence=False))
+    batch = found.batch(0, 3)
     assert set(batch) == {"input_ids", "labels"}
-    next_token = NextToken(options, held, shape_of(options, held)).take(0, 3)
+    next_token = NextTokenObjective(options, held, shape_of(options, held)).batch(0, 3)
     assert read(tmp_path, batch) == next_token["input_ids"].tolist()
 
 
@@ -124,7 +124,7 @@ def test_the_losses_are_those_of_plain_pytorch(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         losses = []
         for index in range(4):
-            loss = model(**source.take(2 * index, 2)).loss
+            loss = model(**source.batch(2 * index, 2)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -181,5 +181,5 @@ def test_every_named_model_can_be_trained(tmp_path: Path) -> None:
     for name in (*names(), "bert-1x64"):
         options = TrainOptions(model=name, seq=16, data=(str(data(tmp_path)),))
         held = corpus(options)
-        kinds.add((shape(name).family.value, type(task_of(options, held, shape_of(options, held))).__name__))
-    assert kinds == {("gpt2", "NextToken"), ("bert", "MaskedWords"), ("llama", "NextToken")}
+        kinds.add((shape(name).family.value, type(objective_for(options, held, shape_of(options, held))).__name__))
+    assert kinds == {("gpt2", "NextTokenObjective"), ("bert", "MaskedTokenObjective"), ("llama", "NextToken")}

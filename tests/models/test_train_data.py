@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ps_core import InvalidInput
 from ps_models.train import TrainOptions
-from ps_models.train._data import FEW, Packed, corpus, pack, split
+from ps_models.train._data import FEW, PackedTokens, corpus, pack, split
 from ps_models.train._tokenizers import Bytes, tokenizer
 
 TEXTS = st.lists(st.binary(max_size=30), max_size=60)
@@ -72,13 +72,13 @@ def test_packing_keeps_every_byte_and_every_boundary(every: list[bytes]) -> None
 RUNS = st.lists(st.integers(0, 60), min_size=1, max_size=4)
 
 
-def packed(sizes: list[int], length: int, seed: int = 0) -> Packed:
+def packed(sizes: list[int], length: int, seed: int = 0) -> PackedTokens:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     runs = [
         torch.arange(start, start + size) + 1000 * index
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
-    return Packed(runs, length, seed=seed)
+    return PackedTokens(runs, length, seed=seed)
 
 
 @given(sizes=RUNS, length=st.integers(2, 9), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 3))
@@ -90,7 +90,7 @@ def test_an_epoch_takes_everything_once_and_never_across_runs(
     assert all(count for size, count in zip(sizes, data.counts, strict=True) if size >= length)
     if not data.sequences:
         return
-    taken = data.take(epoch * data.sequences, data.sequences)
+    taken = data.batch(epoch * data.sequences, data.sequences)
     assert taken.dtype == torch.int64
     assert taken.shape == (data.sequences, length)
     assert (taken[:, 1:] - taken[:, :-1] == 1).all(), "each sequence is one piece of one run"
@@ -101,23 +101,23 @@ def test_an_epoch_takes_everything_once_and_never_across_runs(
 def test_the_position_is_all_there_is_to_resume(length: int, seed: int, cuts: list[int]) -> None:
     """Whatever was asked before, in whatever portions, the sequences from a position on are the same."""
     sizes = [31, 54]
-    whole = packed(sizes, length, seed).take(0, sum(cuts))
+    whole = packed(sizes, length, seed).batch(0, sum(cuts))
     reader, position = packed(sizes, length, seed), 0
     for count in cuts:
-        assert torch.equal(reader.take(position, count), whole[position : position + count])
+        assert torch.equal(reader.batch(position, count), whole[position : position + count])
         fresh = packed(sizes, length, seed)
-        assert torch.equal(fresh.take(position, count), whole[position : position + count])
+        assert torch.equal(fresh.batch(position, count), whole[position : position + count])
         position += count
 
 
 def test_epochs_and_seeds_differ() -> None:
     data = packed([400], 4)
     count = data.sequences
-    first, second, other = data.take(0, count), data.take(count, count), packed([400], 4, seed=1).take(0, count)
+    first, second, other = data.batch(0, count), data.batch(count, count), packed([400], 4, seed=1).batch(0, count)
     rising = packed([400], 4).spread(count)
     for a, b in ((first, second), (first, other), (second, other), (first, rising)):
         assert not torch.equal(a, b)
-    offsets = {int(data.take(epoch * count, count).min()) % 4 for epoch in range(20)}
+    offsets = {int(data.batch(epoch * count, count).min()) % 4 for epoch in range(20)}
     assert offsets == {0, 1, 2, 3}, "cuts fall elsewhere in each epoch"
 
 
@@ -172,7 +172,7 @@ def test_token_files_are_read(kind: str, tmp_path: Path) -> None:
     numbers = np.arange(100).astype(kind)
     np.save(tmp_path / "a.npy", numbers)
     found = corpus(options(tmp_path / "a.npy", validation=0.1))
-    assert Packed(found.train, 4).spread(99).flatten().tolist() == list(range(84))
+    assert PackedTokens(found.train, 4).spread(99).flatten().tolist() == list(range(84))
     assert found.validation[0][:].tolist() == list(range(90, 100))
     assert found.tokenizer is None
 
@@ -181,7 +181,7 @@ def test_a_bin_file_is_numbers_of_16_bits(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(np.arange(65000, 65100, dtype="<u2").tobytes())
     found = corpus(options(tmp_path / "a.bin"))
     assert found.train[0].dtype == torch.uint16
-    assert Packed(found.train, 5).spread(1).tolist() == [[65000, 65001, 65002, 65003, 65004]]
+    assert PackedTokens(found.train, 5).spread(1).tolist() == [[65000, 65001, 65002, 65003, 65004]]
 
 
 @pytest.mark.parametrize("left", [0, 100, 199])
@@ -189,11 +189,11 @@ def test_a_token_file_cut_short_during_the_run_is_named(left: int, tmp_path: Pat
     """Within the last page it would read as zeros, were it mapped; before that the process would end."""
     path = tmp_path / "a.bin"
     path.write_bytes(np.arange(1, 101, dtype="<u2").tobytes())
-    found = Packed(corpus(options(path)).train, 5)
-    assert found.take(0, 3).min() > 0
+    found = PackedTokens(corpus(options(path)).train, 5)
+    assert found.batch(0, 3).min() > 0
     os.truncate(path, left)
     with pytest.raises(InvalidInput, match=rf"--data: .*a\.bin' has {left} bytes, expected 200: it was cut short"):
-        found.take(0, 3)
+        found.batch(0, 3)
 
 
 def test_a_file_that_lacks_tokens_of_its_header(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from _trainer import data, numbers, rows, train
 from ps_core import DoesNotFit
 from ps_core._units import format_bytes
 from ps_models.train import TrainOptions, _sample, main
-from ps_models.train._advice import advice, in_options
+from ps_models.train._error_hints import hint_for, in_options
 from test_train import BUDGET, at_step, checkpoints, kill_at_once
 
 Capture = pytest.CaptureFixture[str]
@@ -208,7 +208,7 @@ def test_any_remedy_is_put_in_options() -> None:
         ),
     )
     given = TrainOptions(checkpointing=False, device_memory="1MiB", host_memory="2MiB")
-    told = advice(error, given).split("; try ")[1:]
+    told = hint_for(error, given).split("; try ")[1:]
     assert told == [
         "--host-memory 1234: 3 more",
         "--disk 3MiB --disk-dir 'a (new) folder': 1 more",
@@ -216,7 +216,7 @@ def test_any_remedy_is_put_in_options() -> None:
         "--disk 1MiB: room for what the computer's memory cannot hold",
     ]
     error.remedies = ("HostEmbedding in place of nn.Embedding for bert.embeddings.word_embeddings.weight",)
-    assert "; try" not in advice(error, TrainOptions(model="bert-base")), "its head needs all of it"
+    assert "; try" not in hint_for(error, TrainOptions(model="bert-base")), "its head needs all of it"
     assert in_options("a smaller Budget(device=...) or Budget.disk_dir") == "a smaller --device-memory or --disk-dir"
 
 
@@ -260,7 +260,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path, monkeypatch: pytest.
     assert train(out, "--steps", 2, "--checkpoint-every", 1) == 0
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", lambda *_, **__: None)  # a process that is killed removes nothing
-        patched.setattr("ps_core.engine._checkpoint.atomic_folder.sync", lambda _: kill_at_once())
+        patched.setattr("ps_core.engine._checkpoint.atomic_folder.sync_folder", lambda _: kill_at_once())
         with pytest.raises(RuntimeError, match="gone"):
             train(out, "--steps", 3, "--checkpoint-every", 1)
     assert [each for each in (out / "checkpoints").iterdir() if each.name.startswith(".step-")]

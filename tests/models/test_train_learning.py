@@ -14,7 +14,7 @@ from _trainer import TINY, data, rows
 from ps_core.engine import ChunkedOptimizer
 from ps_models import build
 from ps_models.train import TrainOptions, _loop, main
-from ps_models.train._data import Packed, corpus
+from ps_models.train._data import PackedTokens, corpus
 from ps_models.train._schedule import learning_rate
 
 SMALL = ("--model", "gpt-2x64", "--seq", "64", "--lr", "3e-3", "--threads", "1", "--sample", "0")
@@ -69,7 +69,7 @@ def plain(options: TrainOptions, **changed: Any) -> list[float]:
     assert found.tokenizer is not None
     torch.manual_seed(options.seed)
     model = build(options.model, "cpu", checkpoint_blocks=True, vocabulary=found.tokenizer.vocabulary)
-    batches, decay = Packed(found.train, options.seq, seed=options.seed), options.weight_decay
+    batches, decay = PackedTokens(found.train, options.seq, seed=options.seed), options.weight_decay
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
@@ -80,7 +80,7 @@ def plain(options: TrainOptions, **changed: Any) -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(options, step)
         for micro in range(options.accumulate):
-            ids = batches.take(((step - 1) * options.accumulate + micro) * options.batch, options.batch)
+            ids = batches.batch(((step - 1) * options.accumulate + micro) * options.batch, options.batch)
             loss = model(ids, labels=ids).loss / options.accumulate
             loss.backward()
             losses.append(loss.item())
@@ -97,7 +97,7 @@ def plain(options: TrainOptions, **changed: Any) -> list[float]:
 )
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_the_losses_are_those_of_plain_pytorch(device: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    from ps_models.train._line import parse
+    from ps_models.train._command_line import parse
 
     text = ("--data", str(data(tmp_path)), "--out", str(tmp_path / "run"))
     budget = ("--device-memory", "900KB") if device == "emulated" else ()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from _trainer import train
 from ps_core import InvalidInput
 from ps_models.train import TrainOptions, main
-from ps_models.train._line import make_parser, parse
-from ps_models.train._options import flag_of, from_text, merged, refusal, rule_of, table, usage
+from ps_models.train._command_line import make_parser, parse
+from ps_models.train._options import flag_of, from_text, merged, refusal, rule_for, table, usage
 from ps_models.train._schedule import learning_rate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
@@ -110,7 +110,7 @@ VALUES = ("true", "-1", "1.5", "nan", "inf", "''", "'x y'", r'"\u0000"', "[1]", 
 
 def refused(row: Field[Any]) -> Iterator[tuple[list[str], str, str]]:
     """What an option does not take: the command line, the file that is its ``--config``, and what is said."""
-    rule = rule_of(row)
+    rule = rule_for(row)
     for word in () if isinstance(row.default, bool) else WORDS:
         try:
             value: Any = rule.read(word)
@@ -212,10 +212,10 @@ def test_to_a_file_and_back(text: str, paths: list[str], lr: float, seed: int, b
 def test_every_rule_refuses_what_it_does_not_allow() -> None:
     for row in fields(TrainOptions):
         for value in (object(), b"x", math.inf, float("nan"), -1, "a\0b", ("a\0b",)):
-            assert not rule_of(row).good(value), (row.name, value)
+            assert not rule_for(row).good(value), (row.name, value)
             with pytest.raises(InvalidInput, match=re.escape(flag_of(row))):
                 replace(TrainOptions(), **{row.name: value})
-        assert rule_of(row).good(row.default) or row.default is None
+        assert rule_for(row).good(row.default) or row.default is None
 
 
 def test_the_page_holds_the_tables_of_the_code() -> None:

@@ -12,12 +12,11 @@ import torch
 
 from _trainer import numbers, rows, train
 from ps_core import AdamW, Budget, Options
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import MemoryMeasurement, chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.report import Category, Tide
 from ps_models import build
 from ps_models.train import _data, _loop, _main
-from ps_models.train._measured import MemoryMeasurement
 from ps_models.train._pictures import Point, loss_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,7 +46,7 @@ def measured(precision: str, accumulate: int, device_bytes: int) -> tuple[Tide, 
         with memory.update():
             optimizer.step()
         optimizer.zero_grad()
-    found, counted = memory.tide("a GPT"), statistics(model)
+    found, counted = memory.report("a GPT"), statistics(model)
     release(model)
     assert found is not None
     return found, counted

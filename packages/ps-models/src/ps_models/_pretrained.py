@@ -15,10 +15,7 @@ from ps_core._errors import InvalidInput
 from ps_core._installing import how_to_install
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
-from ps_core.engine import save_weights
-from ps_core.engine._checkpoint.ranks import CheckpointRanks
-from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine import is_managed, save_weights
 from ps_models._layers import TiledLinear
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -79,7 +76,7 @@ class Pretrained(nn.Module):
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the model so that `from_pretrained`, ours and Hugging Face's, reads it. The directory may exist.
 
-        A managed model is written group by group (with tiles: whole), and by the first of several processes.
+        Of a managed model, rank 0 writes one group after another; all processes that share the model call this.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,21 +119,25 @@ def _classes(cls: type[Pretrained], entries: Entries) -> dict[str, int]:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    library = _safetensors()
     names = [WEIGHTS]
     if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
     for name in names:
         if not (folder / name).is_file():
             raise InvalidInput(f"{str(folder)!r} has no {name}: expected a directory that save_pretrained wrote")
-        with library.safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                yield key, file.get_tensor(key).clone()  # not the file's pages
+        yield from _read(folder / name)
+
+
+def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a file's tensors, as copies: the file may be written over while they are in use."""
+    with _safetensors().safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            yield key, file.get_tensor(key).clone()
 
 
 def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """The file's tensors under our names; `InvalidInput` where they are not the model's."""
-    files, wanted = model.files, {name: value.shape for name, value in _whole(model).items()}
+    files, wanted = model.files, {name: value.shape for name, value in _joined(model, dict(model.state_dict())).items()}
     if not any(name.startswith(files.base) for name in found):
         found = {name if name.startswith(files.heads) else files.base + name: found[name] for name in found}
     for old, new in files.renamed:
@@ -166,22 +167,24 @@ def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(model: nn.Module, path: Path) -> bool:
-    """Write all weights, if it is this process that does; all that share the model call it."""
-    managed = any(isinstance(each, ManagedParameter) for each in model.parameters())
-    leads = CheckpointRanks(hooks_of(model).engine.together if managed else None).leads
-    if managed and not any(isinstance(module, TiledLinear) for module in model.modules()):
-        save_weights(path, model, overwrite=True)
+    """Write all weights; True on the process that wrote. All processes that share the model call it."""
+    tiled = any(isinstance(module, TiledLinear) for module in model.modules())
+    if not is_managed(model):
+        state = dict(model.state_dict())
+    elif not save_weights(path, model, overwrite=True):
+        return False
+    elif not tiled:
+        return True
     else:
-        library = _safetensors()
-        tensors = {name: value.contiguous() for name, value in _whole(model).items()}
-        if leads:
-            library.torch.save_file(tensors, path, {"format": "pt"})
-    return leads
+        state = dict(_read(path))
+    library = _safetensors()
+    joined = {name: value.contiguous() for name, value in _joined(model, state).items()}
+    library.torch.save_file(joined, path, {"format": "pt"})
+    return True
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state with tiles put together; what is tied comes once."""
-    state: dict[str, Tensor] = dict(model.state_dict())
+def _joined(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put the tiles of each `TiledLinear` together."""
     for path, module in model.named_modules():
         if not isinstance(module, TiledLinear):
             continue

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from ps_core._errors import InvalidInput
 from ps_models.train._options import TrainOptions
-from ps_models.train._sources import TOKENS, documents, standard_library
-from ps_models.train._tokenfile import digest_of, token_file
+from ps_models.train._text_sources import TOKENS, documents, standard_library
+from ps_models.train._token_files import digest_of, open_token_file
 from ps_models.train._tokenizers import Bytes, Tokenizer, tokenizer
 
 FEW = 20
 """Fewer documents than this are split each, not among them."""
 
 
-class Run(Protocol):
+class TokenRun(Protocol):
     """Tokens in order: a tensor, or what is read from a file."""
 
     def __len__(self) -> int:
@@ -46,9 +46,9 @@ class Run(Protocol):
 class Corpus:
     """All data of a run."""
 
-    train: tuple[Run, ...]
+    train: tuple[TokenRun, ...]
     """Runs of tokens; a sequence lies within one."""
-    validation: tuple[Run, ...]
+    validation: tuple[TokenRun, ...]
     tokenizer: Tokenizer | None
     """None: the data are token numbers already."""
     digest: str
@@ -71,7 +71,7 @@ def corpus(options: TrainOptions, say: Callable[[str], None] = lambda _: None) -
     say(f"reading {source_of(options)}")
     found = _of_tokens(files, options) if chosen is None else _of_text(paths, options, chosen)
     for side, runs in (("train", found.train), ("validation", found.validation)):
-        if not any(map(len, runs)) or Packed(runs, options.seq).sequences < 1:
+        if not any(map(len, runs)) or PackedTokens(runs, options.seq).sequences < 1:
             raise InvalidInput(
                 f"--data: {sum(map(len, runs)):,} tokens for {side} are no sequence of {options.seq}; allowed is more "
                 f"data, a smaller --seq, or {'a larger' if side == 'validation' else 'another'} --validation"
@@ -104,7 +104,7 @@ def _of_text(paths: Sequence[Path], options: TrainOptions, chosen: Tokenizer) ->
 def _of_tokens(files: Sequence[Path], options: TrainOptions) -> Corpus:
     if options.tokenizer != "bytes":
         raise InvalidInput(f"--tokenizer: found {options.tokenizer!r} with token files; allowed is to leave it out")
-    runs = [token_file(path) for path in files]
+    runs = [open_token_file(path) for path in files]
     cuts = [len(run) - int(len(run) * options.validation) for run in runs]
     digest = hashlib.sha256(b"".join(digest_of(path) for path in files) + str(options.validation).encode())
     told = f"{sum(cuts):,} tokens to train on, {sum(map(len, runs)) - sum(cuts):,} held back"
@@ -145,17 +145,17 @@ def pack(every: Iterable[bytes], chosen: Tokenizer) -> Tensor:
     return torch.cat([end if piece is None else piece for piece in pieces])
 
 
-class Packed:
+class PackedTokens:
     """Runs of tokens as sequences; see [Note: packing]."""
 
-    def __init__(self, runs: Sequence[Run], length: int, *, seed: int = 0, vocabulary: int | None = None) -> None:
+    def __init__(self, runs: Sequence[TokenRun], length: int, *, seed: int = 0, vocabulary: int | None = None) -> None:
         self.runs, self.length, self.seed, self.vocabulary = runs, length, seed, vocabulary
         # Often a sequence less than there might be, so that any offset below the length is possible.
         self.counts = [max(int(len(run) >= length), (len(run) - length + 1) // length) for run in runs]
         self.sequences = sum(self.counts)
         self._epoch: tuple[int, int, Tensor] | None = None
 
-    def take(self, position: int, count: int) -> Tensor:
+    def batch(self, position: int, count: int) -> Tensor:
         """The sequences from that position on, (count, length), as 64-bit integers; the data repeat without end."""
         return self.checked(torch.stack([self.sequence(at) for at in range(position, position + count)]))
 

@@ -15,25 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from ps_core import DeviceOutOfMemory, DoesNotFit
-from ps_core.engine import ChunkedOptimizer, load_checkpoint, save_checkpoint, statistics
-from ps_models.train._folder import RunFolder
-from ps_models.train._measured import MemoryMeasurement
+from ps_core.engine import ChunkedOptimizer, MemoryMeasurement, load_checkpoint, save_checkpoint, statistics
+from ps_models.train._loggers import RunLogger
+from ps_models.train._objectives import Batch, Objective
 from ps_models.train._options import TrainOptions
-from ps_models.train._peers import Peers
-from ps_models.train._row import Pace, Rates, Row, memory_of
+from ps_models.train._ranks import TrainingRanks
+from ps_models.train._run_folder import RunFolder
 from ps_models.train._schedule import learning_rate
-from ps_models.train._tasks import Batch, Task
-from ps_models.train._watchers import Watcher
+from ps_models.train._step_metrics import Rates, RemainingTime, StepMetrics, memory_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Managed:
+class ManagedModel:
     """A model under management, where its inputs must be, and who has a part of it."""
 
     model: nn.Module
     optimizer: ChunkedOptimizer
     inputs: torch.device
-    peers: Peers
+    ranks: TrainingRanks
 
 
 class Loop:
@@ -42,17 +41,17 @@ class Loop:
     def __init__(
         self,
         options: TrainOptions,
-        task: Task,
-        managed: Managed,
+        objective: Objective,
+        managed: ManagedModel,
         folder: RunFolder,
         rates: Rates,
-        watchers: Sequence[Watcher],
+        loggers: Sequence[RunLogger],
     ) -> None:
         self.options, self.folder, self.rates = options, folder, rates
         self.model, self.optimizer, self._inputs = managed.model, managed.optimizer, managed.inputs
-        self._task, self._peers = task, managed.peers
-        self._held = managed.peers.share(task.validation)
-        self._watchers, self._pace = watchers, Pace()
+        self._objective, self._ranks = objective, managed.ranks
+        self._held = managed.ranks.share(objective.validation)
+        self._loggers, self._remaining = loggers, RemainingTime()
         self.step = 0
         """Steps done, those of earlier calls included."""
         self.sequences = 0
@@ -63,18 +62,18 @@ class Loop:
         """By link, in this call's steps; what validations move is not among it."""
         self.not_finite = ""
         """Which loss was NaN or infinite, so that training stopped, and what to try; empty: none was."""
-        self.memory = MemoryMeasurement(self.model) if self._peers.ranks == 1 else None
+        self.memory = MemoryMeasurement(self.model) if self._ranks.size == 1 else None
         """Of the last step; several processes are not measured."""
         self._saved = 0
 
     def say(self, text: str) -> None:
         """Tell everybody."""
-        for each in self._watchers:
+        for each in self._loggers:
             each.say(text)
 
     def resume(self) -> bool:
         """Go back to the newest checkpoint, if there is one."""
-        self._peers.agree("--out (a folder that all processes see): the newest checkpoint", self.folder.steps()[:1])
+        self._ranks.agree("--out (a folder that all processes see): the newest checkpoint", self.folder.steps()[:1])
         found = self.folder.load_newest(self._load, self.say)
         if found is None:
             return False
@@ -99,16 +98,16 @@ class Loop:
         try:
             self.model.train()
             while self.step < options.steps and not asked():
-                row = self._row()
+                row = self._run_step()
                 metrics.write(row.as_dict())
-                for each in self._watchers:
-                    each.step(row, self._pace.left_s(options.steps - self.step))
+                for each in self._loggers:
+                    each.step(row, self._remaining.left_s(options.steps - self.step))
                 self._check(row)
                 if self.not_finite:
                     return
                 best = False
                 if options.keep_best and row.val_loss is not None:
-                    best = self._peers.first(row.val_loss < self.folder.best()[1])
+                    best = self._ranks.first(row.val_loss < self.folder.best()[1])
                 every = options.checkpoint_every
                 if best or self.step == options.steps or (every and self.step % every == 0):
                     metrics.sync()
@@ -121,7 +120,7 @@ class Loop:
         finally:
             metrics.close()
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: StepMetrics) -> None:
         """Set ``not_finite`` if the step has such a loss; else note that the newest checkpoint is sound.
 
         A step's loss is that of the weights before it, which the newest checkpoint may hold; a validation's is that of
@@ -151,7 +150,7 @@ class Loop:
             f"the same command goes on from {found}{rest}; with --on-nan continue training does not stop"
         )
 
-    def _row(self) -> Row:
+    def _run_step(self) -> StepMetrics:
         """One step, with its validation where there is one."""
         options, before = self.options, statistics(self.model).moved_bytes
         started = time.perf_counter()
@@ -160,14 +159,14 @@ class Loop:
             group["lr"] = rate
         measured = self.memory if self.step + 1 == options.steps else None
         with measured.passes() if measured else nullcontext():
-            loss = self._peers.total(self._gradients())
+            loss = self._ranks.total(self._gradients())
         stops = self.options.on_nan == "stop" and not math.isfinite(loss)
         if not stops:
             with measured.update() if measured else nullcontext():
                 self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        self._pace.add(seconds)
+        self._remaining.add(seconds)
         self.step += 1
         self.sequences += options.batch * options.accumulate
         counted = statistics(self.model)
@@ -177,7 +176,7 @@ class Loop:
         norm = None if stops else self.optimizer.last_norm
         moved = {link: count - before.get(link, 0) for link, count in counted.moved_bytes.items()}
         self.moved_bytes.update(moved)
-        return Row(
+        return StepMetrics(
             step=self.step,
             loss=loss,
             lr=rate,
@@ -186,7 +185,7 @@ class Loop:
             moved_bytes=moved,
             skipped=stops or self.optimizer.last_skipped,
             val_loss=self.val_loss if validates and not stops else None,
-            tokens_per_s=self.rates.tokens_per_s(seconds) * self._peers.ranks,
+            tokens_per_s=self.rates.tokens_per_s(seconds) * self._ranks.size,
             tflops=self.rates.tflops(seconds),
             mfu=self.rates.mfu(seconds),
         )
@@ -196,7 +195,7 @@ class Loop:
         try:
             return self._passes()
         except (DeviceOutOfMemory, DoesNotFit) as error:
-            if self._peers.ranks > 1:
+            if self._ranks.size > 1:
                 raise  # the others are in the middle of their passes
             reason = str(error).splitlines()[0]
         # Outside the handler: its traceback would keep the failed pass's tensors alive.
@@ -205,11 +204,11 @@ class Loop:
         return self._passes()
 
     def _passes(self) -> float:
-        options, peers, total = self.options, self._peers, 0.0
-        count = options.batch // peers.ranks
+        options, ranks, total = self.options, self._ranks, 0.0
+        count = options.batch // ranks.size
         for micro in range(options.accumulate):
-            batch = self._task.take(self.sequences + micro * options.batch + peers.rank * count, count)
-            loss = self._loss(batch) / (options.accumulate * peers.ranks)
+            batch = self._objective.batch(self.sequences + micro * options.batch + ranks.rank * count, count)
+            loss = self._loss(batch) / (options.accumulate * ranks.size)
             self.optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total
@@ -226,7 +225,7 @@ class Loop:
             mine = sum([self._loss(batch).item() * count for batch, count in self._held])
         finally:
             self.model.train()
-        return self._peers.total(mine) / self._peers.total(sum(count for _, count in self._held))
+        return self._ranks.total(mine) / self._ranks.total(sum(count for _, count in self._held))
 
     def _save(self, *, sound: bool) -> None:
         extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}

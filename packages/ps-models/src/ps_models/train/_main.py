@@ -11,21 +11,21 @@ from contextlib import ExitStack
 from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._streams import tell
 from ps_core.engine import statistics
-from ps_models.train._advice import advice, in_options
+from ps_models.train._command_line import parse
 from ps_models.train._data import corpus
-from ps_models.train._follower import open_folder
-from ps_models.train._line import parse
+from ps_models.train._error_hints import hint_for, in_options
+from ps_models.train._loggers import check_installed, loggers
 from ps_models.train._loop import Loop
+from ps_models.train._objectives import objective_for
 from ps_models.train._options import COMMAND, TrainOptions
-from ps_models.train._peers import Halt, find_peers
 from ps_models.train._pictures import draw
-from ps_models.train._row import Rates
+from ps_models.train._ranks import StopCheck, join_ranks
+from ps_models.train._run_folder import open_folder
 from ps_models.train._sample import sample
 from ps_models.train._setup import device_of, manage, shape_of, told
-from ps_models.train._signals import Stop
+from ps_models.train._step_metrics import Rates
+from ps_models.train._stop_signal import StopSignal
 from ps_models.train._summary import summary
-from ps_models.train._tasks import task_of
-from ps_models.train._watchers import check_installed, watchers
 
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             BAD_INPUT, f"--out: {told}\nallowed is a folder whose checkpoints are of this training, or a new one"
         )
     except DoesNotFit as error:
-        return _fail(DOES_NOT_FIT, advice(error, options))
+        return _fail(DOES_NOT_FIT, hint_for(error, options))
     except (PatrickStarError, OSError) as error:
         return _fail(FAILED, str(error))
 
@@ -64,42 +64,42 @@ def train(options: TrainOptions) -> int:
     check_installed(options)
     shape_of(options)
     with ExitStack() as stack:
-        peers = stack.enter_context(find_peers())
-        stop = stack.enter_context(Stop())
-        data = corpus(options, lambda text: tell(text, sys.stdout if peers.leads else None))
+        ranks = stack.enter_context(join_ranks())
+        stop = stack.enter_context(StopSignal())
+        data = corpus(options, lambda text: tell(text, sys.stdout if ranks.leads else None))
         found = shape_of(options, data)
-        task = task_of(options, data, found)
-        peers.check(options, data.digest)
-        folder = stack.enter_context(open_folder(options, data.digest, peers))
-        audience = watchers(options) if peers.leads else []
-        for each in audience:
+        objective = objective_for(options, data, found)
+        ranks.check(options, data.digest)
+        folder = stack.enter_context(open_folder(options, data.digest, ranks))
+        watching = loggers(options) if ranks.leads else []
+        for each in watching:
             stack.callback(each.close)
-        rates = Rates(found, peers.own(options), device_of(options))
-        for each in audience:
-            each.say(f"{told(found, options, peers)}\n{data.told}\nmaking its weights and optimizer states")
-        managed = manage(options, found, peers)
-        loop = Loop(options, task, managed, folder, rates, audience)
+        rates = Rates(found, ranks.own(options), device_of(options))
+        for each in watching:
+            each.say(f"{told(found, options, ranks)}\n{data.told}\nmaking its weights and optimizer states")
+        managed = manage(options, found, ranks)
+        loop = Loop(options, objective, managed, folder, rates, watching)
         if loop.resume():
             rest = "nothing is left to train" if loop.step >= options.steps else "going on from there"
             loop.say(f"{options.out}: step {loop.step} of {options.steps} is done; {rest}")
         before, started = loop.step, time.perf_counter()
-        halt = Halt(stop, peers)
+        halt = StopCheck(stop, ranks)
         loop.run(halt)
         if loop.not_finite:
             stack.close()  # the display ends, and the processes part in order, before anything is said
-            return _fail(FAILED, loop.not_finite) if peers.leads else FAILED
+            return _fail(FAILED, loop.not_finite) if ranks.leads else FAILED
         seconds = time.perf_counter() - started
         if loop.step > before:
             counted, steps = statistics(managed.model), loop.step - before
             loop.say(summary(options, counted, rates, loop.moved_bytes, steps=steps, seconds=seconds))
-            if peers.leads:
+            if ranks.leads:
                 loop.say(draw(folder.path, found.name, loop.memory))
         if halt():
             loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return DONE
         if loop.val_loss is not None:
-            loop.say(f"validation loss {loop.val_loss:.4f} {task.measured_in}")
+            loop.say(f"validation loss {loop.val_loss:.4f} {objective.measured_in}")
         if options.sample:
             loop.say(f"making a sample of {options.sample} tokens")
-            loop.say(sample(options, data, managed, task))
+            loop.say(sample(options, data, managed, objective))
     return DONE

@@ -16,12 +16,12 @@ from typing import Any
 
 from ps_core._errors import InvalidInput
 from ps_core._names import did_you_mean
-from ps_models.train import _rules as rules
+from ps_models.train import _option_rules as rules
 
 COMMAND = "pstar-train"
 
 
-def _option(default: Any, rule: rules.Rule, section: str, what: str, *, identity: bool = False) -> Any:
+def _option(default: Any, rule: rules.OptionRule, section: str, what: str, *, identity: bool = False) -> Any:
     """A field of `TrainOptions`; `Any`, as `dataclasses.field` itself is for a type checker."""
     return field(default=default, metadata={"rule": rule, "section": section, "what": what, "identity": identity})
 
@@ -146,7 +146,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for row in fields(self):
-            value, rule = getattr(self, row.name), rule_of(row)
+            value, rule = getattr(self, row.name), rule_for(row)
             if not (value is None and row.default is None) and not rule.good(value):
                 raise InvalidInput(refusal(row, value))
         self._check_together()
@@ -201,9 +201,9 @@ def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def rule_of(row: Field[Any]) -> rules.Rule:
+def rule_for(row: Field[Any]) -> rules.OptionRule:
     """What an option's values may be."""
-    rule: rules.Rule = row.metadata["rule"]
+    rule: rules.OptionRule = row.metadata["rule"]
     return rule
 
 
@@ -215,12 +215,12 @@ def flag_of(row: Field[Any] | str) -> str:
 def refusal(row: Field[Any], value: object) -> str:
     """One line: the option, the value, what is allowed."""
     shown = list(value) if isinstance(value, tuple) else value
-    return f"{flag_of(row)}: found {shown!r}, allowed is {rule_of(row).allowed}"
+    return f"{flag_of(row)}: found {shown!r}, allowed is {rule_for(row).allowed}"
 
 
 def read(row: Field[Any], words: str | list[str]) -> Any:
     """An option's value from the words of the command line."""
-    rule = rule_of(row)
+    rule = rule_for(row)
     try:
         return tuple(map(rule.read, words)) if isinstance(words, list) else rule.read(words)
     except ValueError:
@@ -281,7 +281,7 @@ def _tables() -> Iterator[str]:
 
 def usage(row: Field[Any]) -> str:
     """An option and what follows it."""
-    rule, name = rule_of(row), flag_of(row)
+    rule, name = rule_for(row), flag_of(row)
     if isinstance(row.default, bool):
         return f"{name}`, `--no-{name[2:]}"
     return f"{name} {rule.metavar}" + ("..." if rule.several else "")

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from ps_core._atomic_files import write_text_atomically
+from ps_core.engine import MemoryMeasurement
 from ps_core.report import tide_svg
 from ps_core.report.picture import STYLE
-from ps_models.train._files import write_whole
-from ps_models.train._measured import MemoryMeasurement
 
 _WIDTH, _HEIGHT = 960, 440
 _LEFT, _RIGHT, _ABOVE, _BELOW = 84, 40, 76, 96
@@ -33,12 +33,12 @@ def draw(out: Path, model: str, memory: MemoryMeasurement | None) -> str:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
     losses = [Point(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
     held = [Point(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
-    made, measured = [], None if memory is None else memory.tide(model)
+    made, measured = [], None if memory is None else memory.report(model)
     if losses:
-        write_whole(out / "loss.svg", loss_svg(model, losses, held))
+        write_text_atomically(out / "loss.svg", loss_svg(model, losses, held))
         made.append(f"the loss curve {out / 'loss.svg'}")
     if measured is not None:
-        write_whole(out / "tide.svg", tide_svg(measured))
+        write_text_atomically(out / "tide.svg", tide_svg(measured))
         made.append(f"memory at each moment of a step {out / 'tide.svg'}")
     return f"drawn: {', '.join(made)}" if made else ""
 

@@ -10,27 +10,27 @@ import torch
 
 from ps_core import DeviceOutOfMemory, DoesNotFit
 from ps_models.train._data import Corpus
-from ps_models.train._loop import Managed
+from ps_models.train._loop import ManagedModel
+from ps_models.train._objectives import MaskedTokenObjective, Objective
 from ps_models.train._options import TrainOptions
-from ps_models.train._tasks import MaskedWords, Task
 
 _GAP = "[?]"
 _NOTHING = "sample: none, for what the model gives is not finite"
 
 
-def sample(options: TrainOptions, data: Corpus, managed: Managed, task: Task) -> str:
+def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective: Objective) -> str:
     """The prompt, gone on with; of a BERT a held-back text, with what it makes of the gaps in it."""
     try:
-        if isinstance(task, MaskedWords):
-            return filled(options, data, managed, task)
+        if isinstance(objective, MaskedTokenObjective):
+            return filled(options, data, managed, objective)
         return written(options, data, managed)
     except (DoesNotFit, DeviceOutOfMemory) as error:  # what was trained is saved, and is not to look like a failure
-        if managed.peers.ranks > 1:
+        if managed.ranks.size > 1:
             raise  # for the others wait
         return f"sample: none, {str(error).splitlines()[0]}; try fewer tokens (--sample)"
 
 
-def written(options: TrainOptions, data: Corpus, managed: Managed) -> str:
+def written(options: TrainOptions, data: Corpus, managed: ManagedModel) -> str:
     """The prompt, gone on with. Of token files, which nothing here can spell out, the numbers."""
     chosen = data.tokenizer
     start = data.validation[0][:1].tolist() if chosen is None else chosen.encode(options.prompt.encode()).tolist()
@@ -54,11 +54,11 @@ def written(options: TrainOptions, data: Corpus, managed: Managed) -> str:
 
 
 @torch.no_grad()
-def filled(options: TrainOptions, data: Corpus, managed: Managed, task: MaskedWords) -> str:
+def filled(options: TrainOptions, data: Corpus, managed: ManagedModel, objective: MaskedTokenObjective) -> str:
     """A text that was held back, with gaps, and with the likeliest tokens in them."""
-    ids, hidden = task.example(options.sample)
+    ids, hidden = objective.example(options.sample)
     seen = ids.clone()
-    seen[hidden] = task.marks.mask
+    seen[hidden] = objective.marks.mask
     managed.model.eval()
     logits = managed.model(input_ids=seen[None].to(managed.inputs)).logits[0].to("cpu")
     if not logits.isfinite().all():

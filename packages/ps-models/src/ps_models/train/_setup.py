@@ -16,9 +16,9 @@ from ps_core._workloads.shapes import Family, TransformerShape
 from ps_core.engine import chunked
 from ps_models._build import build
 from ps_models.train._data import Corpus
-from ps_models.train._loop import Managed
+from ps_models.train._loop import ManagedModel
 from ps_models.train._options import TrainOptions
-from ps_models.train._peers import Peers
+from ps_models.train._ranks import TrainingRanks
 
 
 def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerShape:
@@ -66,7 +66,7 @@ def device_of(options: TrainOptions) -> str:
     return "cpu" if options.device_memory is None else "emulated"
 
 
-def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Managed:
+def manage(options: TrainOptions, found: TransformerShape, ranks: TrainingRanks) -> ManagedModel:
     """Build the model without memory, and put it under management, alone or with others."""
     if options.threads is not None:
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
@@ -102,11 +102,11 @@ def manage(options: TrainOptions, found: TransformerShape, peers: Peers) -> Mana
         precision=options.precision,
         max_grad_norm=options.clip or None,
         accumulation_steps=options.accumulate,
-        collectives=peers.together,
+        collectives=ranks.together,
     )
     assert optimizer is not None, "an optimizer was asked for"
     inputs = torch.device("cuda" if device == "cuda" else "cpu")
-    return Managed(model=model, optimizer=optimizer, inputs=inputs, peers=peers)
+    return ManagedModel(model=model, optimizer=optimizer, inputs=inputs, ranks=ranks)
 
 
 def _is_vector(name: str, parameter: Any) -> bool:
@@ -123,15 +123,15 @@ def budget_of(options: TrainOptions) -> Budget:
     return Budget(device=options.device_memory, host=options.host_memory, disk=options.disk, disk_dir=folder)
 
 
-def told(found: TransformerShape, options: TrainOptions, peers: Peers) -> str:
+def told(found: TransformerShape, options: TrainOptions, ranks: TrainingRanks) -> str:
     """The model in a line, and who shares it in another."""
-    count = options.batch // peers.ranks
+    count = options.batch // ranks.size
     others = (
-        f"\n{peers.ranks} processes, each with {count} of the {options.batch} sequences of a micro-batch; "
+        f"\n{ranks.size} processes, each with {count} of the {options.batch} sequences of a micro-batch; "
         "below, tokens/s is of all, everything else of the first"
     )
     return (
         f"{found.name}: {format_count(found.parameters)} parameters, {found.layers} layers of {found.hidden}, "
         f"{found.vocabulary} tokens; {options.precision} on {device_of(options)}, "
-        f"{options.tokens_per_step:,} tokens a step{others if peers.ranks > 1 else ''}"
+        f"{options.tokens_per_step:,} tokens a step{others if ranks.size > 1 else ''}"
     )

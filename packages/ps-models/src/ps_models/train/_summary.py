@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from ps_core._units import format_bytes, format_count
 from ps_core.engine import Statistics
+from ps_models.train._loggers import clock
 from ps_models.train._options import TrainOptions
-from ps_models.train._row import Rates
-from ps_models.train._watchers import clock
+from ps_models.train._step_metrics import Rates
 
 _PLAIN_BYTES = 16
 """A parameter's weight, gradient and states in PyTorch: 2 + 2 + 4 + 4 + 4 with 16-bit weights, 4 times 4 in fp32."""

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput, TierFailure
 
 MANIFEST, SUMS = "manifest.json", "checksums.sfv"
@@ -61,7 +62,7 @@ class AtomicFolder:
             with locked(self._partial, wait=True):
                 try:
                     yield self._partial
-                    sync(self._partial)
+                    sync_folder(self._partial)
                     self._check(overwrite)
                     self._publish()
                 except BaseException:
@@ -100,22 +101,22 @@ class AtomicFolder:
         )
 
     def _publish(self) -> None:
-        sync(self.path.parent)
+        sync_folder(self.path.parent)
         if not self.path.exists():
             os.rename(self._partial, self.path)
-            sync(self.path.parent)
+            sync_folder(self.path.parent)
             return
         os.rename(self._partial, self._ready)
         self._exchange()
 
     def _exchange(self) -> None:
         """From a ready one on."""
-        sync(self.path.parent)
+        sync_folder(self.path.parent)
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             os.rename(self.path, self._previous)
         os.rename(self._ready, self.path)
-        sync(self.path.parent)
+        sync_folder(self.path.parent)
         shutil.rmtree(self._previous, ignore_errors=True)
 
     def recover(self) -> None:
@@ -166,14 +167,5 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
             if isinstance(error, BlockingIOError):
                 raise
         yield
-    finally:
-        os.close(file)
-
-
-def sync(folder: Path) -> None:
-    """Have a folder's names on the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
     finally:
         os.close(file)

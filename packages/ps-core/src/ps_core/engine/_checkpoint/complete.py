@@ -25,8 +25,8 @@ from ps_core.engine._optim.state_format import MOMENTS as KINDS
 MOMENTS = {kind.__name__: tuple(KINDS[StepRule.SGD if kind is SGD else StepRule.ADAM]) for kind in FIXED}
 """The sections of each optimizer's states."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
-_FIELDS_OF_SEVERAL = {"save": str, "ranks": int, "orders": dict, "random_files": list}
-"""Where several processes saved."""
+_FIELDS_OF_VERSION_2 = {"save": str, "ranks": int, "orders": dict, "random_files": list}
+"""Beside those of version 1, see [Note: versions] in `manifest`."""
 _OF_OPTIMIZER = {"name": str, "groups": list, "steps": dict}
 _MEANT = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
 Wanted = tuple[torch.dtype, tuple[int, ...]]
@@ -43,17 +43,17 @@ def is_count(value: object, least: int = 0) -> bool:
 
 def wrong_values(manifest: dict[str, Any]) -> Iterator[str]:
     """Yield what is missing or of a wrong type. Each check relies on those before: take only the first answer."""
-    several = manifest["version"] > 1
-    yield from _missing("it", manifest, {**_FIELDS, **(_FIELDS_OF_SEVERAL if several else {})})
-    if "save" in manifest and not several:
-        yield "it has 'save', which is only for what several processes saved"
+    first = manifest["version"] == 1
+    yield from _missing("it", manifest, {**_FIELDS, **({} if first else _FIELDS_OF_VERSION_2)})
+    if "save" in manifest and first:
+        yield "it has 'save', which there is from version 2 on"
     for name, row in manifest["parameters"].items():
         yield from _of_parameter(f"parameter {name!r}", row)
     yield from _of_optimizer(manifest)
     for name, row in manifest["files"].items():
         yield from _of_file(name, row)
-    if several:
-        yield from _of_several(manifest)
+    if not first:
+        yield from _of_ranks(manifest)
 
 
 def _missing(what: str, found: object, fields: Mapping[str, type]) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _of_file(name: str, row: object) -> Iterator[str]:
                 yield f"{name}: {tensor[0]!r} is a part of {short(tensor[3])} from {short(tensor[4])} on"
 
 
-def _of_several(manifest: dict[str, Any]) -> Iterator[str]:
+def _of_ranks(manifest: dict[str, Any]) -> Iterator[str]:
     ranks, random = manifest["ranks"], manifest["random_files"]
     if not is_count(ranks, 1):
         yield f"it has 'ranks' = {ranks}, expected at least 1"

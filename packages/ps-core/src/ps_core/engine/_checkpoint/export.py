@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked, sync
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked
 from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, DoubleBuffer, buffers, open_new
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint, is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for
@@ -30,15 +31,15 @@ from ps_core.engine._parameters.state import ParamState
 
 def save_weights(
     file: str | os.PathLike[str], model: nn.Module, *, masters: bool = False, overwrite: bool = False
-) -> None:
+) -> bool:
     """Write a managed model's weights and buffers into one safetensors file, each tensor once, group by group.
 
     Weights are as they are computed with; with ``masters``, trained ones are in fp32, unrounded. Where several
-    processes share the model, all call it, and rank 0 writes.
+    processes share the model, all call it, and rank 0 writes. Returns True on the process that wrote.
     """
     engine = hooks_of(model).engine
-    peers = CheckpointRanks(engine.together)
-    with peers.step("save_weights"):
+    ranks = CheckpointRanks(engine.together)
+    with ranks.all_or_none("save_weights"):
         engine.check_usable()
         check_outside("saved")
     finish_pass_for(engine, "saved")
@@ -50,13 +51,13 @@ def save_weights(
     ]
     with ExitStack() as stack:
         sink = None
-        with peers.step("save_weights"), as_tier_failure(Path(file)):
-            if peers.leads:
+        with ranks.all_or_none("save_weights"), as_tier_failure(Path(file)):
+            if ranks.leads:
                 path = stack.enter_context(_replaced(Path(file), overwrite=overwrite))
                 pair = stack.enter_context(buffers(largest_chunk_bytes(engine)))
                 sink = stack.enter_context(closing(TensorWriter(path, table_of(entries), pair)))
         failure = _put_all(engine, rows, sink)
-        with peers.step("save_weights"), as_tier_failure(Path(file)):
+        with ranks.all_or_none("save_weights"), as_tier_failure(Path(file)):
             if failure is not None:
                 raise failure
             if sink is not None:
@@ -64,6 +65,7 @@ def save_weights(
                     sink.put(tensor)
                 sink.finish()
             stack.close()
+    return ranks.leads
 
 
 def _rows(engine: Engine, *, masters: bool) -> Iterator[tuple[TensorEntry, ParamState, Kind]]:
@@ -199,6 +201,6 @@ def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
             with locked(partial, wait=True):
                 yield partial / path.name
                 os.rename(partial / path.name, path)
-                sync(path.parent)
+                sync_folder(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

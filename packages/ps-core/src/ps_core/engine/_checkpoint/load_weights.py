@@ -37,15 +37,15 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     have; with ``strict`` such names raise `CheckpointMismatch`, before anything is changed.
     """
     engine = hooks_of(model).engine
-    peers = CheckpointRanks(engine.together)
-    with peers.step("load_weights"):
+    ranks = CheckpointRanks(engine.together)
+    with ranks.all_or_none("load_weights"):
         engine.check_usable(loading=engine.half_loaded.startswith("load_weights("))
         check_outside("loaded")
         path = Path(path).absolute()
-        if peers.leads and not path.is_file() and not is_checkpoint(path):
+        if ranks.leads and not path.is_file() and not is_checkpoint(path):
             AtomicFolder(path).recover()  # it may be a checkpoint whose overwriting was cut short
     finish_pass_for(engine, "loaded")
-    with peers.step("load_weights"):
+    with ranks.all_or_none("load_weights"):
         found, known = list(_files(path)), _targets(model)
         targets = _matched(found, known, getattr(model, "base_model_prefix", ""))
         present = {owner(held) for held in targets.values() if held is not None}
@@ -55,11 +55,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
         unexpected = [name for name, held in targets.items() if held is None]
         names = (missing, unexpected) if strict else ([], [])
         _check(path, found, targets, *names)
-    peers.agree("the weights that are loaded", f"{path.name} ({_print(found)})")
-    with peers.step("load_weights"):
-        settle_ties(path, found, targets, peers, strict=strict)
+    ranks.agree("the weights that are loaded", f"{path.name} ({_print(found)})")
+    with ranks.all_or_none("load_weights"):
+        settle_ties(path, found, targets, ranks, strict=strict)
     with loading_state(engine, f"load_weights(model, {str(path)!r})"):
-        Reader(engine, peers).read([replace(file, targets=targets) for file in found])
+        Reader(engine, ranks).read([replace(file, targets=targets) for file in found])
     for entry in (entry for file in found for entry in file.entries):
         held = targets[entry.owner]
         if isinstance(held, tuple):

@@ -5,10 +5,11 @@
 has, from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
 What a writer with a bug left out has sound checksums too: see `complete`.
 
-[Note: one or several]
-What one process saves is of version 1. Where several do, which is version 2, every file has a writer, files have parts
-of tensors, each with what it is a part of (see [Note: parts]), and their tables have a mark of the save, so that files
-of two saves are told apart at once. States of random numbers are in a small file for each process.
+[Note: versions]
+What is written is of version 2, whether one rank saves or several: every file has a writer, files may have parts of
+tensors, each with what it is a part of (see [Note: parts]), and their tables have a mark of the save, so that files of
+two saves are told apart at once. States of random numbers are in a small file for each rank. Version 1, which a single
+process wrote once and which is still read, has none of that, and the states of random numbers in the manifest.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from ps_core.engine._checkpoint.safetensors_format import (
     write_all,
 )
 
-VERSIONS = (1, 2)
-"""See [Note: one or several]."""
+READABLE, WRITTEN = (1, 2), 2
+"""See [Note: versions]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ManifestFile:
     writer: int = 0
     """The process that writes it."""
     save: str = ""
-    """The mark of the save, if several processes make it."""
+    """The mark of the save; empty in version 1."""
 
     @property
     def table(self) -> bytes:
@@ -73,7 +74,7 @@ class ManifestFile:
         for each in self.entries:
             part = [each.tensor, each.first] if each.tensor else []
             tensors.append([each.name, type_name(each.name, each.dtype), list(each.shape), *part])
-        return {"section": self.section, "tensors": tensors} | ({"writer": self.writer} if self.save else {})
+        return {"section": self.section, "tensors": tensors, "writer": self.writer}
 
 
 def cut(section: str, shares: Iterable[tuple[int, Sequence[TensorEntry]]], limit_bytes: int) -> list[ManifestFile]:
@@ -109,9 +110,9 @@ def marked(files: Iterable[ManifestFile], manifest: dict[str, Any], more: Sequen
 def write_manifest(folder: Path, manifest: dict[str, Any], files: Sequence[ManifestFile], sums: dict[str, str]) -> None:
     """Write both, to the disk."""
     rows = {file.name: file.row() for file in files}
-    mark = next((file.save for file in files if file.save), "")
-    version = {"version": VERSIONS[bool(mark)], **({"save": mark} if mark else {})}
-    whole = {"format": FORMAT, **version, "written_by": f"ps-core {__version__}", **manifest, "files": rows}
+    mark = next(file.save for file in files)
+    about = {"format": FORMAT, "version": WRITTEN, "save": mark, "written_by": f"ps-core {__version__}"}
+    whole = {**about, **manifest, "files": rows}
     text = _text(whole)
     write_text(folder / MANIFEST, text)
     write_text(folder / SUMS, _sums({MANIFEST: _checksum(text), **sums}))
@@ -236,8 +237,8 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not {"format", "version"} <= manifest.keys():
         raise damaged(path, "it says neither its 'format' nor its 'version'")
     kind, version = manifest["format"], manifest["version"]
-    if kind != FORMAT or type(version) is not int or version not in VERSIONS:
-        known = " or ".join(map(str, VERSIONS))
+    if kind != FORMAT or type(version) is not int or version not in READABLE:
+        known = " or ".join(map(str, READABLE))
         raise CheckpointMismatch(
             f"{path.parent} is a {kind!r} of version {version}, expected {FORMAT!r} of version {known}: load it "
             f"with the version that wrote it ({manifest.get('written_by')})"

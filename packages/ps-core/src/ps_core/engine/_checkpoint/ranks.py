@@ -1,4 +1,4 @@
-"""The processes that save or load one checkpoint together: what fails on one of them fails on all, with its name."""
+"""The ranks that save or load one checkpoint together: an error on one is raised on all, with that rank's name."""
 
 from __future__ import annotations
 
@@ -9,73 +9,78 @@ from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput,
 from ps_core.engine._execution.components import Ranks
 
 _ERRORS = (InvalidInput, TierFailure, CheckpointDamaged, CheckpointMismatch)
-"""Those that are the same on every rank; another is `RanksDiverged` on those that did well."""
+"""Errors that are raised as they are on every rank; any other is `RanksDiverged` on the ranks that did well."""
 _WELL, _OTHER = -1.0, float(len(_ERRORS))
 _TOLD_BYTES = 1000
-"""Of a message."""
+"""Of an error's message, to the other ranks."""
+
+
+class OneRank:
+    """A process that has a model for itself: rank 0 of 1."""
+
+    rank, ranks, copy, process = 0, 1, 0, 0
+
+    def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
+        """Return the values of this rank, which are all."""
+        return [list(values)]
+
+    def agree(self, name: str, value: str) -> None:
+        """Do nothing: there is nothing to compare with."""
 
 
 class CheckpointRanks:
-    """This process among them; alone, mostly. Every method is called by all of them."""
+    """This process among the ranks; every method is called by all of them."""
 
     def __init__(self, together: Ranks | None) -> None:
-        self._together = together
-        self.shard, self.shards = (0, 1) if together is None else (together.rank, together.ranks)
-        self.rank = self.shard if together is None else self.shard + together.copy * self.shards
-        """Among all, copies of the model included."""
+        self._ranks: Ranks = OneRank() if together is None else together
+        self.several = together is not None
+        """True where there may be other ranks, so that values are worth comparing."""
+        self.shard, self.shards = self._ranks.rank, self._ranks.ranks
+        self.rank = self.shard + self._ranks.copy * self.shards
+        """This rank among all, copies of the model included."""
 
     @property
     def leads(self) -> bool:
-        """Whether what only one of them does is this one's to do."""
+        """True on the rank that does what only one does, as making the folder."""
         return self.rank == 0
 
-    @property
-    def alone(self) -> bool:
-        """Whether there are no others."""
-        return self._together is None
-
     def size(self) -> int:
-        """How many they are, copies of the model included."""
+        """Return the number of ranks, copies of the model included."""
         return len(self.rows([0], "how many ranks", count=1))
 
     def agree(self, name: str, value: str) -> None:
-        """`RanksDiverged` unless all have the same."""
-        if self._together is not None:
-            self._together.agree(name, value)
+        """Raise `RanksDiverged` unless all ranks give the same value."""
+        self._ranks.agree(name, value)
 
     def rows(self, values: Sequence[int], what: str, *, count: int, shards_only: bool = False) -> list[list[int]]:
-        """What each one gives, up to ``count`` whole numbers."""
-        if self._together is None:
-            return [list(values)]
+        """Return every rank's whole numbers, up to ``count`` each, filled up with zeros."""
         filled = [*map(float, values), *([0.0] * (count - len(values)))]
-        return [[int(each) for each in row] for row in self._together.all_values(filled, what, shards_only=shards_only)]
+        return [[int(each) for each in row] for row in self._ranks.all_values(filled, what, shards_only=shards_only)]
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """A stretch that each does by itself, without a word to the others; at its end all went well, or all raise."""
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Run the block on each rank by itself, without collectives; at its end all go on, or all raise."""
         try:
             yield
         except RanksDiverged:
             raise
         except BaseException as error:
-            self._tell(what, error)
+            self._compare(what, error)
             raise
-        self._tell(what, None)
+        self._compare(what, None)
 
-    def _tell(self, what: str, error: BaseException | None) -> None:
-        together = self._together
-        if together is None:
-            return
+    def _compare(self, what: str, error: BaseException | None) -> None:
+        """Raise the first error of any rank; a process alone raises its own as it is."""
         kind = _WELL
         if error is not None:
             kind = next((float(i) for i, each in enumerate(_ERRORS) if isinstance(error, each)), _OTHER)
-        kinds = [row[0] for row in together.all_values([kind], f"whether all did well: {what}")]
+        kinds = [row[0] for row in self._ranks.all_values([kind], f"whether all did well: {what}")]
         failed = [rank for rank, each in enumerate(kinds) if each != _WELL]
-        if not failed:
+        if not failed or not self.several:
             return
         own = "" if error is None else str(error) if kind != _OTHER else f"{type(error).__name__}: {error}"
         shown = own.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES)
-        texts = together.all_values([float(byte) for byte in shown], f"what went wrong: {what}")
+        texts = self._ranks.all_values([float(byte) for byte in shown], f"what went wrong: {what}")
         if error is not None and kind == _OTHER:
             return  # an interrupt, or a bug: raised here as it is
         first = self.rank if error is not None else failed[0]

@@ -79,8 +79,8 @@ class SavedFile:
         return self.wholes[entry.tensor].shape if entry.tensor else entry.shape
 
 
-def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int) -> list[SavedFile]:
-    """A checkpoint's files with the sections that are wanted."""
+def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int | None) -> list[SavedFile]:
+    """Return the files that one process reads, or with ``rank`` None all files, of the sections in ``targets``."""
     shapes = {name: tuple(row["shape"]) for name, row in saved.manifest["parameters"].items()}
     wholes = {
         name: FullTensorLayout(shape, tuple(saved.orders.get(name, plain_order(shape))))
@@ -97,7 +97,7 @@ def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int) ->
             saved.sums[file.name],
             common=file.section in (BUFFERS, EXTRA),
         )
-        for file in saved.files_for(rank)
+        for file in (saved.files if rank is None else saved.files_for(rank))
         if file.section in targets
     ]
 
@@ -105,15 +105,15 @@ def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int) ->
 class Reader:
     """One process's reading of some files."""
 
-    def __init__(self, engine: Engine, peers: CheckpointRanks) -> None:
-        self._engine, self._peers = engine, peers
+    def __init__(self, engine: Engine, ranks: CheckpointRanks) -> None:
+        self._engine, self._ranks = engine, ranks
 
     def read(self, files: Sequence[SavedFile]) -> None:
         """Fill the targets; `CheckpointDamaged` on every process if a byte of any file is another."""
         rows = {file.path: self._spans(file) for file in files}
         sums: dict[Path, list[int]] = {}
         with (
-            self._peers.step("reading weights"),
+            self._ranks.all_or_none("reading weights"),
             buffers(largest_chunk_bytes(self._engine)) as pair,
             OpenChunks(self._engine, write=True) as chunks,
             torch.no_grad(),
@@ -123,9 +123,8 @@ class Reader:
                 sums[file.path] = _read(file, mine, chunks, pair) if mine else []
             self._turn(files, chunks)
         self._check(files, rows, sums)
-        if not self._peers.alone:
-            for record in {held[0]: None for file in files for held in file.targets.values() if _is_managed(held)}:
-                record.mark_replaced()
+        for record in {held[0]: None for file in files for held in file.targets.values() if _is_managed(held)}:
+            record.mark_replaced()
 
     def _spans(self, file: SavedFile) -> list[FileRange]:
         def layout(entry: TensorEntry) -> Layout | None:
@@ -135,10 +134,10 @@ class Reader:
             return Layout(0, max(1, entry.numel)) if isinstance(held, torch.Tensor) else layout_of(held[0])
 
         found = spans(file.start, file.entries, layout)
-        return [replace(each, reader=self._peers.shard) for each in found] if file.common else list(found)
+        return [replace(each, reader=self._ranks.shard) for each in found] if file.common else list(found)
 
     def _is_mine(self, file: SavedFile, span: FileRange) -> bool:
-        return span.reader == self._peers.shard and (span.wanted or file.checksum is not None)
+        return span.reader == self._ranks.shard and (span.wanted or file.checksum is not None)
 
     def _turn(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
         """What is not read in order, each tensor by way of the whole."""
@@ -152,14 +151,14 @@ class Reader:
             same = [each for each in files if each.targets is file.targets]
             if isinstance(held, torch.Tensor):
                 held.copy_(read_full_tensor(same, name, held.shape, plain_order(held.shape)).view(held.shape))
-            elif mine := elements_of(held[0], self._peers.shard):
+            elif mine := elements_of(held[0], self._ranks.shard):
                 turned = read_full_tensor(same, name, held[0].shape, held[0].stride)
                 chunks.elements(held, mine.start, len(mine)).copy_(turned[mine.start : mine.stop])
 
     def _is_odd(self, file: SavedFile, entry: TensorEntry, held: TensorSource) -> bool:
         """Whether a process does not read a run of the file's elements as they come."""
         if isinstance(held, torch.Tensor):
-            return self._peers.shards > 1 and not file.common  # all want it, and each byte is summed up by one
+            return self._ranks.shards > 1 and not file.common  # all want it, and each byte is summed up by one
         record = held[0]
         if not entry.tensor and any(len(elements_of(record, shard)) == record.numel for shard in _shards_of(record)):
             return False  # whole here as it is there, so it may be copied in any order
@@ -169,21 +168,21 @@ class Reader:
         self, files: Sequence[SavedFile], rows: Mapping[Path, list[FileRange]], sums: Mapping[Path, list[int]]
     ) -> None:
         """Put the sums of what each process read together; files without a checksum must be as they were."""
-        peers = self._peers
+        ranks = self._ranks
         changing, files = files, [file for file in files if file.checksum is not None]
         shared = [file for file in files if not file.common]
         read = {file.path: runs(rows[file.path]) for file in shared}
-        counts = [sum(reader == shard for row in read.values() for reader, *_ in row) for shard in range(peers.shards)]
+        counts = [sum(reader == shard for row in read.values() for reader, *_ in row) for shard in range(ranks.shards)]
         mine = [value for file in shared for value in sums[file.path]]
-        told = peers.rows(mine, "checksums of what was read", count=max(counts), shards_only=True)
+        told = ranks.rows(mine, "checksums of what was read", count=max(counts), shards_only=True)
         found = [iter(row) for row in told]
-        with peers.step("checking what was read"):
+        with ranks.all_or_none("checking what was read"):
             for file in changing:
                 if file.version and version_of(file.path) != file.version:
                     raise damaged(file.path, "it was written to while it was read")
             for index, file in enumerate(shared):
                 pieces = [(next(found[reader]), stop - start) for reader, start, stop in read[file.path]]
-                if index % peers.shards == peers.shard:
+                if index % ranks.shards == ranks.shard:
                     compare(file, pieces)
             for file in files:
                 if file.common:

@@ -22,7 +22,7 @@ from ps_core.engine._checkpoint.preconditions import (
 )
 from ps_core.engine._checkpoint.ranks import CheckpointRanks
 from ps_core.engine._checkpoint.reader import Reader, stored
-from ps_core.engine._checkpoint.rng_state import random_state, restore_random_state
+from ps_core.engine._checkpoint.rng_state import restore_random_state
 from ps_core.engine._checkpoint.sections import EXTRA, TensorSource, contents, extra_states
 from ps_core.engine._checkpoint.writer import agree, plan_save, save
 from ps_core.engine._execution.engine import Engine
@@ -45,23 +45,23 @@ def save_checkpoint(
     there; a process killed at whatever instant leaves that one or the new one. Where several processes share the model,
     all call it alike, and each writes its shards.
     """
-    peers = CheckpointRanks(hooks_of(model).engine.together)
-    with peers.step("save_checkpoint"):
+    ranks = CheckpointRanks(hooks_of(model).engine.together)
+    with ranks.all_or_none("save_checkpoint"):
         model, engine = managed_pair(model, optimizer)
         engine.check_usable()
         check_outside("saved")
     finish_pass_for(engine, "saved")
-    with peers.step("save_checkpoint"):
+    with ranks.all_or_none("save_checkpoint"):
         held = contents(model, engine, optimizer)
-        manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}), alone=peers.alone)
-    if not peers.alone:
-        agree(peers, manifest, held[EXTRA], overwrite=overwrite)
+        manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))
+    if ranks.several:
+        agree(ranks, manifest, held[EXTRA], overwrite=overwrite)
     engine.updater.compare()
-    save(AtomicFolder(path), engine, plan_save(peers, engine, manifest, held), overwrite=overwrite)
+    save(AtomicFolder(path), engine, plan_save(ranks, engine, manifest, held), overwrite=overwrite)
 
 
 def _manifest(
-    model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any], *, alone: bool
+    model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, TensorSource]]:
     """What is not a tensor of the model's or the optimizer's; and the tensors among that."""
     kept: dict[str, TensorSource] = {}
@@ -86,8 +86,6 @@ def _manifest(
             "steps": {record.name: record.steps for record in engine.records if record.trainable},
             "loss_scale": None if scaler is None else scaler.state_dict(),
         }
-        if alone:
-            manifest["random"] = encode("the state of random numbers", random_state(), keep)
     return manifest, kept
 
 
@@ -99,28 +97,28 @@ def load_checkpoint(
     Budget, device, group size and the number of processes may be others. For a model without an optimizer, only weights
     and buffers are taken.
     """
-    peers = CheckpointRanks(hooks_of(model).engine.together)
-    with peers.step("load_checkpoint"):
+    ranks = CheckpointRanks(hooks_of(model).engine.together)
+    with ranks.all_or_none("load_checkpoint"):
         model, engine = managed_pair(model, optimizer)
         engine.check_usable(loading=True)
         check_outside("loaded")
         folder = AtomicFolder(path)
-        if peers.leads:
+        if ranks.leads:
             folder.recover()
-    with peers.step("load_checkpoint"):
-        saved = read_manifest(folder.path, files_too=peers.leads)
-    peers.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.print})")
-    with peers.step("load_checkpoint"):
+    with ranks.all_or_none("load_checkpoint"):
+        saved = read_manifest(folder.path, files_too=ranks.leads)
+    ranks.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.print})")
+    with ranks.all_or_none("load_checkpoint"):
         held = contents(model, engine, optimizer)
         check(saved, model, engine, optimizer, held)
-        random = None if optimizer is None else saved.random_of(peers.rank)
+        random = None if optimizer is None else saved.random_of(ranks.rank)
     targets, extra_tensors = targets_of(saved, held)
     engine.discard_gradients()
     engine.finish_pass()
     find = extra_tensors.__getitem__
     with loading_state(engine, f"load_checkpoint({str(saved.path)!r}, ...)"):
-        Reader(engine, peers).read(stored(saved, targets, peers.rank))
-        with peers.step("load_checkpoint"):
+        Reader(engine, ranks).read(stored(saved, targets, ranks.rank))
+        with ranks.all_or_none("load_checkpoint"):
             if optimizer is not None:
                 _restore(engine, optimizer, readable_values(saved, "optimizer", find))
             modules = dict(model.named_modules())
@@ -128,9 +126,9 @@ def load_checkpoint(
                 modules[name].set_extra_state(state)
             if random is not None:
                 restore_random_state(random)
-    if optimizer is not None and (ranks := peers.size()) != saved.ranks and peers.leads:
+    if optimizer is not None and (count := ranks.size()) != saved.ranks and ranks.leads:
         log_line(
-            f"{saved.path} was saved by {saved.ranks} processes, and {ranks} load it: rank i goes on with the "
+            f"{saved.path} was saved by {saved.ranks} processes, and {count} load it: rank i goes on with the "
             f"random numbers of rank i modulo {saved.ranks}"
         )
     extra: dict[str, Any] = readable_values(saved, "extra", find)

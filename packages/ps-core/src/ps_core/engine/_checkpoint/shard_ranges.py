@@ -56,7 +56,8 @@ def spans(
         if layout is None:
             yield FileRange(start, start + entry.nbytes, 0, entry, wanted=False)
         elif not entry.nbytes:
-            yield FileRange(start, start, layout.offset // layout.shard_numel, entry, entry.first)
+            before = max(layout.offset - 1, 0)  # an empty tensor at a group's end is not in the shard after the last
+            yield FileRange(start, start, before // layout.shard_numel, entry, entry.first)
         else:
             for shard, first, count in cut(layout, entry.first, entry.numel):
                 at = start + (first - entry.first) * size

@@ -20,7 +20,7 @@ def settle_ties(
     path: Path,
     files: Sequence[SavedFile],
     targets: dict[str, TensorSource | None],
-    peers: CheckpointRanks,
+    ranks: CheckpointRanks,
     *,
     strict: bool,
 ) -> None:
@@ -37,7 +37,7 @@ def settle_ties(
             if other == kept or held is None:
                 continue
             targets[other] = None
-            if peers.leads and not _alike(files, kept, other, held):
+            if ranks.leads and not _alike(files, kept, other, held):
                 _tell(path, kept, other, strict=strict)
 
 

@@ -59,7 +59,7 @@ FILE_BYTES = 4 * 2**30
 class SavePlan:
     """What is saved, and this process's part of it."""
 
-    peers: CheckpointRanks
+    ranks: CheckpointRanks
     manifest: dict[str, Any]
     held: Sections
     files: list[ManifestFile]
@@ -70,39 +70,37 @@ class SavePlan:
 
 
 def agree(
-    peers: CheckpointRanks, manifest: Mapping[str, Any], kept: Mapping[str, TensorSource], *, overwrite: bool
+    ranks: CheckpointRanks, manifest: Mapping[str, Any], kept: Mapping[str, TensorSource], *, overwrite: bool
 ) -> None:
     """`RanksDiverged` unless what is saved once is the same on all ranks."""
-    peers.agree("save_checkpoint(overwrite=...)", str(overwrite))
+    ranks.agree("save_checkpoint(overwrite=...)", str(overwrite))
     optimizer = manifest["optimizer"] or {}
-    peers.agree("what the optimizer's param_groups hold", json.dumps(optimizer.get("groups")))
-    peers.agree("steps and loss scale", json.dumps([optimizer.get("steps"), optimizer.get("loss_scale")]))
-    peers.agree("what modules give for get_extra_state()", json.dumps(manifest["modules"]))
+    ranks.agree("what the optimizer's param_groups hold", json.dumps(optimizer.get("groups")))
+    ranks.agree("steps and loss scale", json.dumps([optimizer.get("steps"), optimizer.get("loss_scale")]))
+    ranks.agree("what modules give for get_extra_state()", json.dumps(manifest["modules"]))
     extra = manifest["extra"]
-    peers.agree("what extra has", ", ".join(extra))
+    ranks.agree("what extra has", ", ".join(extra))
     for key, value in extra.items():
-        peers.agree(f"extra[{key!r}]", json.dumps(value))
+        ranks.agree(f"extra[{key!r}]", json.dumps(value))
     for name, tensor in kept.items():
-        peers.agree(f"tensor {name} of extra and param_groups", text_of(_checksum({name: tensor})))
+        ranks.agree(f"tensor {name} of extra and param_groups", text_of(_checksum({name: tensor})))
 
 
-def plan_save(peers: CheckpointRanks, engine: Engine, manifest: dict[str, Any], held: Sections) -> SavePlan:
+def plan_save(ranks: CheckpointRanks, engine: Engine, manifest: dict[str, Any], held: Sections) -> SavePlan:
     """Who writes what."""
-    if peers.alone:
-        return SavePlan(peers, manifest, held, _files(held, 1, [0]), {}, "")
     random = b""
     if manifest["optimizer"] is not None:
         random = (json.dumps(encode("the state of random numbers", random_state(), str)) + "\n").encode()
     whole = Checksum()
     whole.update(random)
     mine = [_checksum(held[BUFFERS]), whole.value, secrets.randbits(32)]
-    told = peers.rows(mine, "what may differ", count=len(mine))
+    told = ranks.rows(mine, "what may differ", count=len(mine))
     names = numbered("random", len(told), "json") if random else []
     manifest = {**manifest, "ranks": len(told), "orders": _orders(engine), "random_files": names}
     differing = [rank for rank, row in enumerate(told) if not rank or row[0] != told[0][0]]
-    files = marked(_files(held, peers.shards, differing), manifest, [value for row in told for value in row[:2]])
-    small = {names[peers.rank]: random} if random else {}
-    return SavePlan(peers, manifest, held, files, small, f".ps-save-{told[0][2]:08x}")
+    files = marked(_files(held, ranks.shards, differing), manifest, [value for row in told for value in row[:2]])
+    small = {names[ranks.rank]: random} if random else {}
+    return SavePlan(ranks, manifest, held, files, small, f".ps-save-{told[0][2]:08x}")
 
 
 def _files(held: Sections, shards: int, with_buffers: list[int]) -> list[ManifestFile]:
@@ -139,43 +137,40 @@ def _checksum(section: Mapping[str, TensorSource]) -> int:
 
 def save(folder: AtomicFolder, engine: Engine, share: SavePlan, *, overwrite: bool) -> None:
     """Write all of it; see [Note: one folder]."""
-    peers = share.peers
+    ranks = share.ranks
     with ExitStack() as stack:
-        at: int | None = None
         new = Path()
-        with peers.step("save_checkpoint"):
-            if peers.leads:
+        with ranks.all_or_none("save_checkpoint"):
+            if ranks.leads:
                 new = stack.enter_context(folder.replaced(overwrite=overwrite))
-                if not peers.alone:
-                    write_text(new / share.marker, b"")
-        if not peers.alone:
-            with peers.step("save_checkpoint"):
-                at = folder.find(share.marker)
-                stack.callback(os.close, at)
-        with peers.step("save_checkpoint"), as_tier_failure(folder.path):
+                write_text(new / share.marker, b"")
+        with ranks.all_or_none("save_checkpoint"):
+            at = folder.find(share.marker)
+            stack.callback(os.close, at)
+        with ranks.all_or_none("save_checkpoint"), as_tier_failure(folder.path):
             mine = _write(new, at, engine, share)
         sums = _exchange(share, mine)
-        with peers.step("save_checkpoint"):
-            if peers.leads:
+        with ranks.all_or_none("save_checkpoint"):
+            if ranks.leads:
                 _finalize(new, share, sums)
-        with peers.step("save_checkpoint"):
+        with ranks.all_or_none("save_checkpoint"):
             stack.close()
 
 
-def _write(new: Path, at: int | None, engine: Engine, share: SavePlan) -> dict[str, int]:
+def _write(new: Path, at: int, engine: Engine, share: SavePlan) -> dict[str, int]:
     """This process's files; their checksums."""
     with buffers(largest_chunk_bytes(engine)) as pair, OpenChunks(engine, write=False) as chunks:
         sums = {
             file.name: _write_file(new / file.name, at, file, share.held[file.section], chunks, pair)
             for file in share.files
-            if file.writer == share.peers.rank
+            if file.writer == share.ranks.rank
         }
     return sums | {name: write_text(new / name, text, at) for name, text in share.small.items()}
 
 
 def _write_file(
     path: Path,
-    at: int | None,
+    at: int,
     file: ManifestFile,
     section: Mapping[str, TensorSource],
     chunks: OpenChunks,
@@ -194,17 +189,15 @@ def _write_file(
 def _exchange(share: SavePlan, mine: Mapping[str, int]) -> dict[str, str]:
     """Every file's checksum."""
     writers = {file.name: file.writer for file in share.files}
-    writers |= {name: rank for rank, name in enumerate(share.manifest.get("random_files", []))}
+    writers |= {name: rank for rank, name in enumerate(share.manifest["random_files"])}
     most = max(Counter(writers.values()).values(), default=0)
-    ordered = [mine[name] for name, writer in writers.items() if writer == share.peers.rank]
-    found = [iter(row) for row in share.peers.rows(ordered, "checksums of what was written", count=most)]
+    ordered = [mine[name] for name, writer in writers.items() if writer == share.ranks.rank]
+    found = [iter(row) for row in share.ranks.rows(ordered, "checksums of what was written", count=most)]
     return {name: text_of(next(found[writer])) for name, writer in writers.items()}
 
 
 def _finalize(new: Path, share: SavePlan, sums: dict[str, str]) -> None:
-    """Say what there is; with several processes, look whether it is there."""
-    if not share.peers.alone:
-        os.unlink(new / share.marker)
+    """Write the manifest, and check that every file is there with its size and table."""
+    os.unlink(new / share.marker)
     write_manifest(new, share.manifest, share.files, sums)
-    if not share.peers.alone:
-        read_manifest(new)
+    read_manifest(new)

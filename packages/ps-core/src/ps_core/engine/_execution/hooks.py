@@ -318,6 +318,13 @@ def _found(given: object) -> str:
     return repr(given) if given is None or isinstance(given, str) else f"a {type(given).__name__}"
 
 
+def is_managed(model: nn.Module) -> bool:
+    """Return whether ``chunked(model, ...)`` has the parameters of a model, or of a part of it, under management."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"expected a torch.nn.Module, found {_found(model)}")
+    return any(isinstance(parameter, ManagedParameter) for parameter in model.parameters())
+
+
 def hooks_of(model: nn.Module) -> ModelHooks:
     """Who manages a model; `InvalidInput` if nobody does."""
     if not isinstance(model, nn.Module):

@@ -57,7 +57,11 @@ class PassTracker:
         self.recording: PassRecording | None = None
         """Of the pass that is on; None between passes."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None
-        """Called as each moment ends, with True for a pass's first; the trainer measures memory so."""
+        """See `observe`."""
+
+    def observe(self, observer: Callable[[MomentRecord, bool], None] | None) -> None:
+        """Call ``observer`` as each moment ends, with True for a pass's first; None: call nothing."""
+        self.observer = observer
 
     @property
     def tracked(self) -> bool:

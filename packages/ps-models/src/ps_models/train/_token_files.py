@@ -48,7 +48,7 @@ class _Opened:
         return data
 
 
-class Tokens:
+class TokenFile:
     """A run of tokens in a file; slices of it are read when they are asked for."""
 
     def __init__(self, file: _Opened, dtype: torch.dtype, start: int, count: int) -> None:
@@ -58,9 +58,9 @@ class Tokens:
     def __len__(self) -> int:
         return self._count
 
-    def part(self, first: int, end: int) -> Tokens:
+    def part(self, first: int, end: int) -> TokenFile:
         """Return the run from token ``first`` up to ``end``, without reading it."""
-        return Tokens(self._file, self.dtype, self._start + first * self.dtype.itemsize, end - first)
+        return TokenFile(self._file, self.dtype, self._start + first * self.dtype.itemsize, end - first)
 
     def __getitem__(self, which: slice) -> Tensor:
         """Read a slice."""
@@ -71,7 +71,7 @@ class Tokens:
         return torch.frombuffer(self._file.read(self._start + first * size, (end - first) * size), dtype=self.dtype)
 
 
-def token_file(path: Path) -> Tokens:
+def open_token_file(path: Path) -> TokenFile:
     """Open a ``.bin`` file (16-bit numbers, little-endian, nothing else) or a flat ``.npy`` file."""
     try:
         file = _Opened(path)
@@ -88,7 +88,7 @@ def token_file(path: Path) -> Tokens:
         raise InvalidInput(
             f"--data: {str(path)!r} has {count:,} tokens, its header says {told:,}; allowed is a whole file"
         )
-    return Tokens(file, kind, start, count)
+    return TokenFile(file, kind, start, count)
 
 
 def _npy(path: Path) -> tuple[torch.dtype, int, int]:

@@ -26,11 +26,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ps_core._atomic_files import UNFINISHED, write_text_atomically
 from ps_core._errors import CheckpointDamaged, InvalidInput
-from ps_models.train._files import check_whole, clear, remove_whole, write_whole
+from ps_core.engine import check_checkpoint
 from ps_models.train._options import TrainOptions, flag_of
+from ps_models.train._ranks import TrainingRanks
 
 _STEP = re.compile(r"step-(\d{8,})")
+_REMOVED = ".removed-"
+"""What the name of a folder begins with while it is removed."""
 
 
 class RunFolder:
@@ -51,8 +55,8 @@ class RunFolder:
         self._lock = _lock(self.path)
         try:
             self._claim(options, digest)
-            clear(self.path)
-            clear(self.checkpoints)
+            _clear(self.path)
+            _clear(self.checkpoints)
         except BaseException:
             self.close()
             raise
@@ -91,8 +95,8 @@ class RunFolder:
                 "and data options, or another --out"
             )
         if found is None or differences:
-            write_whole(written, json.dumps(own, indent=1) + "\n")
-        write_whole(self.path / "options.toml", options.to_toml())
+            write_text_atomically(written, json.dumps(own, indent=1) + "\n")
+        write_text_atomically(self.path / "options.toml", options.to_toml())
 
     def _begun(self) -> bool:
         """Whether a step was made here."""
@@ -142,7 +146,7 @@ class RunFolder:
         wanted = {*self.steps()[:keep], step, self.best()[0], self._sound}
         for each in self.steps():
             if each not in wanted:
-                remove_whole(self.checkpoint(each))
+                _remove(self.checkpoint(each))
 
     def note_sound(self, step: int, keep: int) -> None:
         """Note that the newest checkpoint is sound, so that older ones may go."""
@@ -160,7 +164,7 @@ class RunFolder:
         return left
 
     def _point(self, step: int) -> None:
-        write_whole(self.checkpoints / "latest", self.checkpoint(step).name + "\n")
+        write_text_atomically(self.checkpoints / "latest", self.checkpoint(step).name + "\n")
 
     def _put_aside(self, step: int, why: str = "damaged") -> Path:
         """Rename a checkpoint that is not to be resumed from."""
@@ -169,9 +173,9 @@ class RunFolder:
         self.checkpoint(step).rename(aside)
         return aside
 
-    def metrics(self, step: int) -> Metrics:
+    def metrics(self, step: int) -> MetricsFile:
         """The rows up to that step, to go on after."""
-        return Metrics(self.path / "metrics.jsonl", step)
+        return MetricsFile(self.path / "metrics.jsonl", step)
 
     def best(self) -> tuple[int, float]:
         """The step of the best checkpoint and its validation loss; (0, infinity) before there is one."""
@@ -191,9 +195,9 @@ class RunFolder:
             return
         kept = ""
         try:
-            check_whole(self.checkpoint(step))
+            check_checkpoint(self.checkpoint(step))
             return
-        except CheckpointDamaged as error:
+        except (CheckpointDamaged, InvalidInput) as error:
             why = " ".join(str(error).split())
         if self.checkpoint(step).exists():
             kept = f" and kept as {self._put_aside(step)}"
@@ -205,7 +209,7 @@ class RunFolder:
 
     def set_best(self, step: int, loss: float) -> None:
         """That checkpoint is the best there is."""
-        write_whole(self.checkpoints / "best", f"{self.checkpoint(step).name} {loss!r}\n")
+        write_text_atomically(self.checkpoints / "best", f"{self.checkpoint(step).name} {loss!r}\n")
 
 
 def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
@@ -234,7 +238,7 @@ def _lock(path: Path) -> int | None:
     return number
 
 
-class Metrics:
+class MetricsFile:
     """``metrics.jsonl``."""
 
     def __init__(self, path: Path, step: int) -> None:
@@ -268,3 +272,79 @@ def _step_of(line: bytes) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; it has another name before any file of it is removed."""
+    removed = folder.with_name(_REMOVED + folder.name)
+    shutil.rmtree(removed, ignore_errors=True)
+    folder.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _clear(parent: Path) -> None:
+    """Finish removals that were cut short, and remove what half-written files and checkpoints left."""
+    for pattern in (f"{_REMOVED}*", ".step-*.ps-partial"):
+        for each in parent.glob(pattern):
+            shutil.rmtree(each, ignore_errors=True)
+    for each in parent.glob(f".*{UNFINISHED}"):
+        each.unlink()
+
+
+class FollowerRunFolder(RunFolder):
+    """The folder that the first process made; all share its file system."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        """It is there already."""
+        self.path = Path(options.out)
+        self.checkpoints = self.path / "checkpoints"
+        self._lock = None
+
+    def metrics(self, step: int) -> MetricsFile:
+        """As in `RunFolder`."""
+        return NoMetricsFile()
+
+    def saved(self, step: int, keep: int, *, sound: bool) -> None:
+        """The first process tidies up."""
+
+    def note_sound(self, step: int, keep: int) -> None:
+        """Do nothing: the first process removes old checkpoints."""
+
+    def drop_unsound(self, step: int) -> int:
+        """Do nothing: the first process renames the checkpoint, and speaks of it."""
+        return 0
+
+    def check_best(self, loaded: int, say: Callable[[str], None]) -> None:
+        """The first process looks."""
+
+    def set_best(self, step: int, loss: float) -> None:
+        """The first process writes it down."""
+
+    def _point(self, step: int) -> None:
+        pass
+
+    def _put_aside(self, step: int, why: str = "damaged") -> Path:
+        return self.checkpoint(step)
+
+
+class NoMetricsFile(MetricsFile):
+    """No file."""
+
+    def __init__(self) -> None:
+        """Nothing is opened."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """The first process does."""
+
+    def sync(self) -> None:
+        """There is nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+def open_folder(options: TrainOptions, digest: str, ranks: TrainingRanks) -> RunFolder:
+    """Make or find the run's folder, which is the first process's; the others come when it is there."""
+    held = RunFolder(options, digest) if ranks.leads else None
+    ranks.total(0.0)
+    return held or FollowerRunFolder(options)

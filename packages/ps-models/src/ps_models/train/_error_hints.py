@@ -33,7 +33,7 @@ def in_options(text: str, options: TrainOptions | None = None) -> str:
     return _FIELD.sub(lambda match: _OPTION[match[1]], _BUDGET.sub(named, text))
 
 
-def advice(error: DoesNotFit, options: TrainOptions) -> str:
+def hint_for(error: DoesNotFit, options: TrainOptions) -> str:
     """What does not fit, and the options that would help."""
     what = str(error).splitlines()[0]
     found = [told for remedy in error.remedies for told in _remedy(remedy, options, error.needed_bytes)]

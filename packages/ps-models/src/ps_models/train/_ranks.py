@@ -16,24 +16,24 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ps_core._errors import InvalidInput
+from ps_models.train._objectives import Batch
 from ps_models.train._options import PLACE, TrainOptions, flag_of
-from ps_models.train._signals import Stop
-from ps_models.train._tasks import Batch
+from ps_models.train._stop_signal import StopSignal
 
 _OWN = frozenset({"data", "log_every"})
 """What may differ between processes, besides where they run: of the data the digest is compared."""
 
 
-class Peers:
+class TrainingRanks:
     """This process and the others. As a context manager it leaves them at the end."""
 
     def __init__(self, together: Any = None) -> None:
         """``together``: `ps_dist.TorchCollectives` (any: ps-dist is not there for everybody); None: alone."""
         self.together = together
         self.rank: int = 0 if together is None else together.mesh.rank
-        self.ranks: int = 1 if together is None else together.mesh.size
+        self.size: int = 1 if together is None else together.mesh.size
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> TrainingRanks:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -47,10 +47,10 @@ class Peers:
 
     def check(self, options: TrainOptions, digest: str) -> None:
         """`InvalidInput` unless a batch can be shared; `RanksDiverged` unless all were told the same."""
-        if options.batch % self.ranks:
+        if options.batch % self.size:
             raise InvalidInput(
-                f"--batch: found {options.batch}, which {self.ranks} processes share; allowed is a multiple of "
-                f"{self.ranks}"
+                f"--batch: found {options.batch}, which {self.size} processes share; allowed is a multiple of "
+                f"{self.size}"
             )
         for row in fields(options):
             if row.metadata["section"] != PLACE and row.name not in _OWN:
@@ -64,7 +64,7 @@ class Peers:
 
     def own(self, options: TrainOptions) -> TrainOptions:
         """The options with this process's part of a batch."""
-        return replace(options, batch=options.batch // self.ranks)
+        return replace(options, batch=options.batch // self.size)
 
     def total(self, value: float) -> float:
         """The sum over processes, in their order."""
@@ -84,32 +84,32 @@ class Peers:
         found = []
         for batch in batches:
             count = len(batch["input_ids"])
-            start, end = (count * place // self.ranks for place in (self.rank, self.rank + 1))
+            start, end = (count * place // self.size for place in (self.rank, self.rank + 1))
             part = slice(start, end) if end > start else slice(0, 1)
             found.append(({name: each[part] for name, each in batch.items()}, end - start))
         return found
 
 
-def find_peers() -> Peers:
+def join_ranks() -> TrainingRanks:
     """Join the others, if ``torchrun`` started some."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Peers()
+        return TrainingRanks()
     if importlib.util.find_spec("ps_dist") is None:
         raise InvalidInput(
             "WORLD_SIZE: found several processes, and the package ps-dist is not installed; allowed without it is one"
         )
-    return Peers(importlib.import_module("ps_dist").connect())
+    return TrainingRanks(importlib.import_module("ps_dist").connect())
 
 
-class Halt:
+class StopCheck:
     """Whether to end after this step: asked by all processes at the same place, and all get the same answer."""
 
-    def __init__(self, stop: Stop, peers: Peers) -> None:
-        self._stop, self._peers = stop, peers
+    def __init__(self, stop: StopSignal, ranks: TrainingRanks) -> None:
+        self._stop, self._ranks = stop, ranks
         self.by: str | None = None
         """Which signal it was."""
 
     def __call__(self) -> bool:
-        if self.by is None and self._peers.any(self._stop.asked is not None):
+        if self.by is None and self._ranks.any(self._stop.asked is not None):
             self.by = self._stop.asked or "a signal to another process"
         return self.by is not None

@@ -1,4 +1,4 @@
-"""Those who are told what happens: a terminal, plain lines, TensorBoard, Weights & Biases."""
+"""Those who are told what happens: a terminal, plain lines, TensorBoardLogger, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ps_core._errors import InvalidInput
 from ps_core._installing import how_to_install
 from ps_core._streams import tell
 from ps_core._units import format_bytes
-from ps_core.engine._support.log import LOGGER
 from ps_models.train._options import TrainOptions
-from ps_models.train._row import Row
+from ps_models.train._step_metrics import StepMetrics
 
+_ENGINE_LOG = logging.getLogger("ps_core")
 _CLEAR, _BAR_CELLS = "\r\x1b[K", 24
 """What empties the line that the cursor is on, and how wide the bar is."""
 _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
-class Watcher(Protocol):
+class RunLogger(Protocol):
     """Told everything, in order."""
 
     def say(self, text: str) -> None:
         """Something for people."""
 
-    def step(self, row: Row, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float) -> None:
         """A step is done; so many seconds are left."""
 
     def close(self) -> None:
         """There will be nothing more."""
 
 
-class Plain:
+class TextLogger:
     """Lines of text. Who reads no more does not end a training."""
 
     def __init__(self, options: TrainOptions, stream: TextIO | None) -> None:
@@ -48,7 +48,7 @@ class Plain:
         """As in `Watcher`."""
         tell(text, self._stream)
 
-    def step(self, row: Row, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float) -> None:
         """A line for the first step, the last one, every so many, and those with a validation."""
         if row.step % self._every and self._headed and row.step != self._steps and row.val_loss is None:
             return
@@ -64,7 +64,7 @@ class Plain:
         """As in `Watcher`."""
 
 
-def cells(row: Row, steps: int, left_s: float) -> dict[str, str]:
+def cells(row: StepMetrics, steps: int, left_s: float) -> dict[str, str]:
     """A row as people read it, with headings as wide as what is below them."""
     width = len(str(steps))
     found = {
@@ -94,7 +94,7 @@ def clock(seconds: float) -> str:
     return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 
 
-class Live(Plain):
+class ProgressBarLogger(TextLogger):
     """Lines of text, and below them a progress bar that is drawn anew in place.
 
     The engine's log lines are written above the bar too, unless logging was set up for them.
@@ -104,10 +104,10 @@ class Live(Plain):
         super().__init__(options, stream)
         self._bar = f"step 0/{options.steps}  the first step also plans memory"
         self._log: logging.Handler | None = None
-        if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
-            self._log = _Lines(self.say)
-            LOGGER.addHandler(self._log)
-            LOGGER.setLevel(logging.INFO)
+        if _ENGINE_LOG.level == logging.NOTSET and not _ENGINE_LOG.hasHandlers():
+            self._log = _LogLines(self.say)
+            _ENGINE_LOG.addHandler(self._log)
+            _ENGINE_LOG.setLevel(logging.INFO)
         self._draw()
 
     def say(self, text: str) -> None:
@@ -116,7 +116,7 @@ class Live(Plain):
         super().say(text)
         self._draw()
 
-    def step(self, row: Row, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float) -> None:
         """As in `Watcher`."""
         done = row.step * _BAR_CELLS // self._steps
         self._bar = (
@@ -130,8 +130,8 @@ class Live(Plain):
         """As in `Watcher`; the bar goes."""
         tell(_CLEAR, self._stream, end="")
         if self._log is not None:
-            LOGGER.removeHandler(self._log)
-            LOGGER.setLevel(logging.NOTSET)
+            _ENGINE_LOG.removeHandler(self._log)
+            _ENGINE_LOG.setLevel(logging.NOTSET)
             self._log = None
 
     def _draw(self) -> None:
@@ -139,7 +139,7 @@ class Live(Plain):
         tell(_CLEAR + self._bar[: columns - 1], self._stream, end="")
 
 
-class _Lines(logging.Handler):
+class _LogLines(logging.Handler):
     """Gives each log record to a function, as the line that the engine would write itself."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -151,7 +151,7 @@ class _Lines(logging.Handler):
         self._say(f"ps_core: {record.getMessage()}")
 
 
-class TensorBoard:
+class TensorBoardLogger:
     """Event files in the run's folder."""
 
     def __init__(self, out: Path) -> None:
@@ -161,7 +161,7 @@ class TensorBoard:
     def say(self, text: str) -> None:
         """It keeps numbers only."""
 
-    def step(self, row: Row, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float) -> None:
         """As in `Watcher`; what an earlier call told of this step and later ones is not shown any more."""
         if self._writer is None:
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -176,7 +176,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class WeightsAndBiases:
+class WandbLogger:
     """A run of ``wandb``, with these options."""
 
     def __init__(self, out: Path, options: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ class WeightsAndBiases:
     def say(self, text: str) -> None:
         """It keeps numbers only."""
 
-    def step(self, row: Row, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float) -> None:
         """As in `Watcher`."""
         self._run.log(row.flat(), step=row.step)
 
@@ -204,13 +204,15 @@ def check_installed(options: TrainOptions) -> None:
         )
 
 
-def watchers(options: TrainOptions, stream: TextIO | None = None) -> list[Watcher]:
+def loggers(options: TrainOptions, stream: TextIO | None = None) -> list[RunLogger]:
     """All that the options and this terminal ask for."""
     out: TextIO | None = stream or sys.stdout
     lively = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
-    found: list[Watcher] = [Live(options, out) if out is not None and lively else Plain(options, out)]
+    found: list[RunLogger] = [
+        ProgressBarLogger(options, out) if out is not None and lively else TextLogger(options, out)
+    ]
     if options.log == "tensorboard":
-        found.append(TensorBoard(Path(options.out)))
+        found.append(TensorBoardLogger(Path(options.out)))
     elif options.log == "wandb":
-        found.append(WeightsAndBiases(Path(options.out), vars(options)))
+        found.append(WandbLogger(Path(options.out), vars(options)))
     return found

@@ -24,7 +24,7 @@ _RECENT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StepMetrics:
     """One step, as ``metrics.jsonl`` has it."""
 
     step: int
@@ -123,7 +123,7 @@ def memory_of(counted: Statistics) -> dict[str, dict[str, int]]:
     }
 
 
-class Pace:
+class RemainingTime:
     """How long the rest will take."""
 
     def __init__(self) -> None:

@@ -40,11 +40,11 @@ class MemoryMeasurement:
     def passes(self) -> Iterator[None]:
         """Measure the passes of this block; of several micro-batches the last one's moments are kept."""
         passes = self._engine.passes
-        passes.observer = None if self._store.still else self._observe
+        passes.observe(None if self._store.still else self._add_moment)
         try:
             yield
         finally:
-            passes.observer = None
+            passes.observe(None)
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -63,8 +63,8 @@ class MemoryMeasurement:
             counts[Category.STATES] += max(0, highest - self._store.ledger.used_bytes[0])
             self._columns.append(Column("the optimizer's step", "update", tuple(counts.values())))
 
-    def tide(self, model: str) -> Tide | None:
-        """Return the columns, for `ps_core.report` to draw; None if no moment was measured."""
+    def report(self, model: str) -> Tide | None:
+        """Return the moments for `ps_core.report` to draw, under the model's name; None if none was measured."""
         if not self._columns:
             return None
         tier = self._store.tiers[0]
@@ -75,13 +75,13 @@ class MemoryMeasurement:
             columns=tuple(self._columns),
         )
 
-    def _observe(self, beat: MomentRecord, first: bool) -> None:
+    def _add_moment(self, moment: MomentRecord, first: bool) -> None:
         if first:
             self._columns.clear()
         counts = self._model_data()
-        counts[Category.NONMODEL] = beat.nonmodel_bytes + self._engine.constant_bytes
-        phase = "backward" if beat.backward else "forward"
-        self._columns.append(Column(beat.name, phase, tuple(counts.values())))
+        counts[Category.NONMODEL] = moment.nonmodel_bytes + self._engine.constant_bytes
+        phase = "backward" if moment.backward else "forward"
+        self._columns.append(Column(moment.name, phase, tuple(counts.values())))
 
     def _model_data(self) -> dict[Category, int]:
         counts = dict.fromkeys(CATEGORIES, 0)

@@ -11,7 +11,7 @@ from ps_core._units import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class OptionRule:
     """One kind of value."""
 
     allowed: str
@@ -28,17 +28,17 @@ _MOST = 2**63 - 1
 _MOST_BYTES = 2**60
 
 
-def whole(least: int, most: int = _MOST) -> Rule:
+def whole(least: int, most: int = _MOST) -> OptionRule:
     """A whole number."""
 
     def good(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
     allowed = f"of at least {least}" if most == _MOST else f"from {least} to {most}"
-    return Rule(allowed=f"a whole number {allowed}", metavar="N", read=int, good=good)
+    return OptionRule(allowed=f"a whole number {allowed}", metavar="N", read=int, good=good)
 
 
-def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Rule:
+def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> OptionRule:
     """A finite number from ``low`` to ``high``; ``above`` and ``below`` leave the ends out."""
 
     def good(value: object) -> bool:
@@ -49,12 +49,12 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
     said = f"above {low:g}" if above else f"of at least {low:g}"
     if high != math.inf:
         said += f" and below {high:g}" if below else f" and at most {high:g}"
-    return Rule(allowed=f"a number {said}", metavar="X", read=float, good=good)
+    return OptionRule(allowed=f"a number {said}", metavar="X", read=float, good=good)
 
 
-def one_of(*words: str) -> Rule:
+def one_of(*words: str) -> OptionRule:
     """One of these words."""
-    return Rule(
+    return OptionRule(
         allowed=f"one of {', '.join(words)}",
         metavar="{" + ", ".join(words) + "}",
         read=str,
@@ -62,9 +62,9 @@ def one_of(*words: str) -> Rule:
     )
 
 
-def text(metavar: str, *, empty: bool = False) -> Rule:
+def text(metavar: str, *, empty: bool = False) -> OptionRule:
     """Any text."""
-    return Rule(
+    return OptionRule(
         allowed="a text" if empty else "a text that is not empty",
         metavar=metavar,
         read=str,
@@ -83,16 +83,16 @@ def _is_text(value: object) -> bool:
     return True
 
 
-def texts(metavar: str) -> Rule:
+def texts(metavar: str) -> OptionRule:
     """One text or more; none at all is what the default says."""
 
     def good(value: object) -> bool:
         return isinstance(value, tuple) and all(_is_text(each) and bool(each) for each in value)
 
-    return Rule(allowed="one or more texts", metavar=metavar, read=str, good=good, several=True)
+    return OptionRule(allowed="one or more texts", metavar=metavar, read=str, good=good, several=True)
 
 
-def size() -> Rule:
+def size() -> OptionRule:
     """Bytes, or a text like 20GiB."""
 
     def good(value: object) -> bool:
@@ -101,12 +101,12 @@ def size() -> Rule:
         except InvalidInput:
             return False
 
-    return Rule(allowed="a size above 0 like 20GiB, 20GB or 4096", metavar="SIZE", read=str, good=good)
+    return OptionRule(allowed="a size above 0 like 20GiB, 20GB or 4096", metavar="SIZE", read=str, good=good)
 
 
-def flag() -> Rule:
+def flag() -> OptionRule:
     """Yes or no; the command line has an option for each."""
-    return Rule(allowed="true or false", metavar="", read=_not_read, good=lambda value: isinstance(value, bool))
+    return OptionRule(allowed="true or false", metavar="", read=_not_read, good=lambda value: isinstance(value, bool))
 
 
 def _not_read(word: str) -> object:

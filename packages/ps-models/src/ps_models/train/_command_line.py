@@ -19,7 +19,7 @@ from ps_models.train._options import (
     merged,
     nearest,
     read,
-    rule_of,
+    rule_for,
 )
 
 STATUS = (
@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         section = row.metadata["section"]
         if section not in groups:
             groups[section] = parser.add_argument_group(section.lower())
-        rule, what = rule_of(row), row.metadata["what"].replace("`", "").replace("%", "%%")
+        rule, what = rule_for(row), row.metadata["what"].replace("`", "").replace("%", "%%")
         if isinstance(row.default, bool):
             said = f"{what} (default: {'yes' if row.default else 'no'})"
             flag = argparse.BooleanOptionalAction

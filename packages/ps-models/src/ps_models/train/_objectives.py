@@ -20,7 +20,7 @@ from torch import Tensor
 from ps_core._errors import InvalidInput
 from ps_core._workloads.shapes import Family, TransformerShape
 from ps_models._loss import IGNORED
-from ps_models.train._data import Corpus, Packed, generator_of
+from ps_models.train._data import Corpus, PackedTokens, generator_of
 from ps_models.train._options import TrainOptions
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -30,7 +30,7 @@ _LEAST = 8
 """Tokens of a sequence that is made of two."""
 
 
-class Task(Protocol):
+class Objective(Protocol):
     """Where batches come from."""
 
     validation: Sequence[Batch]
@@ -38,41 +38,41 @@ class Task(Protocol):
     measured_in: str
     """What a validation loss counts."""
 
-    def take(self, position: int, count: int) -> Batch:
+    def batch(self, position: int, count: int) -> Batch:
         """The sequences from that position on; the data repeat without end."""
 
 
-def task_of(options: TrainOptions, data: Corpus, shape: TransformerShape) -> Task:
+def objective_for(options: TrainOptions, data: Corpus, shape: TransformerShape) -> Objective:
     """What a model of this shape learns; ``shape`` has the data's vocabulary."""
     if shape.family is Family.BERT:
-        return MaskedWords(options, data, shape)
+        return MaskedTokenObjective(options, data, shape)
     if options.mask_token is not None:
         raise InvalidInput(f"--mask-token: found {options.mask_token} with {options.model}; allowed with a BERT only")
-    return NextToken(options, data, shape)
+    return NextTokenObjective(options, data, shape)
 
 
 def _unit(options: TrainOptions, data: Corpus) -> str:
     return "byte" if options.tokenizer == "bytes" and data.tokenizer is not None else "token"
 
 
-class NextToken:
+class NextTokenObjective:
     """Each token is asked for the one after it."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
-        self._train = Packed(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
-        held = Packed(data.validation, options.seq, vocabulary=shape.vocabulary)
+        self._train = PackedTokens(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
+        held = PackedTokens(data.validation, options.seq, vocabulary=shape.vocabulary)
         rows = torch.split(held.spread(options.batch * options.eval_batches), options.batch)
         self.validation: Sequence[Batch] = [{"input_ids": ids, "labels": ids} for ids in rows]
         self.measured_in = f"nats a {_unit(options, data)}"
 
-    def take(self, position: int, count: int) -> Batch:
+    def batch(self, position: int, count: int) -> Batch:
         """As in `Task`."""
-        ids = self._train.take(position, count)
+        ids = self._train.batch(position, count)
         return {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
+class SpecialTokens:
     """Tokens that are no words; None: the data have no such thing."""
 
     mask: int
@@ -85,7 +85,7 @@ class Marks:
         return (self.first is not None) + 2 * (self.end is not None)
 
 
-def marks_of(options: TrainOptions, data: Corpus, vocabulary: int) -> Marks:
+def special_tokens(options: TrainOptions, data: Corpus, vocabulary: int) -> SpecialTokens:
     """The tokenizer's, or what was given."""
     chosen, mask = data.tokenizer, options.mask_token
     if mask is None and chosen is not None:
@@ -98,28 +98,28 @@ def marks_of(options: TrainOptions, data: Corpus, vocabulary: int) -> Marks:
     if mask >= vocabulary:
         raise InvalidInput(f"--mask-token: found {mask}, allowed is 0 to {vocabulary - 1} (see --vocab)")
     if chosen is None:
-        return Marks(mask=mask, first=None, end=None)
-    return Marks(mask=mask, first=chosen.first, end=chosen.end)
+        return SpecialTokens(mask=mask, first=None, end=None)
+    return SpecialTokens(mask=mask, first=chosen.first, end=chosen.end)
 
 
-class MaskedWords:
+class MaskedTokenObjective:
     """Hidden tokens are asked for, and whether one part follows another; see [Note: hidden tokens]."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
-        self.marks = marks_of(options, data, shape.vocabulary)
+        self.marks = special_tokens(options, data, shape.vocabulary)
         self._pairs, self._seed = shape.next_sentence, options.seed
         if self._pairs and options.seq < _LEAST:
             raise InvalidInput(f"--seq: found {options.seq}, allowed with {options.model} is at least {_LEAST}")
         self._vocabulary = shape.vocabulary
-        self._train = Packed(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
-        self._held = held = Packed(data.validation, options.seq, vocabulary=shape.vocabulary)
+        self._train = PackedTokens(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
+        self._held = held = PackedTokens(data.validation, options.seq, vocabulary=shape.vocabulary)
         rows = [self._held_back(index) for index in held.evenly(options.batch * options.eval_batches)]
         self.validation: Sequence[Batch] = [
             self._stacked(rows[at : at + options.batch]) for at in range(0, len(rows), options.batch)
         ]
         self.measured_in = f"nats a masked {_unit(options, data)}" + (" and next sentence" if self._pairs else "")
 
-    def take(self, position: int, count: int) -> Batch:
+    def batch(self, position: int, count: int) -> Batch:
         """As in `Task`."""
         return self._stacked([self._trained(at) for at in range(position, position + count)])
 

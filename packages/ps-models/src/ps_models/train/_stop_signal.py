@@ -10,7 +10,7 @@ from typing import Any
 _WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stop:
+class StopSignal:
     """Whether somebody wants the training to end. As a context manager it listens to signals."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Stop:
         """By which signal."""
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
             self._before = {each: signal.signal(each, self._hear) for each in _WATCHED}
         return self

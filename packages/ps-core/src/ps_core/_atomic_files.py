@@ -1,0 +1,29 @@
+"""Small files that are either as they were or wholly new, whenever the process ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+UNFINISHED = ".new"
+"""What the name of a file ends with until it is complete."""
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace a file at once; it and its name are on the disk when this returns."""
+    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk, so that files that were made or renamed in it last."""
+    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
