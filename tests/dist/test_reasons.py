@@ -13,7 +13,7 @@ from ps_dist._reasons import Failure, Names, PeerState, Reason, Wait, reason_to_
 from ps_dist._timeouts import AwakeClock, Timeouts
 
 LIMITS = Timeouts(timeout_s=120)
-NAMES = Names({rank: f"node{rank}" for rank in range(4)}, keeper=0)
+NAMES = Names({rank: f"node{rank}" for rank in range(4)}, store_rank=0)
 
 
 def history(*entries: str) -> CollectiveHistory:

@@ -21,9 +21,8 @@ from _states import masters_of
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, Options
 from ps_core._program import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
-from ps_core.engine._checkpoint.direct_io import buffers
+from ps_core.engine._checkpoint.direct_io import TensorReader, TensorWriter, buffers
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, in_order, read_table, table_of
-from ps_core.engine._checkpoint.tensor_files import TensorReader, TensorWriter
 
 # The format.
 
@@ -47,11 +46,11 @@ def tensors() -> dict[str, torch.Tensor]:
 def write(path: Path, given: dict[str, torch.Tensor]) -> None:
     entries = in_order(TensorEntry(name, value.dtype, tuple(value.shape)) for name, value in given.items())
     with buffers(100_000) as pair:
-        sink = TensorWriter(path, table_of(entries), pair)
+        writer = TensorWriter(path, table_of(entries), pair)
         for entry in entries:
-            sink.put(given[entry.name])
-        sink.finish()
-        sink.close()
+            writer.write(given[entry.name])
+        writer.finish()
+        writer.close()
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -75,12 +74,12 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     start, entries = read_table(tmp_path / "a.safetensors")
     assert {entry.name for entry in entries} == given.keys()
     with buffers(10**9) as pair:
-        source = TensorReader(tmp_path / "a.safetensors", [(start, (tmp_path / "a.safetensors").stat().st_size)], pair)
+        reader = TensorReader(tmp_path / "a.safetensors", [(start, (tmp_path / "a.safetensors").stat().st_size)], pair)
         for entry in entries:
             target = torch.empty(entry.shape, dtype=entry.dtype)
-            source.take(entry.dtype, target)
+            reader.read(entry.dtype, target)
             assert same(target, given[entry.name]), entry.name
-        source.close()
+        reader.close()
 
 
 def test_a_checkpoint_is_read_by_the_library(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None
         history,
         rank=found.rank,
         locations=found.roster.locations,
-        keeper=_keeper(os.environ),
+        store_rank=_store_rank(os.environ),
         timeouts=timeouts,
     )
     groups = _connect_all(found, thread, watchdog, timeouts, owned=owned)
@@ -198,7 +198,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _keeper(environment: Mapping[str, str]) -> int | None:
+def _store_rank(environment: Mapping[str, str]) -> int | None:
     """Return the rank that keeps the store; None: torchrun keeps it."""
     return None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
@@ -208,7 +208,7 @@ def _store(environment: Mapping[str, str], timeout_s: float) -> tuple[Any, int, 
     """Open the store at the address that torchrun gives; rank 0 keeps it where torchrun does not."""
     timeout = timedelta(seconds=timeout_s)
     address, port, ranks = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"])
-    if int(environment["RANK"]) == _keeper(environment):
+    if int(environment["RANK"]) == _store_rank(environment):
         # As torch does, but without waiting here for the others, which could not say who is missing.
         own = TCPStore(address, port, ranks, is_master=True, timeout=timeout, multi_tenant=True, wait_for_workers=False)
         return own, 0, ranks
@@ -238,9 +238,9 @@ def _who(environment: Mapping[str, str]) -> str:
 
 def _store_name(environment: Mapping[str, str]) -> str:
     where = f"at {environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
-    return (
-        f"the store of torchrun {where}" if _keeper(environment) is None else f"rank 0, which keeps the store {where},"
-    )
+    if _store_rank(environment) is None:
+        return f"the store of torchrun {where}"
+    return f"rank 0, which keeps the store {where},"
 
 
 def _raise_named(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
@@ -248,7 +248,7 @@ def _raise_named(error: BaseException, environment: Mapping[str, str]) -> NoRetu
     if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
         raise error
     reason = str(error).splitlines()[0]
-    if environment.get("RANK") != str(_keeper(environment)):
+    if environment.get("RANK") != str(_store_rank(environment)):
         reason = f"{_store_name(environment)} ended or cannot be reached ({reason})"
     raise RanksDiverged(f"{_who(environment)} could not join the others: {reason}") from error
 
@@ -269,7 +269,7 @@ def _connect_all(
     except BaseException:
         ended = thread.close(waits=False)
         watchdog.close(describe_exception(sys.exc_info()[1]) if thread.error is None else "")
-        if not ended and found.rank != _keeper(os.environ):
+        if not ended and found.rank != _store_rank(os.environ):
             # The thread ends when the store ends with its process, which must not happen while this process exits.
             thread.wait_cut()
         raise

@@ -82,7 +82,7 @@ class Names:
     """How messages name ranks and the store."""
 
     hosts: Mapping[int, str]
-    keeper: int | None = None
+    store_rank: int | None = None
     """The rank in whose process the store is; None: torchrun keeps it."""
 
     def __call__(self, ranks: Collection[int]) -> str:
@@ -92,9 +92,9 @@ class Names:
     @property
     def store(self) -> str:
         """Name the store by who keeps it."""
-        if self.keeper is None:
+        if self.store_rank is None:
             return "the store that torchrun keeps"
-        return f"{self([self.keeper])}, which keeps the store,"
+        return f"{self([self.store_rank])}, which keeps the store,"
 
 
 def reason_to_stop(wait: Wait, timeouts: Timeouts, names: Names) -> Reason | None:
@@ -117,7 +117,7 @@ def _ended(wait: Wait, names: Names) -> Reason | None:
     rows = []
     if wait.store_error:
         rows.append(f"{names.store} ended or cannot be reached ({wait.store_error})")
-        ended -= {names.keeper}
+        ended -= {names.store_rank}
     if ended:
         how = f" ({failure.text})" if failure is not None and broken & ended else ""
         rows.append(f"{names(ended)} ended or cannot be reached{how}")

@@ -43,13 +43,13 @@ class Watchdog:
         *,
         rank: int,
         locations: Mapping[int, Location],
-        keeper: int | None,
+        store_rank: int | None,
         timeouts: Timeouts,
     ) -> None:
-        """``store``: torch's (any: its stubs have no base with all of these methods). ``keeper``: see `Names`."""
+        """``store``: torch's (any: its stubs have no base with all of these methods). ``store_rank``: see `Names`."""
         self._store, self._comm, self._history = store, thread, history
         self._rank, self._ranks, self._timeouts, self._clock = rank, len(locations), timeouts, thread.clock
-        self._names = Names({each: location.host for each, location in locations.items()}, keeper)
+        self._names = Names({each: location.host for each, location in locations.items()}, store_rank)
         self._local = LocalRanks(locations)
         self._stop = Event()
         self._writes = 0

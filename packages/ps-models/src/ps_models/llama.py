@@ -56,9 +56,9 @@ def rotation(length: int, config: LlamaConfig, like: Tensor) -> Tensor:
     return torch.stack([angles_ld.cos(), angles_ld.sin()]).to(like.dtype)
 
 
-def rotated(x_bald: Tensor, turn_2ld: Tensor) -> Tensor:
+def rotated(x_bald: Tensor, rotation_2ld: Tensor) -> Tensor:
     """Each pair of a head's halves turned by its position's angle."""
-    cosine_ld, sine_ld = turn_2ld.unbind()
+    cosine_ld, sine_ld = rotation_2ld.unbind()
     first, second = x_bald.chunk(2, dim=-1)
     return x_bald * cosine_ld + torch.cat([-second, first], dim=-1) * sine_ld
 
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.q_norm = config.norm(shape.head_dim) if shape.qk_norm else nn.Identity()
         self.k_norm = config.norm(shape.head_dim) if shape.qk_norm else nn.Identity()
 
-    def forward(self, x_blh: Tensor, turn_2ld: Tensor, visible_b1ll: Tensor | None) -> Tensor:
+    def forward(self, x_blh: Tensor, rotation_2ld: Tensor, visible_b1ll: Tensor | None) -> Tensor:
         """Shape blh to blh."""
         batch, length, _ = x_blh.shape
         width = (batch, length, -1, self.shape.head_dim)
@@ -85,8 +85,8 @@ class Attention(nn.Module):
         k_bgld = self.k_norm(self.k_proj(x_blh).view(width)).transpose(1, 2)
         v_bgld = self.v_proj(x_blh).view(width).transpose(1, 2)
         y_bald = functional.scaled_dot_product_attention(
-            rotated(q_bald, turn_2ld),
-            rotated(k_bgld, turn_2ld),
+            rotated(q_bald, rotation_2ld),
+            rotated(k_bgld, rotation_2ld),
             v_bgld,
             attn_mask=visible_b1ll,
             dropout_p=self.dropout if self.training else 0.0,
@@ -124,9 +124,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = config.norm()
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_blh: Tensor, turn_2ld: Tensor, visible_b1ll: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_blh: Tensor, rotation_2ld: Tensor, visible_b1ll: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Shape blh to blh, and the balance of experts."""
-        x_blh = x_blh + self.drop(self.self_attn(self.input_layernorm(x_blh), turn_2ld, visible_b1ll))
+        x_blh = x_blh + self.drop(self.self_attn(self.input_layernorm(x_blh), rotation_2ld, visible_b1ll))
         added, balance = with_balance(self.mlp(self.post_attention_layernorm(x_blh)))
         return x_blh + self.drop(added), balance
 
@@ -145,9 +145,9 @@ class Bare(nn.Module):
     def forward(self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Token numbers bl to blh, and the balance of experts."""
         x_blh = self.drop(self.embed_tokens(input_ids_bl))
-        turn_2ld = rotation(input_ids_bl.shape[1], self.config, x_blh)
+        rotation_2ld = rotation(input_ids_bl.shape[1], self.config, x_blh)
         seen = visible(attention_mask_bl, causal=True)
-        x_blh, balance = run_blocks(self.layers, self.config, x_blh, turn_2ld, seen)
+        x_blh, balance = run_blocks(self.layers, self.config, x_blh, rotation_2ld, seen)
         return self.norm(x_blh), balance
 
 

@@ -36,33 +36,33 @@ def in_options(text: str, options: TrainOptions | None = None) -> str:
 def hint_for(error: DoesNotFit, options: TrainOptions) -> str:
     """What does not fit, and the options that would help."""
     what = str(error).splitlines()[0]
-    found = [told for remedy in error.remedies for told in _remedy(remedy, options, error.needed_bytes)]
+    found = [told for suggestion in error.remedies for told in _hint(suggestion, options, error.needed_bytes)]
     return "; try ".join([what, *dict.fromkeys(found)])
 
 
-def _remedy(remedy: str, options: TrainOptions, needed_bytes: int) -> list[str]:
-    """The engine's remedy as this command line has it, or what comes nearest; none where nothing does."""
-    if "of ps_models" in remedy or remedy.startswith("HostEmbedding"):
-        return _apart(remedy, options)
-    half = _HALF.match(remedy)
+def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str]:
+    """The engine's suggestion as this command line has it, or what comes nearest; none where nothing does."""
+    if "of ps_models" in suggestion or suggestion.startswith("HostEmbedding"):
+        return _apart(suggestion, options)
+    half = _HALF.match(suggestion)
     if half is not None:
         smaller = f"--batch {options.batch // 2}" if options.batch > 1 else f"--seq {max(2, options.seq // 2)}"
         return [smaller + half[1]]
-    if remedy.startswith("x = torch.utils.checkpoint"):
+    if suggestion.startswith("x = torch.utils.checkpoint"):
         return [] if options.checkpointing else ["--checkpointing: only one block's activations are there at a time"]
-    if remedy.startswith("precision="):
-        said = remedy.partition(":")[2]
+    if suggestion.startswith("precision="):
+        said = suggestion.partition(":")[2]
         narrow = ["--precision bf16"] * (options.precision == "fp32") + ["--accumulate 1"] * (options.accumulate > 1)
         return [" ".join(narrow) + (f":{said}" if said else "")] if narrow else []
-    if "half of all parameters" in remedy and options.disk is None:
+    if "half of all parameters" in suggestion and options.disk is None:
         return [f"--disk {-(-needed_bytes // 2**20)}MiB: room for what the computer's memory cannot hold"]
-    if remedy.startswith("a smaller model"):
-        return ["a smaller --model" + remedy.removeprefix("a smaller model")]
-    told = in_options(remedy, options)
+    if suggestion.startswith("a smaller model"):
+        return ["a smaller --model" + suggestion.removeprefix("a smaller model")]
+    told = in_options(suggestion, options)
     return [] if _STRANGE.search(told) else [told]
 
 
-def _apart(remedy: str, options: TrainOptions) -> list[str]:
+def _apart(suggestion: str, options: TrainOptions) -> list[str]:
     """A table that is looked up, a head in tiles: what of the model need not be on the accelerator as a whole."""
     found = shape(options.model)
     if found.family is Family.BERT:
@@ -70,8 +70,8 @@ def _apart(remedy: str, options: TrainOptions) -> list[str]:
     tied = found.tied_head and not options.untied_head
     named = {
         "--untied-head": tied,
-        "--cpu-embedding": "HostEmbedding" in remedy and not options.cpu_embedding,
-        f"--head-tiles {max(16, 2 * options.head_tiles)}": tied or "lm_head" in remedy,
+        "--cpu-embedding": "HostEmbedding" in suggestion and not options.cpu_embedding,
+        f"--head-tiles {max(16, 2 * options.head_tiles)}": tied or "lm_head" in suggestion,
     }
     words = " ".join(word for word, wanted in named.items() if wanted)
     return [f"{words}: token table and head need not be on the accelerator as a whole"] if words else []

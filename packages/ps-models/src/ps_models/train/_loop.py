@@ -133,12 +133,12 @@ class Loop:
         wrong = next((name for name, value in told.items() if not math.isfinite(value)), None)
         if wrong is not None and options.on_nan == "stop":
             left = self.folder.drop_unsound(row.step - 1) if wrong == "loss" else self._saved
-            self.not_finite = f"step {row.step}: the {wrong} is {told[wrong]}; {self._remedies(left)}"
+            self.not_finite = f"step {row.step}: the {wrong} is {told[wrong]}; {self._what_to_try(left)}"
             return
         if row.skipped and (options.precision != "fp16" or self.optimizer.scaler.get_scale() < 1):
             self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
 
-    def _remedies(self, left: int) -> str:
+    def _what_to_try(self, left: int) -> str:
         """What to try, and where the same command goes on: after step ``left``, or from the start if it is 0."""
         options = self.options
         clip = f"a smaller --clip (now {options.clip:g})" if options.clip else "--clip 1 (now not clipped)"

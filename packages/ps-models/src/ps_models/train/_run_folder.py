@@ -129,8 +129,8 @@ class RunFolder:
             except CheckpointDamaged as error:
                 if step == steps[-1]:
                     raise
-                aside = self._put_aside(step)
-                say(f"step {step} is passed over, and kept as {aside}: {' '.join(str(error).split())}")
+                renamed = self._rename_checkpoint(step)
+                say(f"step {step} is passed over, and kept as {renamed}: {' '.join(str(error).split())}")
                 continue
             self._point(step)
             return found
@@ -156,7 +156,7 @@ class RunFolder:
     def drop_unsound(self, step: int) -> int:
         """Rename this checkpoint if it is there, since its weights give no finite loss; return the newest one left."""
         if self.checkpoint(step).exists():
-            self._put_aside(step, "unsound")
+            self._rename_checkpoint(step, "unsound")
             (self.checkpoints / "latest").unlink(missing_ok=True)
         left = max(self.steps(), default=0)
         if left:
@@ -166,12 +166,12 @@ class RunFolder:
     def _point(self, step: int) -> None:
         write_text_atomically(self.checkpoints / "latest", self.checkpoint(step).name + "\n")
 
-    def _put_aside(self, step: int, why: str = "damaged") -> Path:
+    def _rename_checkpoint(self, step: int, why: str = "damaged") -> Path:
         """Rename a checkpoint that is not to be resumed from."""
-        aside = self.checkpoints / f"{why}-{self.checkpoint(step).name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        self.checkpoint(step).rename(aside)
-        return aside
+        renamed = self.checkpoints / f"{why}-{self.checkpoint(step).name}"
+        shutil.rmtree(renamed, ignore_errors=True)
+        self.checkpoint(step).rename(renamed)
+        return renamed
 
     def metrics(self, step: int) -> MetricsFile:
         """The rows up to that step, to go on after."""
@@ -200,7 +200,7 @@ class RunFolder:
         except (CheckpointDamaged, InvalidInput) as error:
             why = " ".join(str(error).split())
         if self.checkpoint(step).exists():
-            kept = f" and kept as {self._put_aside(step)}"
+            kept = f" and kept as {self._rename_checkpoint(step)}"
         (self.checkpoints / "best").unlink()
         say(
             f"the best checkpoint, of step {step} with a validation loss of {loss:.4f}, is passed over{kept}: {why}; "
@@ -323,7 +323,7 @@ class FollowerRunFolder(RunFolder):
     def _point(self, step: int) -> None:
         pass
 
-    def _put_aside(self, step: int, why: str = "damaged") -> Path:
+    def _rename_checkpoint(self, step: int, why: str = "damaged") -> Path:
         return self.checkpoint(step)
 
 

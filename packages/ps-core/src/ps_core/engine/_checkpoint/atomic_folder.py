@@ -1,4 +1,4 @@
-"""A checkpoint's folder: it is there as a whole or not at all, whenever the process is killed.
+"""Write a folder so that all of it is there or none, whenever the process is killed.
 
 [Note: siblings]
 A save of ``runs/a`` writes ``runs/.a.ps-partial``, and has every file, the folder and its parent on the disk before it
@@ -34,11 +34,11 @@ _OURS = re.compile(
 )
 _SHOWN = 5
 _LOOKS, _LOOK_S = 100, 0.1
-"""How often a process looks for the folder that another made, and for how long in between: networks are slow."""
+"""How often a rank looks for the folder that rank 0 made, and the seconds in between: networks are slow."""
 
 
 class AtomicFolder:
-    """Where a checkpoint is, and its siblings; see [Note: siblings]."""
+    """A checkpoint's folder and its siblings; see [Note: siblings]."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
@@ -50,7 +50,7 @@ class AtomicFolder:
 
     @contextmanager
     def replaced(self, *, overwrite: bool) -> Iterator[Path]:
-        """An empty folder to write to, which takes the path's place if all goes well."""
+        """Make an empty folder to write to; it takes the path's place if the block raises nothing."""
         with as_tier_failure(self.path):
             os.makedirs(self.path.parent, exist_ok=True)
             self.recover()
@@ -86,7 +86,7 @@ class AtomicFolder:
             )
 
     def find(self, marker: str) -> int:
-        """The new folder, opened, in which another process left a marker, for this one to write to as well."""
+        """Open the new folder in which rank 0 left a marker."""
         for _ in range(_LOOKS):
             with suppress(FileNotFoundError):
                 file = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -110,7 +110,7 @@ class AtomicFolder:
         self._exchange()
 
     def _exchange(self) -> None:
-        """From a ready one on."""
+        """Put the ready folder in the path's place; steps 2 to 4 of the note."""
         sync_folder(self.path.parent)
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
@@ -120,7 +120,7 @@ class AtomicFolder:
         shutil.rmtree(self._previous, ignore_errors=True)
 
     def recover(self) -> None:
-        """Bring what a killed save left behind to a good end."""
+        """Finish or remove what a killed save left behind."""
         try:
             with locked(self._ready, wait=not self.path.exists()):  # if somebody exchanges them now, it is soon done
                 if self._ready.exists():
@@ -135,7 +135,7 @@ class AtomicFolder:
 
 
 def _is_ours(manifest: Path) -> bool:
-    """Whether a file begins as ours do."""
+    """True if a file begins as a manifest does."""
     begin = f'{{"format": "{FORMAT}"'.encode()
     try:
         with manifest.open("rb") as file:
@@ -146,7 +146,7 @@ def _is_ours(manifest: Path) -> bool:
 
 @contextmanager
 def as_tier_failure(path: Path) -> Iterator[None]:
-    """What the system says of files as `TierFailure`."""
+    """Raise errors of the operating system as `TierFailure`, with the file's name."""
     try:
         yield
     except OSError as error:
@@ -158,7 +158,7 @@ def as_tier_failure(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a folder; `BlockingIOError` if somebody else does, unless one is to wait for that."""
+    """Lock a folder within the block; raise `BlockingIOError` if another process has it, unless ``wait``."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

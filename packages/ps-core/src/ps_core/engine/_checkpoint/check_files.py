@@ -6,10 +6,9 @@ import os
 from contextlib import closing
 from pathlib import Path
 
-from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, buffers
+from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, TensorReader, buffers
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.reader import compare, readable, stored
-from ps_core.engine._checkpoint.tensor_files import TensorReader
 
 
 def check_checkpoint(path: str | os.PathLike[str]) -> None:

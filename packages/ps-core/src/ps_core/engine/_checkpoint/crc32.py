@@ -1,4 +1,4 @@
-"""CRC-32 of bytes as they come, and of pieces that several processes read.
+"""Compute CRC-32 of bytes as they come, and of a whole from the checksums of its pieces.
 
 [Note: the checksum]
 CRC-32, of zlib, which is in the standard library: it has to find damage, not forgery, and to be faster than a disk. It
@@ -23,28 +23,28 @@ _BITS = 32
 
 
 class Checksum:
-    """Of bytes as they come; see [Note: the checksum]."""
+    """The checksum of bytes as they come; see [Note: the checksum]."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take in more."""
+        """Add more bytes."""
         self.value = zlib.crc32(data, self.value)
 
     @property
     def text(self) -> str:
-        """As it is written down."""
+        """The checksum as files have it."""
         return text_of(self.value)
 
 
 def text_of(value: int) -> str:
-    """As it is written down."""
+    """Return a checksum as files have it."""
     return f"{value:08X}"
 
 
 def joined(pieces: Iterable[tuple[int, int]]) -> int:
-    """The sum of a whole from its pieces' sums and sizes, in order."""
+    """Return the checksum of a whole from its pieces' checksums and sizes, in order."""
     total = 0
     for value, size in pieces:
         total = _product(_power(size), total) ^ value
@@ -53,7 +53,7 @@ def joined(pieces: Iterable[tuple[int, int]]) -> int:
 
 @cache
 def _squares() -> tuple[int, ...]:
-    """x to the powers 1, 2, 4, 8 and so on."""
+    """Return x to the powers 1, 2, 4, 8 and so on."""
     found = [_ONE >> 1]
     for _ in range(_BITS - 1):
         found.append(_product(found[-1], found[-1]))
@@ -62,7 +62,7 @@ def _squares() -> tuple[int, ...]:
 
 @cache
 def _power(size: int) -> int:
-    """What so many bytes after them multiply a sum by."""
+    """Return what a checksum is multiplied by if ``size`` bytes follow."""
     found, bits, place = _ONE, 8 * size, 0
     while bits:
         if bits & 1:
@@ -72,7 +72,7 @@ def _power(size: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Of two polynomials, by the rest that the checksum's own leaves."""
+    """Return the product of two polynomials modulo the checksum's own."""
     found, bit = 0, _ONE
     while bit:
         if one & bit:

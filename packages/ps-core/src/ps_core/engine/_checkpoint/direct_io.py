@@ -1,4 +1,4 @@
-"""Bytes to a file and back in order, past the page cache: one buffer is filled while the other is on its way.
+"""Write and read files in order, past the page cache: one buffer is filled while the disk has the other.
 
 [Note: past the page cache]
 A checkpoint is larger than what it should push out of memory, and is wanted on the disk, not near it; besides, direct
@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ps_core.engine._checkpoint.crc32 import Checksum
-from ps_core.engine._checkpoint.safetensors_format import damaged
+from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of, damaged, is_plain
 
 BUFFER_BYTES = 8 * 2**20
-"""Of each of the two, where chunks are not smaller."""
+"""The size of each of the two buffers, where chunks are not smaller."""
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -33,33 +35,33 @@ class DoubleBuffer:
         self.helpers = helpers
 
     def start(self, *calls: Callable[[], object]) -> list[Future[object]]:
-        """Have these done meanwhile."""
+        """Call these in the two threads."""
         return [self.helpers.submit(call) for call in calls]
 
 
 @contextmanager
 def buffers(largest_chunk_bytes: int) -> Iterator[DoubleBuffer]:
-    """Together not more than half a chunk (or two pages)."""
+    """Make two buffers of together at most half a chunk (or two pages)."""
     size = min(BUFFER_BYTES, max(PAGE_BYTES, largest_chunk_bytes // 4 // PAGE_BYTES * PAGE_BYTES))
     with ThreadPoolExecutor(2) as helpers:
         yield DoubleBuffer(size, helpers)
 
 
 def wait(going: list[Future[Any]]) -> list[Any]:
-    """Until all are done, though one fails; then the first failure, or what they gave."""
+    """Wait until all have ended; then raise the first error, or return the results."""
     for each in going:
         each.exception()
     return [each.result() for each in going]
 
 
 def open_new(path: Path, folder: int | None = None) -> int:
-    """A new file to write to."""
+    """Open a new file to write to; ``folder``: an open folder that it is made in."""
     how = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     return os.open(path, how, 0o666) if folder is None else os.open(path.name, how, 0o666, dir_fd=folder)
 
 
 def set_direct(file: int, on: bool) -> bool:
-    """Have a file's transfers go past the page cache, or not; whether that could be done."""
+    """Let transfers of a file go past the page cache, or not; False if the file system cannot."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
@@ -69,16 +71,16 @@ def set_direct(file: int, on: bool) -> bool:
 
 
 def _was_direct(file: int, error: OSError) -> bool:
-    """Whether a transfer failed for going past the page cache, as a file's end does; it will not from here on."""
+    """True if a transfer failed because it went past the page cache, as a file's end does; then switch that off."""
     direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
     return error.errno == errno.EINVAL and direct and set_direct(file, False)
 
 
 class DirectWriter:
-    """A new file, written from its beginning to its end."""
+    """Writes a new file from its beginning to its end."""
 
     def __init__(self, path: Path, pair: DoubleBuffer, folder: int | None = None) -> None:
-        """``folder``: where it is to be, if that was opened; whatever becomes of its name."""
+        """``folder``: an open folder to make the file in, whatever becomes of the folder's name."""
         self._buffers = pair
         self._checksum = Checksum()
         self._filled = 0
@@ -87,7 +89,7 @@ class DirectWriter:
         set_direct(self._file, True)
 
     def write(self, data: memoryview) -> None:
-        """More bytes; they are copied."""
+        """Append bytes; they are copied."""
         while data:
             buffer = self._buffers.pair[0]
             count = min(len(data), len(buffer) - self._filled)
@@ -113,26 +115,26 @@ class DirectWriter:
                     raise
 
     def finish(self) -> int:
-        """Have everything on the disk; the checksum."""
+        """Sync the file to the disk; return its checksum."""
         self._flush()
         wait(self._going)
         os.fsync(self._file)
         return self._checksum.value
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         wait_quietly(self._going)
         os.close(self._file)
 
 
 def wait_quietly(going: list[Future[Any]]) -> None:
-    """Until all are done, whatever became of them."""
+    """Wait until all have ended, with or without an error."""
     for each in going:
         each.exception()
 
 
 class DirectReader:
-    """Runs of bytes of a file, each from its beginning to its end, one after another."""
+    """Reads runs of bytes of a file, one after another."""
 
     def __init__(self, path: Path, pair: DoubleBuffer, runs: Sequence[tuple[int, int]]) -> None:
         """``runs``: first bytes and ends, ascending."""
@@ -146,7 +148,7 @@ class DirectReader:
         self._reading = self._buffers.start(self._get)
 
     def _get(self) -> tuple[int, memoryview] | None:
-        """The next buffer's worth, and the run it is of; None at the end."""
+        """Read the next buffer; return the index of its run and the bytes, or None at the end."""
         window = next(self._windows, None)
         if window is None:
             return None
@@ -165,7 +167,7 @@ class DirectReader:
         return window.run, buffer[window.begin : window.end]
 
     def read(self, target: memoryview) -> None:
-        """The next bytes."""
+        """Read the next bytes into ``target``."""
         while target:
             if not self._current:
                 self._advance()
@@ -184,19 +186,19 @@ class DirectReader:
         self._reading = self._buffers.start(self._get)
 
     def sums(self) -> list[int]:
-        """The checksum of each run, once all was read."""
+        """Return the checksum of each run, once all was read."""
         wait(self._summing)
         return [each.value for each in self._checksums]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         wait_quietly(self._summing)
         wait_quietly(self._reading)
         os.close(self._file)
 
 
 class _Window(NamedTuple):
-    """A buffer's worth: read from ``at`` on, of which the bytes from ``begin`` to ``end`` are wanted."""
+    """One read of a buffer from ``at`` on, of which the bytes from ``begin`` to ``end`` are wanted."""
 
     run: int
     at: int
@@ -205,7 +207,73 @@ class _Window(NamedTuple):
 
 
 def _windows(runs: Iterable[tuple[int, int]], size: int) -> Iterator[_Window]:
-    """On whole pages, as direct transfers have to be."""
+    """Cut runs into windows that begin on whole pages, as direct transfers must."""
     for run, (start, stop) in enumerate(runs):
         for at in range(start - start % PAGE_BYTES, stop, size):
             yield _Window(run, at, max(start - at, 0), min(stop - at, size))
+
+
+PIECE_BYTES = 4 * 2**20
+
+
+class TensorWriter:
+    """Writes a file: the table, then one tensor after another."""
+
+    def __init__(self, path: Path, table: bytes, pair: DoubleBuffer, folder: int | None = None) -> None:
+        """``folder``: see `DirectWriter`."""
+        self._out = DirectWriter(path, pair, folder)
+        try:
+            self._out.write(memoryview(table))
+        except BaseException:
+            self._out.close()
+            raise
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Append a tensor's values."""
+        if is_plain(tensor):
+            self._out.write(bytes_of(tensor))
+            return
+        for piece in by_rows(tensor, PIECE_BYTES):
+            plain = piece.to("cpu").contiguous()
+            self._out.write(bytes_of(plain))
+
+    def finish(self) -> int:
+        """Sync the file to the disk; return its checksum."""
+        return self._out.finish()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._out.close()
+
+
+class TensorReader:
+    """Reads tensors from runs of a file, one after another."""
+
+    def __init__(self, path: Path, runs: Sequence[tuple[int, int]], pair: DoubleBuffer) -> None:
+        self._in = DirectReader(path, pair, runs)
+
+    def read(self, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """Read the next values, of type ``dtype``, and round them to the target's type."""
+        if is_plain(target) and target.dtype == dtype:
+            self._in.read(bytes_of(target))
+            return
+        # By way of a piece, which may go to other strides, types and devices.
+        for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(dtype.itemsize, target.itemsize)):
+            staged = torch.empty(piece.shape, dtype=dtype)
+            self._in.read(bytes_of(staged))
+            piece.copy_(staged)
+
+    def skip(self, left: int) -> None:
+        """Read the next bytes for the checksum only."""
+        while left:
+            staged = bytearray(min(left, PIECE_BYTES))
+            self._in.read(memoryview(staged))
+            left -= len(staged)
+
+    def sums(self) -> list[int]:
+        """Return the checksum of each run, once all was read."""
+        return self._in.sums()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._in.close()

@@ -1,4 +1,4 @@
-"""Weights into one safetensors file: from a model under management, or from a checkpoint without any model."""
+"""Write weights into one safetensors file: of a managed model, or of a checkpoint without a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked
-from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, DoubleBuffer, buffers, open_new
+from ps_core.engine._checkpoint.direct_io import (
+    BUFFER_BYTES,
+    PIECE_BYTES,
+    DoubleBuffer,
+    TensorReader,
+    TensorWriter,
+    buffers,
+    open_new,
+)
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint, is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for
 from ps_core.engine._checkpoint.ranks import CheckpointRanks
@@ -23,7 +31,6 @@ from ps_core.engine._checkpoint.reader import SavedFile, compare, read_full_tens
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, bytes_of, table_of
 from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.shard_ranges import plain_order
-from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, TensorReader, TensorWriter
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.state import ParamState
@@ -50,20 +57,20 @@ def save_weights(
         TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in plain.items()
     ]
     with ExitStack() as stack:
-        sink = None
+        writer = None
         with ranks.all_or_none("save_weights"), as_tier_failure(Path(file)):
             if ranks.leads:
                 path = stack.enter_context(_replaced(Path(file), overwrite=overwrite))
                 pair = stack.enter_context(buffers(largest_chunk_bytes(engine)))
-                sink = stack.enter_context(closing(TensorWriter(path, table_of(entries), pair)))
-        failure = _put_all(engine, rows, sink)
+                writer = stack.enter_context(closing(TensorWriter(path, table_of(entries), pair)))
+        failure = _put_all(engine, rows, writer)
         with ranks.all_or_none("save_weights"), as_tier_failure(Path(file)):
             if failure is not None:
                 raise failure
-            if sink is not None:
+            if writer is not None:
                 for tensor in plain.values():
-                    sink.put(tensor)
-                sink.finish()
+                    writer.write(tensor)
+                writer.finish()
             stack.close()
     return ranks.leads
 
@@ -76,9 +83,9 @@ def _rows(engine: Engine, *, masters: bool) -> Iterator[tuple[TensorEntry, Param
 
 
 def _put_all(
-    engine: Engine, rows: list[tuple[TensorEntry, ParamState, Kind]], sink: TensorWriter | None
+    engine: Engine, rows: list[tuple[TensorEntry, ParamState, Kind]], writer: TensorWriter | None
 ) -> OSError | None:
-    """A group at a time, which every process gathers to the last, though the writing may have failed."""
+    """Write one group after another; every rank gathers all of them, also after the writing has failed."""
     failure: OSError | None = None
     with ExitStack() as stack:
         now = None
@@ -87,9 +94,9 @@ def _put_all(
                 stack.close()
                 now = record.group
                 flat = stack.enter_context(engine.updater.opened(now, kind, write=False))
-            if sink is not None and failure is None:
+            if writer is not None and failure is None:
                 try:
-                    sink.put(record.shaped(flat))
+                    writer.write(record.shaped(flat))
                 except OSError as error:
                     failure = error
     return failure
@@ -139,11 +146,11 @@ def _export(saved: SavedCheckpoint, out: int, *, masters: bool) -> None:
 
 
 def _wholes(saved: SavedCheckpoint, files: list[SavedFile], *, masters: bool) -> Iterator[TensorEntry]:
-    """The tensors of the file to be, in the order in which the model has them."""
-    held = {entry.owner: (file, entry) for file in files for entry in file.entries}
+    """Yield the tensors of the new file, in the order in which the model has them."""
+    source = {entry.owner: (file, entry) for file in files for entry in file.entries}
     rows = saved.manifest["parameters"]
-    for name in [*rows, *(name for name in held if name not in rows)]:
-        file, entry = held[name]
+    for name in [*rows, *(name for name in source if name not in rows)]:
+        file, entry = source[name]
         computed = TYPES[rows[name]["dtype"]] if name in rows and not masters else entry.dtype
         yield TensorEntry(name, computed, file.shape_of(entry))
 
@@ -151,23 +158,23 @@ def _wholes(saved: SavedCheckpoint, files: list[SavedFile], *, masters: bool) ->
 def _copy(
     file: SavedFile, out: int, places: dict[str, tuple[torch.dtype, int]], saved: SavedCheckpoint, pair: DoubleBuffer
 ) -> None:
-    """A file's tensors to where they belong; `CheckpointDamaged` if its bytes have changed."""
+    """Copy a file's tensors to their places; raise `CheckpointDamaged` if its bytes have changed."""
     whole = [(file.start, file.start + file.nbytes)] if file.nbytes else []
     with ExitStack() as stack:
         with readable(file.path):
-            source = stack.enter_context(closing(TensorReader(file.path, whole, pair)))
+            reader = stack.enter_context(closing(TensorReader(file.path, whole, pair)))
         for entry in file.entries:
             if entry.tensor in saved.orders:
-                source.skip(entry.nbytes)
+                reader.skip(entry.nbytes)
                 continue
             dtype, at = places[entry.owner]
             step = PIECE_BYTES // entry.dtype.itemsize
             for first in range(0, entry.numel, step):
                 staged = torch.empty(min(step, entry.numel - first), dtype=entry.dtype)
                 with readable(file.path):
-                    source.take(entry.dtype, staged)
+                    reader.read(entry.dtype, staged)
                 _put(out, at + (entry.first + first) * dtype.itemsize, staged.to(dtype))
-        sums = source.sums()
+        sums = reader.sums()
     compare(file, [(each, file.nbytes) for each in sums])
 
 
@@ -180,7 +187,7 @@ def _put(out: int, at: int, tensor: torch.Tensor) -> None:
 
 @contextmanager
 def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Where to write a file that takes the path's place if all goes well."""
+    """Give the path of a file to write, which takes the path's place if the block raises nothing."""
     path = path.resolve()
     partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
     with as_tier_failure(path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,9 @@ from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for, loading_state
 from ps_core.engine._checkpoint.ranks import CheckpointRanks
-from ps_core.engine._checkpoint.reader import Reader, SavedFile, stored, version_of
+from ps_core.engine._checkpoint.reader import Reader, SavedFile, read_full_tensor, stored, version_of
 from ps_core.engine._checkpoint.safetensors_format import damaged, keeps_values, no_key_twice, read_table
 from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, TensorSource
-from ps_core.engine._checkpoint.tied_weights import owner, settle_ties
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
@@ -48,22 +48,22 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     with ranks.all_or_none("load_weights"):
         found, known = list(_files(path)), _targets(model)
         targets = _matched(found, known, getattr(model, "base_model_prefix", ""))
-        present = {owner(held) for held in targets.values() if held is not None}
+        present = {owner(target) for target in targets.values() if target is not None}
         missing = list(
-            {owner(held): name for name, held in reversed(known.items()) if owner(held) not in present}.values()
+            {owner(target): name for name, target in reversed(known.items()) if owner(target) not in present}.values()
         )
-        unexpected = [name for name, held in targets.items() if held is None]
+        unexpected = [name for name, target in targets.items() if target is None]
         names = (missing, unexpected) if strict else ([], [])
         _check(path, found, targets, *names)
-    ranks.agree("the weights that are loaded", f"{path.name} ({_print(found)})")
+    ranks.agree("the weights that are loaded", f"{path.name} ({_fingerprint(found)})")
     with ranks.all_or_none("load_weights"):
-        settle_ties(path, found, targets, ranks, strict=strict)
+        keep_one_name_of_tied(path, found, targets, ranks, strict=strict)
     with loading_state(engine, f"load_weights(model, {str(path)!r})"):
         Reader(engine, ranks).read([replace(file, targets=targets) for file in found])
     for entry in (entry for file in found for entry in file.entries):
-        held = targets[entry.owner]
-        if isinstance(held, tuple):
-            engine.masters.replaced(held[0], entry.dtype)
+        target = targets[entry.owner]
+        if isinstance(target, tuple):
+            engine.masters.replaced(target[0], entry.dtype)
     engine.masters.weights_loaded()
     return missing, unexpected
 
@@ -71,12 +71,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
 def _matched(
     files: Iterable[SavedFile], known: Mapping[str, TensorSource], prefix: str
 ) -> dict[str, TensorSource | None]:
-    """What each name of the files means in the model."""
+    """Return where each tensor of the files goes."""
     return {entry.owner: _find(entry.owner, known, prefix) for file in files for entry in file.entries}
 
 
-def _print(files: Iterable[SavedFile]) -> str:
-    """What tells these files from others, but for the values in them."""
+def _fingerprint(files: Iterable[SavedFile]) -> str:
+    """Return a checksum of the files' names and tables, to compare between ranks."""
     whole = Checksum()
     for file in files:
         whole.update(f"{file.path.name} {file.start} {file.entries} {file.checksum}".encode())
@@ -138,7 +138,7 @@ def _indexed(path: Path) -> Iterator[SavedFile]:
 
 
 def _targets(model: nn.Module) -> dict[str, TensorSource]:
-    """Where each name of ``state_dict`` has its newest values; tied ones by all their names."""
+    """Return where each name of ``state_dict`` has its newest values; tied parameters by all their names."""
     found: dict[str, TensorSource] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in {**module._parameters, **module._buffers}.items():
@@ -154,7 +154,7 @@ def _targets(model: nn.Module) -> dict[str, TensorSource]:
 
 
 def _find(name: str, known: Mapping[str, TensorSource], prefix: str) -> TensorSource | None:
-    """What a name of the files means here: Hugging Face's have, or lack, the prefix of the model without its head."""
+    """Find a file's name in the model: Hugging Face's have, or lack, the prefix of the model without its head."""
     for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         if each in known:
             return known[each]
@@ -168,14 +168,16 @@ def _check(
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
-    """`CheckpointMismatch` if there is something that cannot be, or may not."""
+    """Raise `CheckpointMismatch` for names that may not be missing or unexpected, and for shapes and types."""
     wrong = [f"{name!r}: in the model, not in the files" for name in missing]
     wrong += [f"{name!r}: in the files, not in the model" for name in unexpected]
     for file, entry in ((each, entry) for each in files for entry in each.entries):
-        held = targets[entry.owner]
-        if held is None:
+        target = targets[entry.owner]
+        if target is None:
             continue
-        shape, dtype = (held.shape, held.dtype) if isinstance(held, torch.Tensor) else (held[0].shape, held[0].dtype)
+        shape, dtype = (
+            (target.shape, target.dtype) if isinstance(target, torch.Tensor) else (target[0].shape, target[0].dtype)
+        )
         if tuple(shape) != file.shape_of(entry):
             wrong.append(f"{entry.owner!r}: shape {file.shape_of(entry)} in the files, {tuple(shape)} in the model")
         elif not keeps_values(entry.dtype, dtype):
@@ -192,3 +194,60 @@ def _check(
             ]
         )
     )
+
+
+_PIECE_NUMEL = 2**20
+
+
+def keep_one_name_of_tied(
+    path: Path,
+    files: Sequence[SavedFile],
+    targets: dict[str, TensorSource | None],
+    ranks: CheckpointRanks,
+    *,
+    strict: bool,
+) -> None:
+    """Keep one of a tied parameter's names; raise `CheckpointMismatch` if values differ (warn unless ``strict``)."""
+    names: dict[int, list[str]] = {}
+    for name, target in targets.items():
+        if target is not None:
+            names.setdefault(owner(target), []).append(name)
+    for tied in names.values():
+        target = targets[tied[0]]
+        own = target[0].name if isinstance(target, tuple) else ""
+        kept = own if own in tied else tied[0]
+        for other in tied:
+            if other == kept or target is None:
+                continue
+            targets[other] = None
+            if ranks.leads and not _alike(files, kept, other, target):
+                _report_difference(path, kept, other, strict=strict)
+
+
+def owner(target: TensorSource) -> int:
+    """Return a number that is the same for all names of a tied parameter."""
+    return id(target) if isinstance(target, torch.Tensor) else id(target[0].first)
+
+
+def _alike(files: Sequence[SavedFile], one: str, other: str, target: TensorSource) -> bool:
+    """True if two names have the same values, rounded to the type that they are kept in."""
+    if isinstance(target, torch.Tensor):
+        shape, stride, dtype = target.shape, target.stride(), target.dtype
+    else:
+        record, kind = target
+        shape, stride, dtype = record.shape, record.stride, record.group.dtype_of(kind)
+    first, second = (read_full_tensor(files, name, shape, stride) for name in (one, other))
+    return all(
+        torch.equal(a.to(dtype).view(torch.uint8), b.to(dtype).view(torch.uint8))
+        for a, b in zip(torch.split(first, _PIECE_NUMEL), torch.split(second, _PIECE_NUMEL), strict=True)
+    )
+
+
+def _report_difference(path: Path, kept: str, other: str, *, strict: bool) -> None:
+    what = f"{path}: {kept!r} and {other!r} are one parameter in the model, and have different values in the files"
+    if strict:
+        raise CheckpointMismatch(
+            f"{what}; try: a model in which they are not tied (tie_word_embeddings=False), or strict=False, which "
+            f"takes {kept!r}"
+        )
+    warnings.warn(f"{what}: {kept!r} is taken", stacklevel=5)

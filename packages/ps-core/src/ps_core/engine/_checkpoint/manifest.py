@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, and the checksums of every file, that one's included.
+"""Write and read ``manifest.json``, and ``checksums.sfv``, which has the checksum of every file.
 
 [Note: damage]
 ``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest; the manifest says which tensors each file
@@ -54,22 +54,22 @@ class ManifestFile:
     section: str
     entries: tuple[TensorEntry, ...]
     writer: int = 0
-    """The process that writes it."""
+    """The rank that writes it."""
     save: str = ""
     """The mark of the save; empty in version 1."""
 
     @property
     def table(self) -> bytes:
-        """What it begins with."""
+        """The bytes that the file begins with."""
         return table_of(self.entries, self.save)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The file's size."""
         return len(self.table) + sum(entry.nbytes for entry in self.entries)
 
     def row(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Return the file's row of the manifest."""
         tensors = []
         for each in self.entries:
             part = [each.tensor, each.first] if each.tensor else []
@@ -78,7 +78,7 @@ class ManifestFile:
 
 
 def cut(section: str, shares: Iterable[tuple[int, Sequence[TensorEntry]]], limit_bytes: int) -> list[ManifestFile]:
-    """A section's files: as many tensors of a writer's in each as the limit allows, but at least one."""
+    """Distribute a section's tensors over files: as many of one writer as the limit allows, at least one."""
     parts: list[tuple[int, list[TensorEntry]]] = []
     for writer, entries in shares:
         size = limit_bytes
@@ -93,14 +93,14 @@ def cut(section: str, shares: Iterable[tuple[int, Sequence[TensorEntry]]], limit
 
 
 def numbered(name: str, count: int, ending: str) -> list[str]:
-    """The names of so many files."""
+    """Return the names of ``count`` files."""
     if count == 1:
         return [f"{name}.{ending}"]
     return [f"{name}-{index:05}-of-{count:05}.{ending}" for index in range(1, count + 1)]
 
 
 def marked(files: Iterable[ManifestFile], manifest: dict[str, Any], more: Sequence[int]) -> list[ManifestFile]:
-    """The same, with the mark that follows from what is saved."""
+    """Return the files with the mark of the save, a checksum of the manifest and of ``more``."""
     whole = Checksum()
     whole.update(_text(manifest))
     whole.update(repr(list(more)).encode())
@@ -108,7 +108,7 @@ def marked(files: Iterable[ManifestFile], manifest: dict[str, Any], more: Sequen
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: Sequence[ManifestFile], sums: dict[str, str]) -> None:
-    """Write both, to the disk."""
+    """Write the manifest and the checksums of all files."""
     rows = {file.name: file.row() for file in files}
     mark = next(file.save for file in files)
     about = {"format": FORMAT, "version": WRITTEN, "save": mark, "written_by": f"ps-core {__version__}"}
@@ -133,7 +133,7 @@ def _checksum(text: bytes) -> str:
 
 
 def write_text(path: Path, text: bytes, folder: int | None = None) -> int:
-    """A small file, to the disk; its checksum. ``folder``: see `Outlet`."""
+    """Write a small file, and sync it; return its checksum. ``folder``: see `DirectWriter`."""
     file = open_new(path, folder)
     try:
         write_all(file, memoryview(text))
@@ -156,30 +156,30 @@ class SavedCheckpoint:
 
     @property
     def ranks(self) -> int:
-        """How many processes saved it."""
+        """The number of ranks that saved it."""
         found: int = self.manifest.get("ranks", 1)
         return found
 
     @property
-    def print(self) -> str:
-        """What tells it from others."""
+    def fingerprint(self) -> str:
+        """A checksum that tells the checkpoint from others."""
         return _checksum(_sums(self.sums))
 
     @property
     def orders(self) -> dict[str, list[int]]:
-        """The strides of tensors that parts are of, where those do not lie row by row."""
+        """By name, the strides of tensors in parts that are not contiguous."""
         found: dict[str, list[int]] = self.manifest.get("orders", {})
         return found
 
     def files_for(self, rank: int) -> list[ManifestFile]:
-        """Those that are of interest to one process: all, but of buffers only one writer's."""
+        """Return the files that one rank reads: all, but of buffers those of one writer."""
         mine = rank % self.ranks
         if not any(file.section == "buffers" and file.writer == mine for file in self.files):
             mine = 0
         return [file for file in self.files if file.section != "buffers" or file.writer == mine]
 
     def random_of(self, rank: int) -> dict[str, Any]:
-        """The states of a process's random numbers, from the manifest or a file; checked."""
+        """Return the states of a rank's random numbers, checked."""
         names = self.manifest.get("random_files", [])
         path = self.path / (names[rank % len(names)] if names else MANIFEST)
         try:
@@ -191,7 +191,7 @@ class SavedCheckpoint:
         return state
 
     def read_small(self, name: str) -> bytes:
-        """A small file, checked."""
+        """Return the bytes of a small file; raise `CheckpointDamaged` unless its checksum is right."""
         text = _read(self.path / name)
         if _checksum(text) != self.sums[name]:
             raise damaged(self.path / name, f"its checksum is not what {SUMS} says")
@@ -199,12 +199,15 @@ class SavedCheckpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one of ours."""
+    """True if a folder has a checkpoint, whole or not."""
     return (path / SUMS).is_file() or (path / MANIFEST).is_file()
 
 
 def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
-    """A checkpoint, all but its tensors checked (or with ``files_too`` false the manifest); see [Note: damage]."""
+    """Read a checkpoint's manifest, and check all but the tensors' bytes; see [Note: damage].
+
+    With ``files_too`` false, only the manifest is checked.
+    """
     if not path.is_dir():
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
     sums = _read_sums(path)
@@ -229,7 +232,7 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """The manifest's values, if it is one of a version that is known."""
+    """Return the manifest's values; raise `CheckpointMismatch` if its version is not known."""
     try:
         manifest = json.loads(text, object_pairs_hook=no_key_twice)
     except (ValueError, RecursionError) as error:
@@ -247,7 +250,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _refuse(path: Path, wrong: Iterator[str]) -> None:
-    """`CheckpointDamaged` for the first thing that is wrong; the others may follow from that."""
+    """Raise `CheckpointDamaged` for the first thing that is wrong; the others may follow from it."""
     first = next(wrong, None)
     if first is not None:
         raise damaged(path / MANIFEST, f"its checksum is right, but {first}: whatever wrote it has a bug")

@@ -1,25 +1,29 @@
-"""What saving and loading ask of an engine first, and what a load that fails half way leaves behind."""
+"""What saving and loading require: of the engine, and of a checkpoint, which has to be of this model and optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import CheckpointMismatch, InvalidInput
+from ps_core.engine._checkpoint.atomic_folder import MANIFEST
+from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
-from ps_core.engine._checkpoint.sections import EXTRA, Sections, TensorSource
+from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
+from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, Sections, TensorSource, entries, extra_states
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._optim.optimizer import LOSS_SCALE, ChunkedOptimizer
 from ps_core.engine._parameters.transitions import GradientPlace
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
-    """The whole of a managed model, and its engine, if the optimizer is the one that was made with it."""
+    """Return a managed model and its engine; raise `InvalidInput` if the optimizer was not made with it."""
     management = hooks_of(model)
     engine, whole = management.engine, management._model()
     if whole is None:
@@ -37,7 +41,7 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
 
 
 def finish_pass_for(engine: Engine, what: str) -> None:
-    """End the pass that is on; `InvalidInput` amid a step."""
+    """End the current pass; raise `InvalidInput` if gradients wait for a step. ``what``: saved or loaded."""
     check_outside(what)
     engine.finish_pass()
     engine.check_writes()
@@ -50,23 +54,23 @@ def finish_pass_for(engine: Engine, what: str) -> None:
 
 
 def check_outside(what: str) -> None:
-    """`InvalidInput` inside a backward pass."""
+    """Raise `InvalidInput` inside a backward pass. ``what``: saved or loaded."""
     if torch._C._current_graph_task_id() != -1:
         raise InvalidInput(f"inside a backward pass nothing can be {what}: do it after backward() has returned")
 
 
 @contextmanager
 def loading_state(engine: Engine, what: str) -> Iterator[None]:
-    """Values are being replaced; if that fails half way, nobody may use what is then a mixture."""
+    """Mark the model as half loaded within the block; after an error it stays so, and may not be used."""
     engine.mark_half_loaded(what)
     engine.collected()
     yield
     engine.mark_half_loaded("")
 
 
-def targets_of(saved: SavedCheckpoint, held: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:
-    """Where each section's tensors go: parameters to where their newest values are kept; and what belongs to nobody."""
-    parameters = {**held["weights"], **held["masters"]}
+def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:
+    """Return where each section's tensors go, and new tensors for those of ``extra``."""
+    parameters = {**sections["weights"], **sections["masters"]}
     extra = {
         entry.name: torch.empty(entry.shape, dtype=entry.dtype)
         for file in saved.files
@@ -74,4 +78,131 @@ def targets_of(saved: SavedCheckpoint, held: Sections) -> tuple[Sections, dict[s
         for entry in file.entries
     }
     kept: dict[str, TensorSource] = dict(extra)
-    return {**held, "weights": parameters, "masters": parameters, EXTRA: kept}, extra
+    return {**sections, "weights": parameters, "masters": parameters, EXTRA: kept}, extra
+
+
+SHOWN = 8
+"""So many differences are listed; the rest is counted."""
+
+
+def parameters_of(engine: Engine) -> dict[str, Any]:
+    """Return the manifest's rows for the parameters."""
+    return {
+        record.name: {
+            "shape": list(record.shape),
+            "dtype": type_name(record.name, record.dtype),
+            "trainable": record.trainable,
+        }
+        for record in engine.records
+    }
+
+
+def check(
+    saved: SavedCheckpoint, model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, sections: Sections
+) -> None:
+    """Raise `CheckpointMismatch` unless training can go on from there (without an optimizer: weights can be used)."""
+    training, theirs = optimizer is not None, saved.manifest["optimizer"]
+    found = [] if optimizer is None else list(_of_optimizer(theirs, optimizer))
+    found += [*_of_parameters(saved, engine, training=training and theirs is not None)]
+    found += [*_of_the_rest(saved, model, sections)]
+    if optimizer is not None and not found:
+        found += [*_of_numbers(readable_values(saved, "optimizer", _zero), optimizer, engine)]
+    if not found:
+        return
+    shown = [f"  {line}" for line in found[:SHOWN]]
+    if len(found) > SHOWN:
+        shown.append(f"  and {len(found) - SHOWN} differences more")
+    raise CheckpointMismatch(
+        "\n".join(
+            [
+                f"{saved.path} is of something else:",
+                *shown,
+                "  try: build the model, and call chunked(...), as when it was saved; or take over the weights only:",
+                f"  load_weights(model, {str(saved.path)!r})",
+            ]
+        )
+    )
+
+
+def readable_values(saved: SavedCheckpoint, key: str, find: Callable[[str], torch.Tensor]) -> Any:
+    """Decode the manifest's value of a key (any: see `json_values`); raise `CheckpointDamaged` if that fails."""
+    try:
+        return decode(saved.manifest[key], find)
+    except (TypeError, ValueError) as error:
+        raise damaged(saved.path / MANIFEST, f"its {key!r} cannot be read ({error})") from None
+
+
+def as_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's optimizer settings in the form of ``state_dict``, without states."""
+    groups, index = [], 0
+    for group in state["groups"]:
+        count = len(group["param_names"])
+        groups.append({**group, "params": list(range(index, index + count))})
+        index += count
+    scale = {} if state["loss_scale"] is None else {LOSS_SCALE: state["loss_scale"]}
+    return {"state": {}, "param_groups": groups, **scale}
+
+
+def _of_parameters(saved: SavedCheckpoint, engine: Engine, *, training: bool) -> Iterator[str]:
+    own, theirs = parameters_of(engine), saved.manifest["parameters"]
+    yield from _names("parameter", theirs, own)
+    for name, row in own.items():
+        for key in ("shape", "dtype", "trainable") if training else ("shape",):
+            if name in theirs and theirs[name][key] != row[key]:
+                yield f"{name!r}: {key} {theirs[name][key]} in the checkpoint, {row[key]} in the model"
+
+
+def _of_the_rest(saved: SavedCheckpoint, model: nn.Module, sections: Sections) -> Iterator[str]:
+    buffers = {entry.name: entry for file in saved.files if file.section == BUFFERS for entry in file.entries}
+    mine = {entry.name: entry for entry in entries(sections[BUFFERS])}
+    yield from _names("buffer", buffers, mine)
+    for name, other in mine.items():
+        one = buffers.get(name, other)
+        if one != other:
+            yield f"{name!r}: {one.dtype} {one.shape} in the checkpoint, {other.dtype} {other.shape} in the model"
+    yield from _names("state of module", saved.manifest["modules"], extra_states(model))
+
+
+def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer) -> Iterator[str]:
+    if theirs is None:
+        yield "the optimizer: none in the checkpoint, so there are no masters and moments to go on from"
+        return
+    if theirs["name"] != optimizer._name:
+        yield f"the optimizer: {theirs['name']} in the checkpoint, {optimizer._name} here"
+    members = [[group["param_names"] for group in groups] for groups in (theirs["groups"], optimizer.param_groups)]
+    if len(members[0]) != len(members[1]):
+        yield f"the optimizer's groups: {len(members[0])} in the checkpoint, {len(members[1])} here"
+        return
+    saved, now = ({name: i for i, names in enumerate(each) for name in names} for each in members)
+    for name, place in saved.items():
+        if now.get(name, place) != place:
+            yield f"{name!r}: in param_groups[{place}] in the checkpoint, in param_groups[{now[name]}] here"
+
+
+def _of_numbers(theirs: Mapping[str, Any], optimizer: ChunkedOptimizer, engine: Engine) -> Iterator[str]:
+    """Yield what of the groups and of the loss scale cannot be taken over."""
+    try:
+        optimizer._match_groups(as_state_dict(theirs)["param_groups"])
+    except (LookupError, TypeError, ValueError) as error:
+        yield f"the optimizer's groups: {error}"
+    if (theirs["loss_scale"] is None) != (engine.loss_scale is None):
+        yield f"the loss scale: {theirs['loss_scale']} in the checkpoint, {engine.loss_scale} here"
+    elif theirs["loss_scale"] is not None:
+        try:
+            LossScale().load_state_dict(theirs["loss_scale"])
+        except InvalidInput as error:
+            yield str(error)
+
+
+def _zero(_: str) -> torch.Tensor:
+    """Stand in for a number that is kept as a tensor, which has not been read yet."""
+    return torch.zeros(())
+
+
+def _names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    for name in saved:
+        if name not in own:
+            yield f"{what} {name!r}: in the checkpoint, not in the model"
+    for name in own:
+        if name not in saved:
+            yield f"{what} {name!r}: in the model, not in the checkpoint"

@@ -1,4 +1,4 @@
-"""Tensors from files into a model: every process reads its part, and every byte is summed up by one of them."""
+"""Read tensors from files into a model: each rank reads its part, and one rank takes each byte into a checksum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ps_core._program import Kind
 from ps_core.engine._checkpoint.crc32 import Checksum, joined, text_of
-from ps_core.engine._checkpoint.direct_io import DoubleBuffer, buffers
+from ps_core.engine._checkpoint.direct_io import DoubleBuffer, TensorReader, buffers
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
 from ps_core.engine._checkpoint.ranks import CheckpointRanks
 from ps_core.engine._checkpoint.safetensors_format import TensorEntry, bytes_of, damaged
@@ -26,56 +26,55 @@ from ps_core.engine._checkpoint.sections import (
     layout_of,
 )
 from ps_core.engine._checkpoint.shard_ranges import FileRange, Layout, plain_order, runs, same_order, spans
-from ps_core.engine._checkpoint.tensor_files import TensorReader
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.state import ParamState
 
 Targets = Mapping[str, TensorSource | None]
-"""By the names of a file's tensors (not of its parts): where they go."""
+"""By the name of a file's tensor (not of a part): where its values go; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullTensorLayout:
-    """A tensor that is in parts."""
+    """The whole of a tensor that files have in parts."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """How it was laid down in memory where it was saved: parts are runs of that."""
+    """Its strides in memory where it was saved: parts are runs of elements in that order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A file with tensors in it."""
+    """One file of tensors, and where they go."""
 
     path: Path
     start: int
-    """Where the first of them begins."""
+    """The byte at which the first tensor begins."""
     entries: tuple[TensorEntry, ...]
     targets: Targets
     wholes: Mapping[str, FullTensorLayout] = field(default_factory=dict)
-    """The tensors that parts are of."""
+    """By name, the tensors that files have in parts."""
     head: bytes = b""
-    """What is before ``start``, if there is a checksum."""
+    """The bytes before ``start``, if there is a checksum."""
     checksum: str | None = None
     common: bool = False
-    """Whether every process reads all of it."""
+    """True if every rank reads all of the file."""
     version: tuple[int, ...] = ()
-    """What `version_of` the file was, where there is no checksum."""
+    """The file's `version_of`, where there is no checksum."""
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """The size of its tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
     def places(self) -> Iterator[tuple[TensorEntry, int]]:
-        """Each of them, and where it begins."""
+        """Yield each tensor, and the byte at which it begins."""
         at = self.start
         for entry in self.entries:
             yield entry, at
             at += entry.nbytes
 
     def shape_of(self, entry: TensorEntry) -> tuple[int, ...]:
-        """Of the whole."""
+        """Return the shape of the whole tensor."""
         return self.wholes[entry.tensor].shape if entry.tensor else entry.shape
 
 
@@ -103,13 +102,13 @@ def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int | N
 
 
 class Reader:
-    """One process's reading of some files."""
+    """Reads this rank's part of some files."""
 
     def __init__(self, engine: Engine, ranks: CheckpointRanks) -> None:
         self._engine, self._ranks = engine, ranks
 
     def read(self, files: Sequence[SavedFile]) -> None:
-        """Fill the targets; `CheckpointDamaged` on every process if a byte of any file is another."""
+        """Fill the targets; raise `CheckpointDamaged` on every rank if a byte of any file has changed."""
         rows = {file.path: self._spans(file) for file in files}
         sums: dict[Path, list[int]] = {}
         with (
@@ -121,17 +120,17 @@ class Reader:
             for file in files:
                 mine = [each for each in rows[file.path] if self._is_mine(file, each)]
                 sums[file.path] = _read(file, mine, chunks, pair) if mine else []
-            self._turn(files, chunks)
+            self._read_transposed(files, chunks)
         self._check(files, rows, sums)
-        for record in {held[0]: None for file in files for held in file.targets.values() if _is_managed(held)}:
+        for record in {target[0]: None for file in files for target in file.targets.values() if _is_managed(target)}:
             record.mark_replaced()
 
     def _spans(self, file: SavedFile) -> list[FileRange]:
         def layout(entry: TensorEntry) -> Layout | None:
-            held = file.targets.get(entry.owner)
-            if held is None or self._is_odd(file, entry, held):
+            target = file.targets.get(entry.owner)
+            if target is None or self._needs_transpose(file, entry, target):
                 return None
-            return Layout(0, max(1, entry.numel)) if isinstance(held, torch.Tensor) else layout_of(held[0])
+            return Layout(0, max(1, entry.numel)) if isinstance(target, torch.Tensor) else layout_of(target[0])
 
         found = spans(file.start, file.entries, layout)
         return [replace(each, reader=self._ranks.shard) for each in found] if file.common else list(found)
@@ -139,35 +138,35 @@ class Reader:
     def _is_mine(self, file: SavedFile, span: FileRange) -> bool:
         return span.reader == self._ranks.shard and (span.wanted or file.checksum is not None)
 
-    def _turn(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
-        """What is not read in order, each tensor by way of the whole."""
+    def _read_transposed(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
+        """Read tensors that lie in another order in the file, each as a whole."""
         odd = {
-            entry.owner: (file, held)
+            entry.owner: (file, target)
             for file in files
             for entry in file.entries
-            if (held := file.targets.get(entry.owner)) is not None and self._is_odd(file, entry, held)
+            if (target := file.targets.get(entry.owner)) is not None and self._needs_transpose(file, entry, target)
         }
-        for name, (file, held) in odd.items():
+        for name, (file, target) in odd.items():
             same = [each for each in files if each.targets is file.targets]
-            if isinstance(held, torch.Tensor):
-                held.copy_(read_full_tensor(same, name, held.shape, plain_order(held.shape)).view(held.shape))
-            elif mine := elements_of(held[0], self._ranks.shard):
-                turned = read_full_tensor(same, name, held[0].shape, held[0].stride)
-                chunks.elements(held, mine.start, len(mine)).copy_(turned[mine.start : mine.stop])
+            if isinstance(target, torch.Tensor):
+                target.copy_(read_full_tensor(same, name, target.shape, plain_order(target.shape)).view(target.shape))
+            elif mine := elements_of(target[0], self._ranks.shard):
+                turned = read_full_tensor(same, name, target[0].shape, target[0].stride)
+                chunks.elements(target, mine.start, len(mine)).copy_(turned[mine.start : mine.stop])
 
-    def _is_odd(self, file: SavedFile, entry: TensorEntry, held: TensorSource) -> bool:
-        """Whether a process does not read a run of the file's elements as they come."""
-        if isinstance(held, torch.Tensor):
-            return self._ranks.shards > 1 and not file.common  # all want it, and each byte is summed up by one
-        record = held[0]
+    def _needs_transpose(self, file: SavedFile, entry: TensorEntry, target: TensorSource) -> bool:
+        """True if this rank cannot read the tensor as a run of the file's elements; it is read as a whole then."""
+        if isinstance(target, torch.Tensor):
+            return self._ranks.shards > 1 and not file.common  # all ranks want it, and one rank reads each byte
+        record = target[0]
         if not entry.tensor and any(len(elements_of(record, shard)) == record.numel for shard in _shards_of(record)):
-            return False  # whole here as it is there, so it may be copied in any order
+            return False  # whole on one rank as in the file, so it may be copied in any order
         return not same_order(record.shape, _order(file, entry, record.shape), record.stride)
 
     def _check(
         self, files: Sequence[SavedFile], rows: Mapping[Path, list[FileRange]], sums: Mapping[Path, list[int]]
     ) -> None:
-        """Put the sums of what each process read together; files without a checksum must be as they were."""
+        """Join the checksums of all ranks and compare; files without one must not have been written to."""
         ranks = self._ranks
         changing, files = files, [file for file in files if file.checksum is not None]
         shared = [file for file in files if not file.common]
@@ -190,20 +189,20 @@ class Reader:
 
 
 def _read(file: SavedFile, mine: Sequence[FileRange], chunks: OpenChunks, pair: DoubleBuffer) -> list[int]:
-    """These spans; the checksum of each run of them."""
+    """Read these ranges; return the checksum of each run of them."""
     ranges = [(start, stop) for _, start, stop in runs(mine)]
-    with readable(file.path), closing(TensorReader(file.path, ranges, pair)) as source:
+    with readable(file.path), closing(TensorReader(file.path, ranges, pair)) as reader:
         for span in mine:
-            held, dtype = file.targets.get(span.entry.owner), span.entry.dtype
-            if held is None or not span.wanted:
-                source.skip(span.stop - span.start)
-            elif isinstance(held, torch.Tensor):
-                source.take(dtype, held)
+            target, dtype = file.targets.get(span.entry.owner), span.entry.dtype
+            if target is None or not span.wanted:
+                reader.skip(span.stop - span.start)
+            elif isinstance(target, torch.Tensor):
+                reader.read(dtype, target)
             elif not span.entry.tensor and span.stop - span.start == span.entry.nbytes:
-                source.take(dtype, chunks.tensor(held))
+                reader.read(dtype, chunks.tensor(target))
             else:
-                source.take(dtype, chunks.elements(held, span.first, (span.stop - span.start) // dtype.itemsize))
-        return source.sums()
+                reader.read(dtype, chunks.elements(target, span.first, (span.stop - span.start) // dtype.itemsize))
+        return reader.sums()
 
 
 def version_of(path: Path) -> tuple[int, ...]:
@@ -215,7 +214,7 @@ def version_of(path: Path) -> tuple[int, ...]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What the system says of a file that is read as `CheckpointDamaged`."""
+    """Raise errors of the operating system as `CheckpointDamaged`, with the file's name."""
     try:
         yield
     except OSError as error:
@@ -223,7 +222,10 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def compare(file: SavedFile, pieces: Sequence[tuple[int, int]]) -> None:
-    """`CheckpointDamaged` unless every byte of the file is as it was written."""
+    """Raise `CheckpointDamaged` unless every byte of the file is as it was written.
+
+    ``pieces``: the checksum and the size of each run of its tensors' bytes, in order.
+    """
     head = Checksum()
     head.update(file.head)
     found = text_of(joined([(head.value, len(file.head)), *pieces]))
@@ -231,8 +233,8 @@ def compare(file: SavedFile, pieces: Sequence[tuple[int, int]]) -> None:
         raise damaged(file.path, f"its checksum is {found}, expected {file.checksum}: bytes have changed")
 
 
-def _is_managed(held: TensorSource | None) -> TypeGuard[tuple[ParamState, Kind]]:
-    return isinstance(held, tuple)
+def _is_managed(target: TensorSource | None) -> TypeGuard[tuple[ParamState, Kind]]:
+    return isinstance(target, tuple)
 
 
 def _shards_of(record: ParamState) -> range:
@@ -245,15 +247,15 @@ def _order(file: SavedFile, entry: TensorEntry, shape: Sequence[int]) -> tuple[i
 
 
 def read_full_tensor(files: Sequence[SavedFile], name: str, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-    """All elements of a tensor that is in these files, in the order that it has in memory with these strides."""
+    """Return all elements of a tensor, in the order that they have in memory with these strides."""
     found = [(file, entry, at) for file in files for entry, at in file.places() if entry.owner == name]
     file, entry, _ = found[0]
     order = _order(file, entry, shape)
     given = torch.empty(shape.numel(), dtype=entry.dtype)
     for part, piece, at in found:
-        with readable(part.path), part.path.open("rb") as source:
-            source.seek(at)
-            if source.readinto(bytes_of(given[piece.first : piece.first + piece.numel])) != piece.nbytes:
+        with readable(part.path), part.path.open("rb") as opened:
+            opened.seek(at)
+            if opened.readinto(bytes_of(given[piece.first : piece.first + piece.numel])) != piece.nbytes:
                 raise damaged(part.path, f"it ends in the midst of {piece.name!r}")
     if same_order(shape, order, stride):
         return given

@@ -13,7 +13,7 @@ from ps_core.engine._checkpoint.safetensors_format import bytes_of
 
 
 def random_state() -> dict[str, Any]:
-    """torch's, Python's, CUDA's where it is in use, NumPy's where it is imported."""
+    """Return the states of torch and Python, of CUDA where it is in use, and of NumPy where it is imported."""
     found: dict[str, Any] = {"torch": _bytes(torch.get_rng_state()), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = [_bytes(each) for each in torch.cuda.get_rng_state_all()]
@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Let the generators go on from there; those that are not here are passed over."""
+    """Set the generators to these states; those that this process does not have are left out."""
     torch.set_rng_state(_tensor(state["torch"]))
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
@@ -38,7 +38,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def check_random_state(state: Any) -> None:
-    """`ValueError` unless `restore_random_state` can take it (any: a file says it); no generator changes."""
+    """Raise `ValueError` unless `restore_random_state` accepts it (any: from a file); no generator changes."""
     try:
         torch.Generator().set_state(_tensor(state["torch"]))
         random.Random().setstate(state["python"])
@@ -53,7 +53,7 @@ def check_random_state(state: Any) -> None:
 
 
 def _of_numpy(state: dict[str, Any]) -> dict[str, Any]:
-    """NumPy's state in its own types."""
+    """Return NumPy's state in its own types."""
     import numpy
 
     return {**state, "state": {**state["state"], "key": numpy.array(state["state"]["key"], dtype=numpy.uint32)}}

@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
-from ps_core.engine._checkpoint.compare import as_state_dict, check, parameters_of, readable_values
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.preconditions import (
+    as_state_dict,
+    check,
     check_outside,
     finish_pass_for,
     loading_state,
     managed_pair,
+    parameters_of,
+    readable_values,
     targets_of,
 )
 from ps_core.engine._checkpoint.ranks import CheckpointRanks
@@ -39,7 +42,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write all that training needs to go on, and ``extra``, into a new folder, between two steps.
+    """Write all that training needs to go on, and ``extra``, into a new folder; call it between two steps.
 
     The folder appears when everything is on the disk. With ``overwrite`` it takes the place of the checkpoint that is
     there; a process killed at whatever instant leaves that one or the new one. Where several processes share the model,
@@ -52,18 +55,18 @@ def save_checkpoint(
         check_outside("saved")
     finish_pass_for(engine, "saved")
     with ranks.all_or_none("save_checkpoint"):
-        held = contents(model, engine, optimizer)
-        manifest, held[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))
+        sections = contents(model, engine, optimizer)
+        manifest, sections[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))
     if ranks.several:
-        agree(ranks, manifest, held[EXTRA], overwrite=overwrite)
+        agree(ranks, manifest, sections[EXTRA], overwrite=overwrite)
     engine.updater.compare()
-    save(AtomicFolder(path), engine, plan_save(ranks, engine, manifest, held), overwrite=overwrite)
+    save(AtomicFolder(path), engine, plan_save(ranks, engine, manifest, sections), overwrite=overwrite)
 
 
 def _manifest(
     model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, TensorSource]]:
-    """What is not a tensor of the model's or the optimizer's; and the tensors among that."""
+    """Return the manifest, and the tensors that it refers to by number."""
     kept: dict[str, TensorSource] = {}
 
     def keep(tensor: torch.Tensor) -> str:
@@ -107,12 +110,12 @@ def load_checkpoint(
             folder.recover()
     with ranks.all_or_none("load_checkpoint"):
         saved = read_manifest(folder.path, files_too=ranks.leads)
-    ranks.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.print})")
+    ranks.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.fingerprint})")
     with ranks.all_or_none("load_checkpoint"):
-        held = contents(model, engine, optimizer)
-        check(saved, model, engine, optimizer, held)
+        sections = contents(model, engine, optimizer)
+        check(saved, model, engine, optimizer, sections)
         random = None if optimizer is None else saved.random_of(ranks.rank)
-    targets, extra_tensors = targets_of(saved, held)
+    targets, extra_tensors = targets_of(saved, sections)
     engine.discard_gradients()
     engine.finish_pass()
     find = extra_tensors.__getitem__
@@ -136,7 +139,7 @@ def load_checkpoint(
 
 
 def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any]) -> None:
-    """Settings, loss scale and counts of steps; masters and moments are there already."""
+    """Restore settings, loss scale and counts of steps; masters and moments have been read already."""
     engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
         record.steps = 0  # or the optimizer would clear moments that it finds no state for

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model under management, by section and name; and chunks held open while it moves."""
+"""The tensors of a managed model by section and name, and access to the chunks that they are in."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from ps_core.engine._sharding.residency import ShardedResidency
 
 MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
 TensorSource = tuple[ParamState, Kind] | torch.Tensor
-"""Where a tensor's values are: in a chunk, or by themselves."""
+"""Where a tensor's values are: in a chunk of this kind, or in the tensor itself."""
 Sections = dict[str, dict[str, TensorSource]]
 
 
 def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None) -> Sections:
-    """Every tensor of a model and its optimizer, by section; parameters in the order in which modules register them.
+    """Return every tensor of a model and its optimizer, by section.
 
-    So neither groups nor tiers show in a checkpoint: the same training gives the same bytes wherever it ran.
+    Parameters are in the order in which modules register them. So a checkpoint shows neither groups nor tiers: the same
+    training gives the same bytes wherever it ran.
     """
     moments = {} if optimizer is None else MOMENTS[optimizer._rule]
     found: Sections = {MASTERS: {}, **{name: {} for name in moments}, WEIGHTS: {}}
@@ -47,7 +48,7 @@ def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | Non
 
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What else ``state_dict`` has: buffers, but for those it leaves out, and parameters that are not managed."""
+    """Yield what else ``state_dict`` has: persistent buffers, and parameters that are not managed."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         rows = {**module._buffers, **module._parameters}
@@ -63,7 +64,7 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules want kept besides tensors (``get_extra_state``)."""
+    """Return what modules give for ``get_extra_state``, by their names."""
     return {
         name: module.get_extra_state()
         for name, module in model.named_modules()
@@ -72,15 +73,15 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def entries(section: dict[str, TensorSource], shard: int = 0) -> list[TensorEntry]:
-    """What a process writes of a section's tensors, as they will lie in files; see [Note: parts]."""
-    found = [_entry(name, held, shard) for name, held in section.items()]
+    """Return what a rank writes of a section's tensors, in the order of the files; see [Note: parts]."""
+    found = [_entry(name, source, shard) for name, source in section.items()]
     return in_order(each for each in found if each is not None)
 
 
-def _entry(name: str, held: TensorSource, shard: int) -> TensorEntry | None:
-    if isinstance(held, torch.Tensor):
-        return None if shard else TensorEntry(name, held.dtype, tuple(held.shape))
-    record, kind = held
+def _entry(name: str, source: TensorSource, shard: int) -> TensorEntry | None:
+    if isinstance(source, torch.Tensor):
+        return None if shard else TensorEntry(name, source.dtype, tuple(source.shape))
+    record, kind = source
     dtype = record.group.dtype_of(kind)
     mine = elements_of(record, shard)
     if mine == range(record.numel):
@@ -91,26 +92,26 @@ def _entry(name: str, held: TensorSource, shard: int) -> TensorEntry | None:
 
 
 def layout_of(record: ParamState) -> Layout:
-    """Where its elements are."""
+    """Return where a parameter's elements are in its group."""
     return Layout(record.offset, record.group.shard_numel)
 
 
 def elements_of(record: ParamState, shard: int) -> range:
-    """Those that a shard has, in memory order."""
+    """Return the elements that a shard has, in memory order."""
     first = shard * record.group.shard_numel - record.offset
     start, stop = (min(max(each, 0), record.numel) for each in (first, first + record.group.shard_numel))
     return range(start, stop)
 
 
 def largest_chunk_bytes(engine: Engine) -> int:
-    """Of all chunks that this process keeps, of all groups."""
+    """Return the size of the largest chunk that this rank keeps."""
     return max(chunk.bytes for group in engine.groups for kind, chunk in group.chunks.items() if kind is not Kind.FULL)
 
 
 class OpenChunks(AbstractContextManager["OpenChunks"]):
-    """Chunks held open: one at a time, for it may have to come from a disk; and those that are in memory for good.
+    """Chunks that are open to the host: one at a time, since it may come from a disk, and those pinned in memory.
 
-    Of a model that several processes share, a chunk is this one's shard.
+    With several ranks a chunk is this rank's shard.
     """
 
     def __init__(self, engine: Engine, *, write: bool) -> None:
@@ -118,17 +119,17 @@ class OpenChunks(AbstractContextManager["OpenChunks"]):
         self._write = write
         self._open: dict[tuple[ParamGroup, Kind], tuple[ExitStack, torch.Tensor, list[ParamState]]] = {}
 
-    def tensor(self, held: TensorSource) -> torch.Tensor:
-        """A tensor of which all is here, to be read or written before the next call."""
-        if isinstance(held, torch.Tensor):
-            return held
-        record, kind = held
+    def tensor(self, source: TensorSource) -> torch.Tensor:
+        """Return a tensor that this rank has whole, to be read or written before the next call."""
+        if isinstance(source, torch.Tensor):
+            return source
+        record, kind = source
         flat = self._elements(record, kind)
         return flat.as_strided(record.shape, record.stride, flat.storage_offset())
 
-    def elements(self, held: tuple[ParamState, Kind], first: int, count: int) -> torch.Tensor:
-        """Some of those that are here, in memory order, to be read or written before the next call."""
-        record, kind = held
+    def elements(self, source: tuple[ParamState, Kind], first: int, count: int) -> torch.Tensor:
+        """Return some of this rank's elements, in memory order, to be read or written before the next call."""
+        record, kind = source
         before = elements_of(record, record.group.rank).start
         return self._elements(record, kind)[first - before : first - before + count]
 
@@ -168,7 +169,7 @@ class OpenChunks(AbstractContextManager["OpenChunks"]):
 
 @contextmanager
 def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
-    """What this process has of one kind of a group."""
+    """Give access to what this rank has of one kind of a group."""
     residency = engine.residency
     if not isinstance(residency, ShardedResidency):
         with engine.updater.opened(group, kind, write=write) as flat:

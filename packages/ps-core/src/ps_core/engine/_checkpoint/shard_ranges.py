@@ -1,10 +1,10 @@
-"""Which bytes of which file hold which elements of a tensor, and which process reads them: pure bookkeeping.
+"""Compute which bytes of a file hold which elements of a tensor, and which rank reads them.
 
 [Note: parts]
-Where several processes save, each writes files of its own: tensors of which it has all, as they are, and of others a
-run of elements, in the order in which the parameter lies in memory. So a file has one writer. A reader wants a run of
-elements too, cut at other places if there are other processes; what a file's bytes are to each follows from where the
-file's tensors are cut and where the reader's shards are, and from nothing else.
+Each rank writes files of its own: tensors that it has whole, as they are, and of others a run of elements, in the order
+in which the parameter lies in memory. So a file has one writer. A rank that loads wants a run of elements too, cut at
+other places if there are other ranks. Which bytes it reads follows from where the file's tensors are cut and where its
+own shard begins and ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ps_core.engine._checkpoint.safetensors_format import TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a tensor's elements are kept: from ``offset`` on in a group that is cut into shards of so many."""
+    """Where a tensor's elements are: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
 
     offset: int
     shard_numel: int
@@ -25,20 +25,20 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of a file that one process reads."""
+    """Bytes of a file that one rank reads."""
 
     start: int
     stop: int
     reader: int
     entry: TensorEntry
     first: int = 0
-    """The first of these elements in the tensor, in memory order."""
+    """The index in the tensor, in memory order, of the first element."""
     wanted: bool = True
-    """Whether they are put anywhere; else they are read for the checksum."""
+    """False if they are read for the checksum only."""
 
 
 def cut(layout: Layout, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Elements of a tensor by shard: which one, the first of them, and how many."""
+    """Cut a run of elements at shard borders; yield the shard, the first element and the count."""
     stop = first + count
     while first < stop:
         shard = (layout.offset + first) // layout.shard_numel
@@ -50,7 +50,10 @@ def cut(layout: Layout, first: int, count: int) -> Iterator[tuple[int, int, int]
 def spans(
     start: int, entries: Iterable[TensorEntry], layout_of: Callable[[TensorEntry], Layout | None]
 ) -> Iterator[FileRange]:
-    """Every byte of a file's tensors, in order; what nobody wants (no layout) is for the first process."""
+    """Yield the file's byte ranges in order, each with the rank that reads it.
+
+    Rank 0 reads ranges that no rank needs (no layout), for the checksum.
+    """
     for entry in entries:
         size, layout = entry.dtype.itemsize, layout_of(entry)
         if layout is None:
@@ -66,7 +69,7 @@ def spans(
 
 
 def runs(found: Iterable[FileRange]) -> list[tuple[int, int, int]]:
-    """What lies side by side and has one reader, taken together: reader, first byte, end."""
+    """Join neighbouring ranges of one reader; return reader, first byte and end of each."""
     rows: list[tuple[int, int, int]] = []
     for each in found:
         if rows and rows[-1][0] == each.reader and rows[-1][2] == each.start:
@@ -77,12 +80,12 @@ def runs(found: Iterable[FileRange]) -> list[tuple[int, int, int]]:
 
 
 def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two strides lay the elements of a tensor down alike."""
+    """True if two strides put the elements of a tensor in the same order."""
     return all(a == b or size == 1 for size, a, b in zip(shape, one, other, strict=True))
 
 
 def plain_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of rows one after another."""
+    """Return the strides of a contiguous tensor."""
     found, step = [], 1
     for size in reversed(shape):
         found.append(step)

@@ -1,10 +1,11 @@
-"""A checkpoint onto the disk: each process writes its share, and the first one lets the whole appear.
+"""Write a checkpoint: each rank writes its files, and rank 0 gives the folder its name.
 
 [Note: one folder]
-The first process makes the new folder (see [Note: siblings]) and leaves a marker in it. The others write to the folder
-in which they see that marker, whatever becomes of its name: one that lives on after the first was killed cannot write
-into the folder of a later save. Between two steps all processes hear whether all did well. The folder gets its name
-once every file is on the disk, and the first process has seen all of them at their sizes with their tables.
+Rank 0 makes the new folder (see [Note: siblings]) and leaves a marker in it. All ranks open the folder in which they
+see that marker, and write to it whatever becomes of its name: a rank that lives on after rank 0 was killed cannot write
+into the folder of a later save. Between two steps all ranks hear whether all did well. The folder gets its name once
+every file is on the disk, and rank 0 has seen all of them with their sizes and tables. One process does the same as
+rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure
 from ps_core.engine._checkpoint.crc32 import Checksum, text_of
-from ps_core.engine._checkpoint.direct_io import DoubleBuffer, buffers
+from ps_core.engine._checkpoint.direct_io import PIECE_BYTES, DoubleBuffer, TensorWriter, buffers
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import (
     ManifestFile,
@@ -48,31 +49,30 @@ from ps_core.engine._checkpoint.sections import (
     largest_chunk_bytes,
 )
 from ps_core.engine._checkpoint.shard_ranges import plain_order, same_order
-from ps_core.engine._checkpoint.tensor_files import PIECE_BYTES, TensorWriter
 from ps_core.engine._execution.engine import Engine
 
 FILE_BYTES = 4 * 2**30
-"""Of tensors, in one file; a larger tensor has a file to itself."""
+"""The most bytes of tensors in one file; a larger tensor has a file to itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What is saved, and this process's part of it."""
+    """What is saved, and this rank's part of it."""
 
     ranks: CheckpointRanks
     manifest: dict[str, Any]
-    held: Sections
+    sections: Sections
     files: list[ManifestFile]
-    """Of all processes."""
+    """Those of all ranks."""
     small: dict[str, bytes]
-    """This one's small files."""
+    """This rank's small files."""
     marker: str
 
 
 def agree(
     ranks: CheckpointRanks, manifest: Mapping[str, Any], kept: Mapping[str, TensorSource], *, overwrite: bool
 ) -> None:
-    """`RanksDiverged` unless what is saved once is the same on all ranks."""
+    """Raise `RanksDiverged` unless all ranks have the same of what is saved once."""
     ranks.agree("save_checkpoint(overwrite=...)", str(overwrite))
     optimizer = manifest["optimizer"] or {}
     ranks.agree("what the optimizer's param_groups hold", json.dumps(optimizer.get("groups")))
@@ -86,26 +86,26 @@ def agree(
         ranks.agree(f"tensor {name} of extra and param_groups", text_of(_checksum({name: tensor})))
 
 
-def plan_save(ranks: CheckpointRanks, engine: Engine, manifest: dict[str, Any], held: Sections) -> SavePlan:
-    """Who writes what."""
+def plan_save(ranks: CheckpointRanks, engine: Engine, manifest: dict[str, Any], sections: Sections) -> SavePlan:
+    """Decide which rank writes what."""
     random = b""
     if manifest["optimizer"] is not None:
         random = (json.dumps(encode("the state of random numbers", random_state(), str)) + "\n").encode()
     whole = Checksum()
     whole.update(random)
-    mine = [_checksum(held[BUFFERS]), whole.value, secrets.randbits(32)]
+    mine = [_checksum(sections[BUFFERS]), whole.value, secrets.randbits(32)]
     told = ranks.rows(mine, "what may differ", count=len(mine))
     names = numbered("random", len(told), "json") if random else []
     manifest = {**manifest, "ranks": len(told), "orders": _orders(engine), "random_files": names}
     differing = [rank for rank, row in enumerate(told) if not rank or row[0] != told[0][0]]
-    files = marked(_files(held, ranks.shards, differing), manifest, [value for row in told for value in row[:2]])
+    files = marked(_files(sections, ranks.shards, differing), manifest, [value for row in told for value in row[:2]])
     small = {names[ranks.rank]: random} if random else {}
-    return SavePlan(ranks, manifest, held, files, small, f".ps-save-{told[0][2]:08x}")
+    return SavePlan(ranks, manifest, sections, files, small, f".ps-save-{told[0][2]:08x}")
 
 
-def _files(held: Sections, shards: int, with_buffers: list[int]) -> list[ManifestFile]:
+def _files(sections: Sections, shards: int, with_buffers: list[int]) -> list[ManifestFile]:
     found = []
-    for name, section in held.items():
+    for name, section in sections.items():
         shares = [(shard, entries(section, shard)) for shard in range(1 if name == EXTRA else shards)]
         if name == BUFFERS:
             shares = [(rank, entries(section)) for rank in with_buffers]
@@ -114,7 +114,7 @@ def _files(held: Sections, shards: int, with_buffers: list[int]) -> list[Manifes
 
 
 def _orders(engine: Engine) -> dict[str, list[int]]:
-    """The strides of parameters that are cut, and do not lie row by row."""
+    """Return the strides of parameters that are cut and are not contiguous."""
     return {
         record.name: list(record.stride)
         for record in engine.records
@@ -124,7 +124,7 @@ def _orders(engine: Engine) -> dict[str, list[int]]:
 
 
 def _checksum(section: Mapping[str, TensorSource]) -> int:
-    """Of tensors that are nobody's."""
+    """Return the checksum of tensors that are in no chunk."""
     whole = Checksum()
     for name, tensor in section.items():
         assert isinstance(tensor, torch.Tensor), "what is in chunks has its own"
@@ -135,37 +135,37 @@ def _checksum(section: Mapping[str, TensorSource]) -> int:
     return whole.value
 
 
-def save(folder: AtomicFolder, engine: Engine, share: SavePlan, *, overwrite: bool) -> None:
-    """Write all of it; see [Note: one folder]."""
-    ranks = share.ranks
+def save(folder: AtomicFolder, engine: Engine, plan: SavePlan, *, overwrite: bool) -> None:
+    """Write the checkpoint; see [Note: one folder]."""
+    ranks = plan.ranks
     with ExitStack() as stack:
         new = Path()
         with ranks.all_or_none("save_checkpoint"):
             if ranks.leads:
                 new = stack.enter_context(folder.replaced(overwrite=overwrite))
-                write_text(new / share.marker, b"")
+                write_text(new / plan.marker, b"")
         with ranks.all_or_none("save_checkpoint"):
-            at = folder.find(share.marker)
+            at = folder.find(plan.marker)
             stack.callback(os.close, at)
         with ranks.all_or_none("save_checkpoint"), as_tier_failure(folder.path):
-            mine = _write(new, at, engine, share)
-        sums = _exchange(share, mine)
+            mine = _write(new, at, engine, plan)
+        sums = _exchange(plan, mine)
         with ranks.all_or_none("save_checkpoint"):
             if ranks.leads:
-                _finalize(new, share, sums)
+                _finalize(new, plan, sums)
         with ranks.all_or_none("save_checkpoint"):
             stack.close()
 
 
-def _write(new: Path, at: int, engine: Engine, share: SavePlan) -> dict[str, int]:
-    """This process's files; their checksums."""
+def _write(new: Path, at: int, engine: Engine, plan: SavePlan) -> dict[str, int]:
+    """Write this rank's files; return their checksums."""
     with buffers(largest_chunk_bytes(engine)) as pair, OpenChunks(engine, write=False) as chunks:
         sums = {
-            file.name: _write_file(new / file.name, at, file, share.held[file.section], chunks, pair)
-            for file in share.files
-            if file.writer == share.ranks.rank
+            file.name: _write_file(new / file.name, at, file, plan.sections[file.section], chunks, pair)
+            for file in plan.files
+            if file.writer == plan.ranks.rank
         }
-    return sums | {name: write_text(new / name, text, at) for name, text in share.small.items()}
+    return sums | {name: write_text(new / name, text, at) for name, text in plan.small.items()}
 
 
 def _write_file(
@@ -176,28 +176,28 @@ def _write_file(
     chunks: OpenChunks,
     pair: DoubleBuffer,
 ) -> int:
-    with closing(TensorWriter(path, file.table, pair, at)) as sink:
+    with closing(TensorWriter(path, file.table, pair, at)) as writer:
         for entry in file.entries:
-            held = section[entry.owner]
-            if isinstance(held, tuple) and entry.tensor:
-                sink.put(chunks.elements(held, entry.first, entry.numel))
+            source = section[entry.owner]
+            if isinstance(source, tuple) and entry.tensor:
+                writer.write(chunks.elements(source, entry.first, entry.numel))
             else:
-                sink.put(chunks.tensor(held))
-        return sink.finish()
+                writer.write(chunks.tensor(source))
+        return writer.finish()
 
 
-def _exchange(share: SavePlan, mine: Mapping[str, int]) -> dict[str, str]:
-    """Every file's checksum."""
-    writers = {file.name: file.writer for file in share.files}
-    writers |= {name: rank for rank, name in enumerate(share.manifest["random_files"])}
+def _exchange(plan: SavePlan, mine: Mapping[str, int]) -> dict[str, str]:
+    """Return every file's checksum, from all ranks."""
+    writers = {file.name: file.writer for file in plan.files}
+    writers |= {name: rank for rank, name in enumerate(plan.manifest["random_files"])}
     most = max(Counter(writers.values()).values(), default=0)
-    ordered = [mine[name] for name, writer in writers.items() if writer == share.ranks.rank]
-    found = [iter(row) for row in share.ranks.rows(ordered, "checksums of what was written", count=most)]
+    ordered = [mine[name] for name, writer in writers.items() if writer == plan.ranks.rank]
+    found = [iter(row) for row in plan.ranks.rows(ordered, "checksums of what was written", count=most)]
     return {name: text_of(next(found[writer])) for name, writer in writers.items()}
 
 
-def _finalize(new: Path, share: SavePlan, sums: dict[str, str]) -> None:
+def _finalize(new: Path, plan: SavePlan, sums: dict[str, str]) -> None:
     """Write the manifest, and check that every file is there with its size and table."""
-    os.unlink(new / share.marker)
-    write_manifest(new, share.manifest, share.files, sums)
+    os.unlink(new / plan.marker)
+    write_manifest(new, plan.manifest, plan.files, sums)
     read_manifest(new)
