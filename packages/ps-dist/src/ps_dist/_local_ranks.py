@@ -1,4 +1,4 @@
-"""Which of the ranks on this computer have ended, as the kernel says."""
+"""Ask the kernel which ranks on this computer have ended."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from ps_core._errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """One process's place."""
+    """One process among all."""
 
     rank: int
-    """Among all processes."""
+    """The rank of this process."""
     size: int
-    """Of all processes."""
+    """The number of processes."""
     copies: int
-    """Of the model."""
+    """The number of copies of the model."""
 
     def __post_init__(self) -> None:
         if isinstance(self.copies, bool) or not isinstance(self.copies, int) or self.copies < 1:
@@ -32,12 +32,12 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Processes that share a copy."""
+        """The number of processes that share a copy."""
         return self.size // self.copies
 
     @property
     def shard(self) -> int:
-        """Which of the shards is this process's."""
+        """The index of this process's shard."""
         return self.rank % self.shards
 
     @property

@@ -1,4 +1,4 @@
-"""Why a collective will not end, decided from what one rank knows: no clock, no store, no thread.
+"""Decide why a collective will not end, from what one rank knows: no clock, no store, no thread.
 
 [Note: ended and silent]
 A rank *ended* if it said so, if its connection broke, or if the kernel says that its process is gone: the others are
@@ -64,7 +64,7 @@ class Wait:
 
     @property
     def number(self) -> int:
-        """Of the collective."""
+        """The collective's number."""
         return 0 if self.entry is None else self.entry.number
 
 

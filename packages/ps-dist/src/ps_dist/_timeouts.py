@@ -1,4 +1,4 @@
-"""How long a rank waits for what, by a clock that stands still while the process does."""
+"""Limits of waits, and a clock that stops while the process is stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Timeouts:
 
     @property
     def long_s(self) -> float:
-        """A collective that takes longer is looked into; nothing ends for that alone."""
+        """After so long in a collective, the other ranks are asked; nothing ends for that alone."""
         return 4 * self.look_s
 
     @property
@@ -59,7 +59,7 @@ class AwakeClock:
         self._now_s, self._read_at_s = 0.0, time()
 
     def __call__(self) -> float:
-        """Read the clock; somebody must do so at least every ``most_step_s``, or time is lost."""
+        """Read the clock; it must be read at least every ``most_step_s``, or time is not counted."""
         with self._lock:
             time_s = self._time()
             self._now_s += min(time_s - self._read_at_s, self._most_step_s)

@@ -1,4 +1,4 @@
-"""Models in directories laid out as Hugging Face does: ``config.json`` and ``model.safetensors``, perhaps in pieces."""
+"""Read and write directories as Hugging Face has them: ``config.json``, and ``model.safetensors`` or pieces of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **options: Any) -> Self:
-        """The model in a directory, on the CPU, in the types its file has, with dropout off as in ``eval()``.
+        """Return the model in a directory, on the CPU, in the types of its file, with dropout off as in ``eval()``.
 
         ``options`` replace fields of the configuration (any: they are of the fields' types). A classifier made from a
         language model keeps what both have and draws its head.
@@ -96,7 +96,7 @@ class Pretrained(nn.Module):
 
 
 def read_json(path: Path) -> Entries:
-    """A file's object."""
+    """Return a file's JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The file's tensors under our names; `InvalidInput` where they are not the model's."""
+    """Return the file's tensors under our names; raise `InvalidInput` where they are not the model's."""
     files, wanted = model.files, {name: value.shape for name, value in _joined(model, dict(model.state_dict())).items()}
     if not any(name.startswith(files.base) for name in found):
         found = {name if name.startswith(files.heads) else files.base + name: found[name] for name in found}

@@ -29,7 +29,7 @@ STATUS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Raises `InvalidInput` with one line that says what is wrong."""
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Collects words only: `TrainOptions` judges them, so that a file's values and these are judged alike."""
+    """Make the parser; it collects texts only, since `TrainOptions` checks values of files and these alike."""
     parser = _Parser(
         prog=COMMAND,
         description="Train a transformer, larger than the accelerator's memory if need be. " + STATUS,
@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> TrainOptions:
-    """The options that a command line gives, its ``--config`` file included."""
+    """Return the options that a command line gives, its ``--config`` file included."""
     words = vars(make_parser().parse_args(argv))
     config = words.pop("config")
     rows = {row.name: row for row in fields(TrainOptions)}

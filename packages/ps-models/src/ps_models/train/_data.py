@@ -31,7 +31,7 @@ FEW = 20
 
 
 class TokenRun(Protocol):
-    """Tokens in order: a tensor, or what is read from a file."""
+    """Tokens in order: a tensor, or a part of a file."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -54,7 +54,7 @@ class Corpus:
     digest: str
     """Equal for equal data, split and tokenizer."""
     told: str
-    """In words."""
+    """The data in words, for people."""
 
 
 def corpus(options: TrainOptions, say: Callable[[str], None] = lambda _: None) -> Corpus:
@@ -118,7 +118,7 @@ def _of_tokens(files: Sequence[Path], options: TrainOptions) -> Corpus:
 
 
 def split(every: Sequence[bytes], part: float) -> tuple[list[bytes], list[bytes]]:
-    """Documents to train on and those held back, each in the order given; see [Note: split]."""
+    """Return the documents to train on and those held back, each in the order given; see [Note: split]."""
     held = [document for document in every if _draw(document) < part]
     train = [document for document in every if not _draw(document) < part]
     if len(every) >= FEW and any(train) and any(held):
@@ -131,12 +131,12 @@ def split(every: Sequence[bytes], part: float) -> tuple[list[bytes], list[bytes]
 
 
 def _draw(document: bytes) -> float:
-    """A number from 0 to 1 that looks random and is the document's own."""
+    """Return a number from 0 to 1 that looks random and follows from the document alone."""
     return int.from_bytes(hashlib.sha256(document).digest()[:6], "big") / 2**48
 
 
 def pack(every: Iterable[bytes], chosen: Tokenizer) -> Tensor:
-    """All documents that are not empty in one run, the end token after each."""
+    """Return all documents that are not empty as one run, with the end token after each."""
     pieces = [piece for document in every if document for piece in (chosen.encode(document), None)]
     if not pieces:
         return Bytes().encode(b"")
@@ -146,7 +146,7 @@ def pack(every: Iterable[bytes], chosen: Tokenizer) -> Tensor:
 
 
 class PackedTokens:
-    """Runs of tokens as sequences; see [Note: packing]."""
+    """Runs of tokens, cut into sequences; see [Note: packing]."""
 
     def __init__(self, runs: Sequence[TokenRun], length: int, *, seed: int = 0, vocabulary: int | None = None) -> None:
         self.runs, self.length, self.seed, self.vocabulary = runs, length, seed, vocabulary
@@ -156,24 +156,26 @@ class PackedTokens:
         self._epoch: tuple[int, int, Tensor] | None = None
 
     def batch(self, position: int, count: int) -> Tensor:
-        """The sequences from that position on, (count, length), as 64-bit integers; the data repeat without end."""
+        """Return the sequences from that position on, (count, length), as int64; the data repeat without end."""
         return self.checked(torch.stack([self.sequence(at) for at in range(position, position + count)]))
 
     def spread(self, count: int) -> Tensor:
-        """As many sequences, or all if there are fewer, evenly spread and unshuffled, (count, length)."""
+        """Return ``count`` sequences, or all if there are fewer, evenly spread and unshuffled, (count, length)."""
         return self.checked(torch.stack([self.unshuffled(index) for index in self.evenly(count)]))
 
     def evenly(self, count: int) -> list[int]:
-        """The numbers of as many unshuffled sequences, or of all if there are fewer."""
+        """Return the indices of ``count`` evenly spread sequences, or of all if there are fewer."""
         count = min(count, self.sequences)
         return [index * self.sequences // count for index in range(count)]
 
     def unshuffled(self, index: int) -> Tensor:
-        """The sequence of that number, from 0, as the data lie."""
+        """Return a sequence by its index in the data, unshuffled."""
         return self._at(index, 0)
 
     def checked(self, taken: Tensor) -> Tensor:
-        """A token file may hold any number, and is too large to be looked through before."""
+        """Return ``taken``; raise `InvalidInput` if a token is not in the vocabulary.
+
+        Token files are too large to be checked before they are used."""
         low, high = (int(each) for each in taken.aminmax())
         if self.vocabulary is not None and not 0 <= low <= high < self.vocabulary:
             found = low if low < 0 else high
@@ -181,7 +183,7 @@ class PackedTokens:
         return taken
 
     def sequence(self, position: int, further: int = 0) -> Tensor:
-        """The sequence at a position, or the one so many further in the same epoch, which goes round in this."""
+        """Return the sequence at a position, or the one ``further`` on in the same epoch, cyclically."""
         epoch, index = divmod(position, self.sequences)
         if self._epoch is None or self._epoch[0] != epoch:
             generator = generator_of(self.seed, epoch)
@@ -200,6 +202,6 @@ class PackedTokens:
 
 
 def generator_of(*key: object) -> torch.Generator:
-    """Draws that these decide, hashed, for the generator looks at 32 bits of its seed only."""
+    """Return a generator seeded by a hash of ``key``; hashed, because a generator uses 32 bits of its seed only."""
     drawn = hashlib.sha256(" ".join(map(str, key)).encode()).digest()[:4]
     return torch.Generator().manual_seed(int.from_bytes(drawn, "big"))

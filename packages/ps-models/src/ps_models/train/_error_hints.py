@@ -1,4 +1,4 @@
-"""What the engine says to those who call it, said in the options of the command line."""
+"""Say the engine's errors in the options of the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STRANGE = re.compile(r"\b(?:Budget|Options|chunked)\b|\bmodel\.|accumulation_st
 
 
 def in_options(text: str, options: TrainOptions | None = None) -> str:
-    """A text in which budgets are called by their options: those that are otherwise than these."""
+    """Return ``text`` with fields of `Budget` replaced by command-line options, those that differ from ``options``."""
 
     def named(match: re.Match[str]) -> str:
         rows = {name: quoted or plain for name, quoted, plain in _ROW.findall(match[1])}
@@ -34,14 +34,14 @@ def in_options(text: str, options: TrainOptions | None = None) -> str:
 
 
 def hint_for(error: DoesNotFit, options: TrainOptions) -> str:
-    """What does not fit, and the options that would help."""
+    """Return what does not fit, and the options that would help."""
     what = str(error).splitlines()[0]
     found = [told for suggestion in error.remedies for told in _hint(suggestion, options, error.needed_bytes)]
     return "; try ".join([what, *dict.fromkeys(found)])
 
 
 def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str]:
-    """The engine's suggestion as this command line has it, or what comes nearest; none where nothing does."""
+    """Return the engine's suggestion as command-line options, or the nearest to it; empty if there is none."""
     if "of ps_models" in suggestion or suggestion.startswith("HostEmbedding"):
         return _apart(suggestion, options)
     half = _HALF.match(suggestion)
@@ -63,7 +63,7 @@ def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str
 
 
 def _apart(suggestion: str, options: TrainOptions) -> list[str]:
-    """A table that is looked up, a head in tiles: what of the model need not be on the accelerator as a whole."""
+    """Return options for parts of the model that need not be on the accelerator whole: token table and head."""
     found = shape(options.model)
     if found.family is Family.BERT:
         return []  # whose head is its table, and has no tiles

@@ -1,4 +1,4 @@
-"""Those who are told what happens: a terminal, plain lines, TensorBoardLogger, Weights & Biases."""
+"""Report what happens: as lines of text, on a terminal, to TensorBoard or to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class RunLogger(Protocol):
-    """Told everything, in order."""
+    """Reports one run."""
 
     def say(self, text: str) -> None:
-        """Something for people."""
+        """Report a text for people."""
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """A step is done; so many seconds are left."""
+        """Report a step; ``left_s``: the seconds that remain."""
 
     def close(self) -> None:
-        """There will be nothing more."""
+        """End the report."""
 
 
 class TextLogger:
-    """Lines of text. Who reads no more does not end a training."""
+    """Writes lines of text; a closed pipe does not end the training."""
 
     def __init__(self, options: TrainOptions, stream: TextIO | None) -> None:
         self._every, self._steps, self._stream = options.log_every, options.steps, stream
         self._headed = False
 
     def say(self, text: str) -> None:
-        """As in `Watcher`."""
+        """See `RunLogger`."""
         tell(text, self._stream)
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """A line for the first step, the last one, every so many, and those with a validation."""
+        """Write a line for the first step, the last one, every ``--log-every`` steps, and those with a validation."""
         if row.step % self._every and self._headed and row.step != self._steps and row.val_loss is None:
             return
         columns = cells(row, self._steps, left_s)
@@ -61,11 +61,11 @@ class TextLogger:
             self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
 
     def close(self) -> None:
-        """As in `Watcher`."""
+        """See `RunLogger`."""
 
 
 def cells(row: StepMetrics, steps: int, left_s: float) -> dict[str, str]:
-    """A row as people read it, with headings as wide as what is below them."""
+    """Return a step's cells by their headings, which are as wide as the cells."""
     width = len(str(steps))
     found = {
         "step".rjust(2 * width + 1): f"{row.step:>{width}}/{steps}",
@@ -86,7 +86,7 @@ def cells(row: StepMetrics, steps: int, left_s: float) -> dict[str, str]:
 
 
 def clock(seconds: float) -> str:
-    """A time as people say it."""
+    """Return a time as people write it."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -111,13 +111,13 @@ class ProgressBarLogger(TextLogger):
         self._draw()
 
     def say(self, text: str) -> None:
-        """As in `Watcher`; above the bar."""
+        """Write the text above the bar."""
         tell(_CLEAR, self._stream, end="")
         super().say(text)
         self._draw()
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """As in `Watcher`."""
+        """See `RunLogger`."""
         done = row.step * _BAR_CELLS // self._steps
         self._bar = (
             f"step {row.step}/{self._steps} [{'#' * done}{'.' * (_BAR_CELLS - done)}] loss {row.loss:.4f}, "
@@ -127,7 +127,7 @@ class ProgressBarLogger(TextLogger):
         self._draw()
 
     def close(self) -> None:
-        """As in `Watcher`; the bar goes."""
+        """Remove the bar."""
         tell(_CLEAR, self._stream, end="")
         if self._log is not None:
             _ENGINE_LOG.removeHandler(self._log)
@@ -140,7 +140,7 @@ class ProgressBarLogger(TextLogger):
 
 
 class _LogLines(logging.Handler):
-    """Gives each log record to a function, as the line that the engine would write itself."""
+    """Passes each log record to a function, as the line that the engine would write itself."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
@@ -159,10 +159,10 @@ class TensorBoardLogger:
         self._writer: Any = None
 
     def say(self, text: str) -> None:
-        """It keeps numbers only."""
+        """Do nothing: it keeps numbers only."""
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """As in `Watcher`; what an earlier call told of this step and later ones is not shown any more."""
+        """Write the step's numbers; those of an earlier call for this step and later ones are purged."""
         if self._writer is None:
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
                 self._folder, purge_step=row.step
@@ -171,7 +171,7 @@ class TensorBoardLogger:
             self._writer.add_scalar(name.replace(".", "/"), value, row.step)
 
     def close(self) -> None:
-        """As in `Watcher`."""
+        """See `RunLogger`."""
         if self._writer is not None:
             self._writer.close()
 
@@ -184,19 +184,19 @@ class WandbLogger:
         self._run = wandb.init(project="pstar-train", name=out.name, dir=str(out), config=dict(options), resume="allow")
 
     def say(self, text: str) -> None:
-        """It keeps numbers only."""
+        """Do nothing: it keeps numbers only."""
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """As in `Watcher`."""
+        """See `RunLogger`."""
         self._run.log(row.flat(), step=row.step)
 
     def close(self) -> None:
-        """As in `Watcher`."""
+        """See `RunLogger`."""
         self._run.finish()
 
 
 def check_installed(options: TrainOptions) -> None:
-    """`InvalidInput` if ``--log`` names what is not there, before anything else is done."""
+    """Raise `InvalidInput` if the package that ``--log`` names is not installed."""
     if options.log is not None and importlib.util.find_spec(_NEEDS[options.log]) is None:
         raise InvalidInput(
             f"--log: found {options.log!r}, which is not installed; allowed without it is to leave --log out; to have "
@@ -205,7 +205,7 @@ def check_installed(options: TrainOptions) -> None:
 
 
 def loggers(options: TrainOptions, stream: TextIO | None = None) -> list[RunLogger]:
-    """All that the options and this terminal ask for."""
+    """Return the loggers that the options and the terminal ask for."""
     out: TextIO | None = stream or sys.stdout
     lively = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
     found: list[RunLogger] = [

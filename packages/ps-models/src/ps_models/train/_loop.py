@@ -27,7 +27,7 @@ from ps_models.train._step_metrics import Rates, RemainingTime, StepMetrics, mem
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedModel:
-    """A model under management, where its inputs must be, and who has a part of it."""
+    """A managed model, the device of its inputs, and the ranks that train it."""
 
     model: nn.Module
     optimizer: ChunkedOptimizer
@@ -53,26 +53,26 @@ class Loop:
         self._held = managed.ranks.share(objective.validation)
         self._loggers, self._remaining = loggers, RemainingTime()
         self.step = 0
-        """Steps done, those of earlier calls included."""
+        """The number of steps done, those of earlier calls included."""
         self.sequences = 0
-        """Sequences taken, which is the position in the data."""
+        """The number of sequences used, which is the position in the data."""
         self.val_loss: float | None = None
-        """The last validation's."""
+        """The loss of the last validation."""
         self.moved_bytes: Counter[str] = Counter()
-        """By link, in this call's steps; what validations move is not among it."""
+        """Bytes moved by link in this call's steps, without validations."""
         self.not_finite = ""
         """Which loss was NaN or infinite, so that training stopped, and what to try; empty: none was."""
         self.memory = MemoryMeasurement(self.model) if self._ranks.size == 1 else None
-        """Of the last step; several processes are not measured."""
+        """Measures the last step; None with several ranks."""
         self._saved = 0
 
     def say(self, text: str) -> None:
-        """Tell everybody."""
+        """Report a text to all loggers."""
         for each in self._loggers:
             each.say(text)
 
     def resume(self) -> bool:
-        """Go back to the newest checkpoint, if there is one."""
+        """Load the newest checkpoint; False if there is none."""
         self._ranks.agree("--out (a folder that all processes see): the newest checkpoint", self.folder.steps()[:1])
         found = self.folder.load_newest(self._load, self.say)
         if found is None:
@@ -139,7 +139,7 @@ class Loop:
             self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
 
     def _what_to_try(self, left: int) -> str:
-        """What to try, and where the same command goes on: after step ``left``, or from the start if it is 0."""
+        """Return what to try, and where the same command goes on: after step ``left``, or from the start if it is 0."""
         options = self.options
         clip = f"a smaller --clip (now {options.clip:g})" if options.clip else "--clip 1 (now not clipped)"
         wider = ", --precision bf16" if options.precision == "fp16" else ""
@@ -151,7 +151,7 @@ class Loop:
         )
 
     def _run_step(self) -> StepMetrics:
-        """One step, with its validation where there is one."""
+        """Run one step, and its validation if it has one."""
         options, before = self.options, statistics(self.model).moved_bytes
         started = time.perf_counter()
         rate = learning_rate(options, self.step + 1)
@@ -191,7 +191,7 @@ class Loop:
         )
 
     def _gradients(self) -> float:
-        """All micro-batches of a step; should memory run out, all of them once more. Their mean loss."""
+        """Run all micro-batches of a step, once more if memory runs out; return their mean loss."""
         try:
             return self._passes()
         except (DeviceOutOfMemory, DoesNotFit) as error:
@@ -219,7 +219,7 @@ class Loop:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss over the same sequences each time, none of which is trained on."""
+        """Return the mean loss over the held-back sequences, the same each time."""
         self.model.eval()
         try:
             mine = sum([self._loss(batch).item() * count for batch, count in self._held])

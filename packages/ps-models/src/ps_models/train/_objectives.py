@@ -1,4 +1,4 @@
-"""What a model is asked: which token comes next, or which ones were hidden.
+"""Make batches: of sequences whose next tokens are predicted, or of sequences with hidden tokens.
 
 [Note: hidden tokens]
 As in the publication of BERT: of a sequence's tokens 15 per cent are to be guessed; of these eight in ten are hidden by
@@ -31,19 +31,19 @@ _LEAST = 8
 
 
 class Objective(Protocol):
-    """Where batches come from."""
+    """Makes batches for training and validation."""
 
     validation: Sequence[Batch]
-    """The same each time, and never trained on."""
+    """Batches that are never trained on."""
     measured_in: str
-    """What a validation loss counts."""
+    """The unit of a validation loss."""
 
     def batch(self, position: int, count: int) -> Batch:
-        """The sequences from that position on; the data repeat without end."""
+        """Return the sequences from that position on; the data repeat without end."""
 
 
 def objective_for(options: TrainOptions, data: Corpus, shape: TransformerShape) -> Objective:
-    """What a model of this shape learns; ``shape`` has the data's vocabulary."""
+    """Return the objective of a model of this shape; ``shape`` has the data's vocabulary."""
     if shape.family is Family.BERT:
         return MaskedTokenObjective(options, data, shape)
     if options.mask_token is not None:
@@ -56,7 +56,7 @@ def _unit(options: TrainOptions, data: Corpus) -> str:
 
 
 class NextTokenObjective:
-    """Each token is asked for the one after it."""
+    """Predicts the token after each one."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
         self._train = PackedTokens(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
@@ -66,14 +66,14 @@ class NextTokenObjective:
         self.measured_in = f"nats a {_unit(options, data)}"
 
     def batch(self, position: int, count: int) -> Batch:
-        """As in `Task`."""
+        """See `Objective`."""
         ids = self._train.batch(position, count)
         return {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """Tokens that are no words; None: the data have no such thing."""
+    """Tokens with a special meaning; None: the data have no such token."""
 
     mask: int
     first: int | None
@@ -81,12 +81,12 @@ class SpecialTokens:
 
     @property
     def count(self) -> int:
-        """How many a sequence of two parts has."""
+        """The number of special tokens in a sequence of two parts."""
         return (self.first is not None) + 2 * (self.end is not None)
 
 
 def special_tokens(options: TrainOptions, data: Corpus, vocabulary: int) -> SpecialTokens:
-    """The tokenizer's, or what was given."""
+    """Return the tokenizer's special tokens, or the one that ``--mask-token`` gives."""
     chosen, mask = data.tokenizer, options.mask_token
     if mask is None and chosen is not None:
         mask = chosen.mask
@@ -103,7 +103,7 @@ def special_tokens(options: TrainOptions, data: Corpus, vocabulary: int) -> Spec
 
 
 class MaskedTokenObjective:
-    """Hidden tokens are asked for, and whether one part follows another; see [Note: hidden tokens]."""
+    """Predicts hidden tokens, and whether one part follows another; see [Note: hidden tokens]."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
         self.marks = special_tokens(options, data, shape.vocabulary)
@@ -120,11 +120,11 @@ class MaskedTokenObjective:
         self.measured_in = f"nats a masked {_unit(options, data)}" + (" and next sentence" if self._pairs else "")
 
     def batch(self, position: int, count: int) -> Batch:
-        """As in `Task`."""
+        """See `Objective`."""
         return self._stacked([self._trained(at) for at in range(position, position + count)])
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:
-        """A held-back sequence's first tokens, and which of them are hidden."""
+        """Return a held-back sequence's first tokens, and the indices of those that are hidden."""
         ids = self._held.checked(self._held.unshuffled(0)[:length])
         return ids, self._chosen(ids, generator_of(self._seed, "example"))
 
@@ -141,7 +141,7 @@ class MaskedTokenObjective:
         return self._asked(another, self._held.sequences, generator_of("held back", index))
 
     def _asked(self, another: Callable[[int], Tensor], sequences: int, generator: torch.Generator) -> Batch:
-        """One sequence with its questions; ``another`` gives it (0) and those that lie so many further."""
+        """Return one sequence with its labels; ``another(n)`` gives the sequence ``n`` further on."""
         if not self._pairs:
             return self._hidden(another(0), generator)
         marks, own = self.marks, another(0)
@@ -170,7 +170,7 @@ class MaskedTokenObjective:
         return {"input_ids": seen, "labels": labels}
 
     def _chosen(self, ids: Tensor, generator: torch.Generator) -> Tensor:
-        """The places to be asked for: at least one where there is a word."""
+        """Draw the indices of tokens to hide: at least one if there is any that is not special."""
         marks = [each for each in (self.marks.mask, self.marks.first, self.marks.end) if each is not None]
         words = (~torch.isin(ids, torch.tensor(marks))).nonzero()[:, 0]
         count = min(len(words), max(1, round(HIDDEN * len(words))))

@@ -1,4 +1,4 @@
-"""What a value of an option may be: how it is read from the command line, what is allowed, in words and in code."""
+"""Define which values an option may have: how they are read from the command line, and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ps_core._units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class OptionRule:
-    """One kind of value."""
+    """The values that an option may have."""
 
     allowed: str
-    """In words, for messages."""
+    """The allowed values in words, for messages."""
     metavar: str
     read: Callable[[str], object]
-    """From the command line's text; ``ValueError`` if it is nothing of this kind."""
+    """Converts a text of the command line; raises ``ValueError`` if it is not of this kind."""
     good: Callable[[object], bool]
     several: bool = False
-    """Whether the command line takes several words."""
+    """True if the command line takes several texts."""
 
 
 _MOST = 2**63 - 1
@@ -29,7 +29,7 @@ _MOST_BYTES = 2**60
 
 
 def whole(least: int, most: int = _MOST) -> OptionRule:
-    """A whole number."""
+    """Return the rule for whole numbers from ``least`` to ``most``."""
 
     def good(value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -39,7 +39,7 @@ def whole(least: int, most: int = _MOST) -> OptionRule:
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> OptionRule:
-    """A finite number from ``low`` to ``high``; ``above`` and ``below`` leave the ends out."""
+    """Return the rule for finite numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the ends."""
 
     def good(value: object) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
@@ -53,7 +53,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
 
 
 def one_of(*words: str) -> OptionRule:
-    """One of these words."""
+    """Return the rule for one of these words."""
     return OptionRule(
         allowed=f"one of {', '.join(words)}",
         metavar="{" + ", ".join(words) + "}",
@@ -63,7 +63,7 @@ def one_of(*words: str) -> OptionRule:
 
 
 def text(metavar: str, *, empty: bool = False) -> OptionRule:
-    """Any text."""
+    """Return the rule for texts."""
     return OptionRule(
         allowed="a text" if empty else "a text that is not empty",
         metavar=metavar,
@@ -73,7 +73,7 @@ def text(metavar: str, *, empty: bool = False) -> OptionRule:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it can be a file's name, and written into one."""
+    """True if a value can be a file's name, and be written into a file."""
     if not isinstance(value, str) or "\0" in value:
         return False
     try:
@@ -84,7 +84,7 @@ def _is_text(value: object) -> bool:
 
 
 def texts(metavar: str) -> OptionRule:
-    """One text or more; none at all is what the default says."""
+    """Return the rule for one text or more; the default may be none."""
 
     def good(value: object) -> bool:
         return isinstance(value, tuple) and all(_is_text(each) and bool(each) for each in value)
@@ -93,7 +93,7 @@ def texts(metavar: str) -> OptionRule:
 
 
 def size() -> OptionRule:
-    """Bytes, or a text like 20GiB."""
+    """Return the rule for sizes: bytes, or a text like 20GiB."""
 
     def good(value: object) -> bool:
         try:
@@ -105,7 +105,7 @@ def size() -> OptionRule:
 
 
 def flag() -> OptionRule:
-    """Yes or no; the command line has an option for each."""
+    """Return the rule for yes or no; the command line has an option for each."""
     return OptionRule(allowed="true or false", metavar="", read=_not_read, good=lambda value: isinstance(value, bool))
 
 

@@ -22,7 +22,7 @@ COMMAND = "pstar-train"
 
 
 def _option(default: Any, rule: rules.OptionRule, section: str, what: str, *, identity: bool = False) -> Any:
-    """A field of `TrainOptions`; `Any`, as `dataclasses.field` itself is for a type checker."""
+    """Make a field of `TrainOptions`; `Any`, as `dataclasses.field` itself is for a type checker."""
     return field(default=default, metadata={"rule": rule, "section": section, "what": what, "identity": identity})
 
 
@@ -31,7 +31,7 @@ MODEL, PLACE, DATA, TRAINING, WATCHING, SAVING = "Model", "Where", "Data", "Trai
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What is trained, on what, where, and what is kept of it."""
+    """Everything that ``pstar-train`` can be told."""
 
     model: str = _option(
         "gpt-10m",
@@ -175,21 +175,21 @@ class TrainOptions:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up, also where none were given."""
+        """The number of warm-up steps, also where ``--warmup`` is not given."""
         return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all micro-batches."""
+        """The tokens of all micro-batches of a step."""
         return self.batch * self.seq * self.accumulate
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See [Note: what a run is]."""
+        """The options that cannot change within a run; see [Note: what a run is]."""
         return {row.name: getattr(self, row.name) for row in fields(self) if row.metadata["identity"]}
 
     def to_toml(self) -> str:
-        """A file for ``--config`` that gives these options."""
+        """Return the text of a file for ``--config`` with these options."""
         rows = ((row.name, getattr(self, row.name)) for row in fields(self))
         return "".join(f"{name} = {_toml(value)}\n" for name, value in rows if value is not None)
 
@@ -202,24 +202,24 @@ def _toml(value: object) -> str:
 
 
 def rule_for(row: Field[Any]) -> rules.OptionRule:
-    """What an option's values may be."""
+    """Return which values an option may have."""
     rule: rules.OptionRule = row.metadata["rule"]
     return rule
 
 
 def flag_of(row: Field[Any] | str) -> str:
-    """An option as the command line has it."""
+    """Return an option as the command line has it."""
     return "--" + (row if isinstance(row, str) else row.name).replace("_", "-")
 
 
 def refusal(row: Field[Any], value: object) -> str:
-    """One line: the option, the value, what is allowed."""
+    """Return one line with the option, the value and what is allowed."""
     shown = list(value) if isinstance(value, tuple) else value
     return f"{flag_of(row)}: found {shown!r}, allowed is {rule_for(row).allowed}"
 
 
 def read(row: Field[Any], words: str | list[str]) -> Any:
-    """An option's value from the words of the command line."""
+    """Return an option's value from the texts of the command line."""
     rule = rule_for(row)
     try:
         return tuple(map(rule.read, words)) if isinstance(words, list) else rule.read(words)
@@ -228,7 +228,7 @@ def read(row: Field[Any], words: str | list[str]) -> Any:
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """The options that a TOML file sets, unchecked but for their names."""
+    """Return the options that a TOML file sets; only their names are checked."""
     try:
         return from_text(path.read_text("utf-8"), str(path))
     except InvalidInput:
@@ -239,7 +239,7 @@ def from_toml(path: Path) -> dict[str, Any]:
 
 
 def from_text(text: str, source: str) -> dict[str, Any]:
-    """The same of a file's text."""
+    """Return the options that the text of a TOML file sets; only their names are checked."""
     known = {row.name for row in fields(TrainOptions)}
     found = {}
     for key, value in tomllib.loads(text).items():
@@ -253,18 +253,18 @@ def from_text(text: str, source: str) -> dict[str, Any]:
 
 
 def merged(config: Mapping[str, Any], line: Mapping[str, Any]) -> TrainOptions:
-    """The file's options, the command line's over them."""
+    """Return the file's options, replaced by the command line's."""
     return TrainOptions(**{**config, **line})
 
 
 def nearest(name: str) -> str:
-    """What somebody may have meant."""
+    """Return a hint at the option with the most similar name."""
     known = [row.name.replace("_", "-") for row in fields(TrainOptions)]
     return did_you_mean(name.lstrip("-").replace("_", "-"), known, f"{COMMAND} --help lists the options", most=1)
 
 
 def table() -> str:
-    """Every option as Markdown, a table for each section."""
+    """Return every option as Markdown, a table for each section."""
     return "\n".join(_tables())
 
 
@@ -280,7 +280,7 @@ def _tables() -> Iterator[str]:
 
 
 def usage(row: Field[Any]) -> str:
-    """An option and what follows it."""
+    """Return an option and what follows it on the command line."""
     rule, name = rule_for(row), flag_of(row)
     if isinstance(row.default, bool):
         return f"{name}`, `--no-{name[2:]}"

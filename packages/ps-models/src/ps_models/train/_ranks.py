@@ -1,4 +1,4 @@
-"""The processes that train one model under ``torchrun``; alone, this one is all of them.
+"""The ranks that train one model under ``torchrun``; without it, this process is the only one.
 
 [Note: parts]
 ``--batch`` counts the sequences of all processes. Process i of p takes the i-th p-th of each micro-batch, and divides
@@ -21,11 +21,11 @@ from ps_models.train._options import PLACE, TrainOptions, flag_of
 from ps_models.train._stop_signal import StopSignal
 
 _OWN = frozenset({"data", "log_every"})
-"""What may differ between processes, besides where they run: of the data the digest is compared."""
+"""Options that may differ between ranks, besides where they run; of the data the digest is compared."""
 
 
 class TrainingRanks:
-    """This process and the others. As a context manager it leaves them at the end."""
+    """This rank among all. As a context manager it leaves the group at the end."""
 
     def __init__(self, together: Any = None) -> None:
         """``together``: `ps_dist.TorchCollectives` (any: ps-dist is not there for everybody); None: alone."""
@@ -42,11 +42,11 @@ class TrainingRanks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one that writes and speaks."""
+        """True on the rank that writes files and reports."""
         return self.rank == 0
 
     def check(self, options: TrainOptions, digest: str) -> None:
-        """`InvalidInput` unless a batch can be shared; `RanksDiverged` unless all were told the same."""
+        """Raise `InvalidInput` unless the ranks can share a batch, `RanksDiverged` unless all have the same options."""
         if options.batch % self.size:
             raise InvalidInput(
                 f"--batch: found {options.batch}, which {self.size} processes share; allowed is a multiple of "
@@ -58,29 +58,29 @@ class TrainingRanks:
         self.agree("--data (the digest of what is in it)", digest)
 
     def agree(self, name: str, value: object) -> None:
-        """`RanksDiverged` unless every process has the same."""
+        """Raise `RanksDiverged` unless every rank has the same value."""
         if self.together is not None:
             self.together.agree(name, str(value))
 
     def own(self, options: TrainOptions) -> TrainOptions:
-        """The options with this process's part of a batch."""
+        """Return the options with this rank's part of a batch."""
         return replace(options, batch=options.batch // self.size)
 
     def total(self, value: float) -> float:
-        """The sum over processes, in their order."""
+        """Return the sum over ranks, in rank order."""
         found: float = value if self.together is None else self.together.all_reduce_sum(value)
         return found
 
     def any(self, value: bool) -> bool:
-        """Whether it is so for any process."""
+        """Return whether ``value`` is true on any rank."""
         return self.total(float(value)) > 0
 
     def first(self, value: bool) -> bool:
-        """What is so for the one that leads."""
+        """Return the value of rank 0."""
         return self.any(value and self.leads)
 
     def share(self, batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
-        """This process's sequences of each batch, and how many count; every process has at least one to pass on."""
+        """Return this rank's sequences of each batch, and how many count; every rank has at least one to run."""
         found = []
         for batch in batches:
             count = len(batch["input_ids"])
@@ -91,7 +91,7 @@ class TrainingRanks:
 
 
 def join_ranks() -> TrainingRanks:
-    """Join the others, if ``torchrun`` started some."""
+    """Join the ranks that ``torchrun`` started, if it did."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return TrainingRanks()
     if importlib.util.find_spec("ps_dist") is None:
@@ -102,12 +102,12 @@ def join_ranks() -> TrainingRanks:
 
 
 class StopCheck:
-    """Whether to end after this step: asked by all processes at the same place, and all get the same answer."""
+    """Tells all ranks alike whether to stop after this step; all call it at the same place."""
 
     def __init__(self, stop: StopSignal, ranks: TrainingRanks) -> None:
         self._stop, self._ranks = stop, ranks
         self.by: str | None = None
-        """Which signal it was."""
+        """The signal's name."""
 
     def __call__(self) -> bool:
         if self.by is None and self._ranks.any(self._stop.asked is not None):

@@ -1,4 +1,4 @@
-"""A run's folder: what it holds, and how it survives being cut short at any moment.
+"""Keep a run's files, so that the run goes on whenever the process ended.
 
     OUT/
       options.toml            the options of the last call, for --config
@@ -38,7 +38,7 @@ _REMOVED = ".removed-"
 
 
 class RunFolder:
-    """One run's folder, held by this process alone while it is open."""
+    """One run's folder, which only this process uses while it is open."""
 
     def __init__(self, options: TrainOptions, digest: str) -> None:
         """Make or find it; `InvalidInput` if it holds another run, or belongs to another process now."""
@@ -62,7 +62,7 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Let others have it."""
+        """Let other processes use the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -76,7 +76,7 @@ class RunFolder:
         self.close()
 
     def _claim(self, options: TrainOptions, digest: str) -> None:
-        """Say what this run is, or find that it is the same. Where no step was ever made, there is no run yet."""
+        """Write down what this run is, or check that the folder has the same run; before a step there is no run."""
         written, own = self.path / "run.json", {"options": options.identity, "data": digest}
         try:
             found = json.loads(written.read_text("utf-8"))
@@ -99,25 +99,25 @@ class RunFolder:
         write_text_atomically(self.path / "options.toml", options.to_toml())
 
     def _begun(self) -> bool:
-        """Whether a step was made here."""
+        """True if a step was made in this folder."""
         rows = self.path / "metrics.jsonl"
         return any(self.steps()) or (rows.exists() and rows.stat().st_size > 0)
 
     # ---- checkpoints ----
 
     def steps(self) -> list[int]:
-        """The steps there is a checkpoint of, newest first."""
+        """Return the steps that have a checkpoint, newest first."""
         found = (_STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint after that step."""
+        """Return the path of the checkpoint after a step."""
         return self.checkpoints / f"step-{step:08d}"
 
     def load_newest(
         self, load: Callable[[Path], Mapping[str, Any]], say: Callable[[str], None]
     ) -> Mapping[str, Any] | None:
-        """What ``load`` makes of the newest sound checkpoint; None if there is none at all.
+        """Return what ``load`` returns for the newest checkpoint that is not damaged; None if there is none at all.
 
         One that is damaged gets another name and is passed over, for an older one is better than nothing. The oldest
         one's error is raised: starting anew is not for this to decide.
@@ -174,11 +174,11 @@ class RunFolder:
         return renamed
 
     def metrics(self, step: int) -> MetricsFile:
-        """The rows up to that step, to go on after."""
+        """Open the metrics, cut off after a step."""
         return MetricsFile(self.path / "metrics.jsonl", step)
 
     def best(self) -> tuple[int, float]:
-        """The step of the best checkpoint and its validation loss; (0, infinity) before there is one."""
+        """Return the step of the best checkpoint and its validation loss; (0, infinity) before there is one."""
         try:
             name, loss = (self.checkpoints / "best").read_text("utf-8").split()
             return int(name.removeprefix("step-")), float(loss)
@@ -186,7 +186,7 @@ class RunFolder:
             return 0, float("inf")
 
     def check_best(self, loaded: int, say: Callable[[str], None]) -> None:
-        """Where the best checkpoint is damaged or gone, say so and forget its loss, that another may take its place.
+        """Check the best checkpoint; if it is damaged or gone, report that and forget its loss.
 
         ``loaded``: the step that training goes on from, whose checkpoint was read already.
         """
@@ -208,7 +208,7 @@ class RunFolder:
         )
 
     def set_best(self, step: int, loss: float) -> None:
-        """That checkpoint is the best there is."""
+        """Note that a step's checkpoint is the best."""
         write_text_atomically(self.checkpoints / "best", f"{self.checkpoint(step).name} {loss!r}\n")
 
 
@@ -253,21 +253,21 @@ class MetricsFile:
         self._file.truncate(end)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One row, whole."""
+        """Append a row."""
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """What was written is on the disk."""
+        """Sync what was written to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """No more rows."""
+        """Close the file."""
         self._file.close()
 
 
 def _step_of(line: bytes) -> float:
-    """Infinity for what is no row."""
+    """Return the step of a line; infinity if the line is no row."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -283,7 +283,7 @@ def _remove(folder: Path) -> None:
 
 
 def _clear(parent: Path) -> None:
-    """Finish removals that were cut short, and remove what half-written files and checkpoints left."""
+    """Finish removals that were cut short, and remove half-written files and checkpoints."""
     for pattern in (f"{_REMOVED}*", ".step-*.ps-partial"):
         for each in parent.glob(pattern):
             shutil.rmtree(each, ignore_errors=True)
@@ -292,33 +292,33 @@ def _clear(parent: Path) -> None:
 
 
 class FollowerRunFolder(RunFolder):
-    """The folder that the first process made; all share its file system."""
+    """The folder as ranks other than 0 use it: they read checkpoints, and write their files of new ones."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """It is there already."""
+        """Find the folder, which rank 0 has made."""
         self.path = Path(options.out)
         self.checkpoints = self.path / "checkpoints"
         self._lock = None
 
     def metrics(self, step: int) -> MetricsFile:
-        """As in `RunFolder`."""
+        """Return metrics that write nothing: rank 0 does."""
         return NoMetricsFile()
 
     def saved(self, step: int, keep: int, *, sound: bool) -> None:
-        """The first process tidies up."""
+        """Do nothing: rank 0 removes old checkpoints."""
 
     def note_sound(self, step: int, keep: int) -> None:
-        """Do nothing: the first process removes old checkpoints."""
+        """Do nothing: rank 0 removes old checkpoints."""
 
     def drop_unsound(self, step: int) -> int:
-        """Do nothing: the first process renames the checkpoint, and speaks of it."""
+        """Do nothing: rank 0 renames the checkpoint, and reports it."""
         return 0
 
     def check_best(self, loaded: int, say: Callable[[str], None]) -> None:
-        """The first process looks."""
+        """Do nothing: rank 0 checks it."""
 
     def set_best(self, step: int, loss: float) -> None:
-        """The first process writes it down."""
+        """Do nothing: rank 0 writes it."""
 
     def _point(self, step: int) -> None:
         pass
@@ -328,23 +328,23 @@ class FollowerRunFolder(RunFolder):
 
 
 class NoMetricsFile(MetricsFile):
-    """No file."""
+    """Metrics without a file."""
 
     def __init__(self) -> None:
-        """Nothing is opened."""
+        """Open nothing."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """The first process does."""
+        """Do nothing."""
 
     def sync(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing."""
 
 
 def open_folder(options: TrainOptions, digest: str, ranks: TrainingRanks) -> RunFolder:
-    """Make or find the run's folder, which is the first process's; the others come when it is there."""
+    """Make or find the run's folder on rank 0, then find it on the other ranks."""
     held = RunFolder(options, digest) if ranks.leads else None
     ranks.total(0.0)
     return held or FollowerRunFolder(options)

@@ -1,4 +1,4 @@
-"""Text from the model that was trained."""
+"""Make text with the model that was trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = "sample: none, for what the model gives is not finite"
 
 
 def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective: Objective) -> str:
-    """The prompt, gone on with; of a BERT a held-back text, with what it makes of the gaps in it."""
+    """Return the prompt and its continuation; of a BERT a held-back text with gaps, and how it fills them."""
     try:
         if isinstance(objective, MaskedTokenObjective):
             return filled(options, data, managed, objective)
@@ -31,7 +31,7 @@ def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective
 
 
 def written(options: TrainOptions, data: Corpus, managed: ManagedModel) -> str:
-    """The prompt, gone on with. Of token files, which nothing here can spell out, the numbers."""
+    """Return the prompt and its continuation; of token files, which have no tokenizer, the numbers."""
     chosen = data.tokenizer
     start = data.validation[0][:1].tolist() if chosen is None else chosen.encode(options.prompt.encode()).tolist()
     if not start and chosen is not None:
@@ -55,7 +55,7 @@ def written(options: TrainOptions, data: Corpus, managed: ManagedModel) -> str:
 
 @torch.no_grad()
 def filled(options: TrainOptions, data: Corpus, managed: ManagedModel, objective: MaskedTokenObjective) -> str:
-    """A text that was held back, with gaps, and with the likeliest tokens in them."""
+    """Return a held-back text with gaps, and with the likeliest tokens in them."""
     ids, hidden = objective.example(options.sample)
     seen = ids.clone()
     seen[hidden] = objective.marks.mask

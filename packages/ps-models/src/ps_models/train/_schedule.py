@@ -1,4 +1,4 @@
-"""The learning rate, step by step."""
+"""Compute the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ps_models.train._options import TrainOptions
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """Of that step; steps are counted from 1.
+    """Return the learning rate of a step; steps are counted from 1.
 
     Warm-up rises in a straight line and reaches ``lr`` at its last step. The last step of all has ``final_lr`` of it,
     unless the schedule is constant.

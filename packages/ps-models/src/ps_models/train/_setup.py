@@ -1,4 +1,4 @@
-"""From options to a model under management."""
+"""Make a managed model from the options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ps_models.train._ranks import TrainingRanks
 
 
 def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerShape:
-    """The named shape, with the data's vocabulary, and positions for a whole sequence."""
+    """Return the named shape, with the data's vocabulary, and positions for a whole sequence."""
     try:
         found = shape(options.model)
     except InvalidInput as error:
@@ -56,7 +56,7 @@ def shape_of(options: TrainOptions, data: Corpus | None = None) -> TransformerSh
 
 
 def device_of(options: TrainOptions) -> str:
-    """What ``auto`` is here."""
+    """Return the device; ``auto`` is CUDA if there is any."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InvalidInput("--device: found 'cuda', but PyTorch finds none; allowed here are cpu and emulated")
     if options.device != "auto":
@@ -110,13 +110,13 @@ def manage(options: TrainOptions, found: TransformerShape, ranks: TrainingRanks)
 
 
 def _is_vector(name: str, parameter: Any) -> bool:
-    """Norms and biases; ``Any`` as in `Group`."""
+    """True for norms and biases; ``Any`` as in `Group`."""
     found: bool = parameter.dim() < 2
     return found
 
 
 def budget_of(options: TrainOptions) -> Budget:
-    """The memory that the options allow."""
+    """Return the memory that the options allow."""
     folder = options.disk_dir
     if options.disk is not None and folder is None:
         folder = str(Path(options.out) / "disk")
@@ -124,7 +124,7 @@ def budget_of(options: TrainOptions) -> Budget:
 
 
 def told(found: TransformerShape, options: TrainOptions, ranks: TrainingRanks) -> str:
-    """The model in a line, and who shares it in another."""
+    """Return a line about the model, and with several ranks another about them."""
     count = options.batch // ranks.size
     others = (
         f"\n{ranks.size} processes, each with {count} of the {options.batch} sequences of a micro-batch; "

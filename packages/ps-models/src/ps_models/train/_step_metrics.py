@@ -1,4 +1,4 @@
-"""What is known about each step, and the rates that follow from it."""
+"""Measure each step, and compute rates from it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ps_models.train._options import TrainOptions
 _PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.2, "V100": 125.0}
 """Dense 16-bit TFLOPS of some cards, as their makers state them."""
 _RECENT = 20
-"""Steps that the remaining time is foretold from."""
+"""The number of latest steps from which the remaining time is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One step, as ``metrics.jsonl`` has it."""
+    """One step's row of ``metrics.jsonl``."""
 
     step: int
     loss: float
@@ -48,7 +48,7 @@ class StepMetrics:
     """After the update, in the steps that have a validation."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what is not finite is null, what is not known is left out."""
+        """Return a row for JSON: what is not finite is None, what is not known is left out."""
         found = {row.name: getattr(self, row.name) for row in fields(self)}
         unknown = {name for name in ("mfu", "val_loss") if found[name] is None}
         return {
@@ -58,7 +58,7 @@ class StepMetrics:
         }
 
     def flat(self) -> dict[str, float]:
-        """For loggers: numbers under names with dots."""
+        """Return numbers by names with dots, for loggers."""
         numbers: dict[str, float] = {}
         for name, value in self.as_dict().items():
             if isinstance(value, Mapping):
@@ -94,15 +94,15 @@ class Rates:
         self.parameters = trace.parameters
 
     def tokens_per_s(self, seconds: float) -> float:
-        """Of a step that took so long."""
+        """Return the tokens per second of a step that took ``seconds``."""
         return self._tokens / seconds
 
     def tflops(self, seconds: float) -> float:
-        """Likewise; see `Row`."""
+        """Return the TFLOPS of a step that took ``seconds``; see `StepMetrics`."""
         return self._counted / seconds / 1e12
 
     def mfu(self, seconds: float) -> float | None:
-        """Likewise; None where the device's peak is not known."""
+        """Return the model FLOPs utilisation of a step; None if the device's peak is not known."""
         return None if self.peak_tflops is None else self._model / seconds / 1e12 / self.peak_tflops
 
 
@@ -112,7 +112,7 @@ def _card_peak() -> float | None:
 
 
 def memory_of(counted: Statistics) -> dict[str, dict[str, int]]:
-    """Every tier's bytes."""
+    """Return every tier's bytes."""
     return {
         name: {
             "current_bytes": tier.current_bytes,
@@ -124,15 +124,15 @@ def memory_of(counted: Statistics) -> dict[str, dict[str, int]]:
 
 
 class RemainingTime:
-    """How long the rest will take."""
+    """Estimates the time of the remaining steps."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def add(self, seconds: float) -> None:
-        """A step took that long."""
+        """Add the time of a step."""
         self._recent.append(seconds)
 
     def left_s(self, steps: int) -> float:
-        """So many steps more."""
+        """Return the seconds that ``steps`` more steps will take."""
         return median(self._recent) * steps if self._recent else 0.0

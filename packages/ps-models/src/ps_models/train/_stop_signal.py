@@ -1,4 +1,4 @@
-"""The first SIGINT or SIGTERM asks for an end; the second one is not asked for anything."""
+"""Stop on signals: the first SIGINT or SIGTERM asks the training to end, the second interrupts it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Whether somebody wants the training to end. As a context manager it listens to signals."""
+    """Notes the first signal. As a context manager it installs and removes handlers."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
-        """By which signal."""
+        """The name of the signal that asked for an end; None: none did."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:

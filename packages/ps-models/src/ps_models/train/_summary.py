@@ -23,7 +23,7 @@ def summary(
     steps: int,
     seconds: float,
 ) -> str:
-    """What was held where, what moved in steps, and what plain PyTorch would have needed."""
+    """Return which bytes were on which tier, what steps moved, and what plain PyTorch would have needed."""
     tokens = steps * options.tokens_per_step
     rate = f", {tokens / seconds:,.0f} tokens/s" if steps and seconds > 0 else ""
     data = round(counted.bytes_per_parameter * rates.parameters)

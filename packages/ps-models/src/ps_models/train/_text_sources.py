@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library's source, text files, JSON lines."""
+"""Read documents: the standard library's source, text files, JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = frozenset({".bin", ".npy"})
 
 
 def standard_library() -> Iterator[bytes]:
-    """Every module of Python's own library on this machine, in the order of their paths."""
+    """Yield every module of Python's standard library, in the order of their paths."""
     top = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(_walk(top), key=lambda path: path.relative_to(top).as_posix()):
         if path.suffix == ".py" and not path.is_symlink():
@@ -26,7 +26,7 @@ def standard_library() -> Iterator[bytes]:
 
 
 def documents(path: Path) -> Iterator[bytes]:
-    """The documents of a file (one, or one a line for JSON lines), or of all files of a folder."""
+    """Yield the documents of a file (one, or one a line for JSON lines), or of all files of a folder."""
     if path.is_dir():
         for each in sorted(_walk(path)):
             if each.suffix in TEXT or each.suffix == ".jsonl":
@@ -48,7 +48,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _json_lines(path: Path) -> Iterator[bytes]:
-    """Each line a text, or an object whose key ``text`` is one."""
+    """Yield the documents of a file whose lines are texts, or objects with a text under ``text``."""
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
             if not line.strip():

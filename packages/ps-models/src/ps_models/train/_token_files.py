@@ -1,4 +1,4 @@
-"""Files of token numbers: read a sequence at a time, never as a whole, whatever their size.
+"""Read files of token numbers: a sequence at a time, never as a whole.
 
 They are not mapped into memory. A file that somebody cuts short while it is mapped ends the process (SIGBUS), or gives
 zeros up to the end of a page; reading tells.
@@ -49,7 +49,7 @@ class _Opened:
 
 
 class TokenFile:
-    """A run of tokens in a file; slices of it are read when they are asked for."""
+    """A run of tokens in a file; a slice is read when it is used."""
 
     def __init__(self, file: _Opened, dtype: torch.dtype, start: int, count: int) -> None:
         """``start``: the position of the first token, in bytes."""
@@ -111,7 +111,7 @@ def _npy(path: Path) -> tuple[torch.dtype, int, int]:
 
 
 def digest_of(path: Path) -> bytes:
-    """Of the size, the first and the last piece: enough to notice another file, quick on a large one."""
+    """Return a hash of the size, the first and the last piece: it notices another file, and is quick on a large one."""
     size, found = path.stat().st_size, hashlib.sha256()
     found.update(size.to_bytes(8, "little"))
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Texts to token numbers and back."""
+"""Convert texts to token numbers and back."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FIRSTS = ("[CLS]", "<s>", "<cls>", "<bos>")
 
 
 class Tokenizer(Protocol):
-    """What data and samples need."""
+    """Converts documents to tokens and back."""
 
     vocabulary: int
-    """How many tokens there are, the end of a document included."""
+    """The number of tokens, the end of a document included."""
     end: int
     """The token after each document."""
     mask: int | None
@@ -36,10 +36,10 @@ class Tokenizer(Protocol):
     """Equal for equal tokenizers."""
 
     def encode(self, document: bytes) -> Tensor:
-        """A document's tokens, in a type of integers that is just large enough; without the end."""
+        """Return a document's tokens, in the smallest type of integers that is enough; without the end."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens; ends are left out."""
+        """Return the text of these tokens, without ends."""
 
 
 class Bytes:
@@ -53,13 +53,13 @@ class Bytes:
     digest = "bytes"
 
     def encode(self, document: bytes) -> Tensor:
-        """As in `Tokenizer`."""
+        """See `Tokenizer`."""
         if not document:
             return torch.empty(0, dtype=torch.int16)
         return torch.frombuffer(bytearray(document), dtype=torch.uint8).to(torch.int16)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """As in `Tokenizer`; bytes that are not UTF-8 are shown as such."""
+        """Return the text; bytes that are not UTF-8 are shown as such."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", "backslashreplace")
 
 
@@ -98,16 +98,16 @@ class HuggingFace:
         return next((token for token in found if token is not None), None)
 
     def encode(self, document: bytes) -> Tensor:
-        """As in `Tokenizer`."""
+        """See `Tokenizer`."""
         text = document.decode("utf-8", "replace")
         return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._type)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """As in `Tokenizer`."""
+        """See `Tokenizer`."""
         text: str = self._tokenizer.decode([token for token in tokens if token != self.end])
         return text
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """``bytes``, or the file of that name."""
+    """Return the tokenizer of bytes, or the one in the file of that name."""
     return Bytes() if name == "bytes" else HuggingFace(Path(name))

@@ -19,7 +19,10 @@ from ps_core._errors import InvalidInput
 
 
 def encode(where: str, value: Any, keep: Callable[[torch.Tensor], str]) -> Any:
-    """What `decode` makes the same value of; ``keep`` puts a tensor away and names it. ``where`` is for messages."""
+    """Return JSON of which `decode` makes the same value; ``keep`` stores a tensor and returns its name.
+
+    ``where`` names the value in messages.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float | str):
@@ -48,7 +51,7 @@ def encode(where: str, value: Any, keep: Callable[[torch.Tensor], str]) -> Any:
 
 
 def _plain(value: float | str) -> Any:
-    """Numbers and texts, those of subclasses (NumPy's, enums) too, as plain ones."""
+    """Return a number or text as a plain one, also of a subclass (NumPy's, an enum)."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
@@ -58,7 +61,7 @@ def _plain(value: float | str) -> Any:
 
 
 def decode(value: Any, find: Callable[[str], torch.Tensor]) -> Any:
-    """The value again; ``find`` brings a tensor by its name."""
+    """Return the value that was encoded; ``find`` returns a tensor by its name."""
     if isinstance(value, list):
         return [decode(each, find) for each in value]
     if not isinstance(value, dict):

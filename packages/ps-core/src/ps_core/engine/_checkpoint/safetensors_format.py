@@ -64,7 +64,7 @@ class TensorEntry:
 
     @property
     def owner(self) -> str:
-        """The name of the tensor it is, or of which it is a part."""
+        """The name of the tensor, or of the one that this is a part of."""
         return self.tensor or self.name
 
     @property
@@ -79,7 +79,7 @@ class TensorEntry:
 
 
 def type_name(what: str, dtype: torch.dtype) -> str:
-    """The format's name of a type; ``what`` has it."""
+    """Return the format's name of a type; ``what`` names the tensor in messages."""
     name = _NAMES.get(dtype)
     if name is None:
         raise InvalidInput(f"{what} is {dtype}, which the safetensors format does not have: convert it")
@@ -87,7 +87,7 @@ def type_name(what: str, dtype: torch.dtype) -> str:
 
 
 def table_of(entries: Iterable[TensorEntry], save: str = "") -> bytes:
-    """The first bytes of a file with these tensors, one after another; ``save``: what it is a part of."""
+    """Return the first bytes of a file with these tensors, one after another; ``save``: the mark of the save."""
     table: dict[str, Any] = {"__metadata__": {**METADATA, "save": save} if save else METADATA}
     end = 0
     for entry in entries:
@@ -105,7 +105,7 @@ def in_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 def read_table(path: Path) -> tuple[int, list[TensorEntry]]:
-    """Where a file's tensors begin, and what they are, in the order they lie in; `CheckpointDamaged`."""
+    """Return where a file's tensors begin, and the tensors in their order; raise `CheckpointDamaged`."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -169,24 +169,24 @@ def _row(name: str, row: dict[str, Any]) -> tuple[int, int, TensorEntry]:
 
 
 def damaged(path: Path, what: str) -> CheckpointDamaged:
-    """The error for a file."""
+    """Return the error for a damaged file."""
     return CheckpointDamaged(f"{path}: {what}; take another checkpoint, or copy this file anew from where it is whole")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; the tensor has to outlive it."""
+    """Return the memory of a contiguous tensor on the CPU; keep the tensor alive as long."""
     assert is_plain(tensor), "its bytes are here, in a row"
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)
     return memoryview(array).cast("B")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `bytes_of` takes it."""
+    """True if `bytes_of` accepts the tensor."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def by_rows(tensor: torch.Tensor, piece_bytes: int) -> Iterable[torch.Tensor]:
-    """A tensor in pieces of whole rows, of about a size."""
+    """Return a tensor in pieces of whole rows, of about ``piece_bytes``, at least one row each."""
     if tensor.dim() == 0 or tensor.numel() == 0:
         return (tensor,)
     count = max(1, piece_bytes * tensor.shape[0] // max(1, tensor.nbytes))
@@ -195,6 +195,6 @@ def by_rows(tensor: torch.Tensor, piece_bytes: int) -> Iterable[torch.Tensor]:
 
 
 def write_all(file: int, data: memoryview) -> None:
-    """All of it, whatever a single call takes."""
+    """Write all bytes, in as many calls as it takes."""
     while data:
         data = data[os.write(file, data) :]
