@@ -178,8 +178,8 @@ def parts_ways(each: ps_dist.TorchCollectives) -> str:
     """Ranks whose cards would wait for each other: none of them calls its card."""
     carrier, rank = Quiet(), each.mesh.rank
 
-    def job(bench: Any) -> None:
-        bench.on_device(carrier).all_gather(torch.zeros(4), torch.zeros(2), f"layer {rank}", (0, 1))
+    def job(session: Any) -> None:
+        session.on_device(carrier).all_gather(torch.zeros(4), torch.zeros(2), f"layer {rank}", (0, 1))
 
     with from_card_to_card(each), pytest.raises(RanksDiverged) as caught:
         each.start(job).wait()

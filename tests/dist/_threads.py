@@ -27,7 +27,7 @@ class Meeting:
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
 
-    def swap(self, rank: int, what: str, value: Any, *, shown: str = "") -> list[Any]:
+    def exchange(self, rank: int, what: str, value: Any, *, shown: str = "") -> list[Any]:
         """What everybody has; all must come for the same thing."""
         self._table[rank] = what, value
         self._barrier.wait()
@@ -52,16 +52,16 @@ class Pending:
         self._future.result(_PATIENCE_S)
 
 
-class Bench:
+class Session:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
-        return self._meeting.swap(self._rank, what, mine)
+        return self._meeting.exchange(self._rank, what, mine)
 
     def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
         assert (self._rank in takers) == (into is not None)
-        rows = self._meeting.swap(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
+        rows = self._meeting.exchange(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
         if into is not None:
             with torch.inference_mode():  # a transport writes whatever it is given
                 into.copy_(torch.cat(rows))
@@ -79,7 +79,7 @@ class Bench:
         assert (self._rank in givers) == (source is not None)
         assert source is None or source.dtype is kind
         mine = None if source is None else source.clone()
-        rows = self._meeting.swap(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
+        rows = self._meeting.exchange(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
         numel = into.numel()
         parts = [row[self._rank * numel : (self._rank + 1) * numel].float() for row in rows if row is not None]
         total = parts[0]
@@ -102,40 +102,42 @@ class Together:
         self.gate = Event()
         """Nothing is begun by the thread of collectives while it is not set."""
         self.gate.set()
-        self._lane = ThreadPoolExecutor(1)
-        self._bench = Bench(meeting, rank)
+        self._thread = ThreadPoolExecutor(1)
+        self._session = Session(meeting, rank)
 
     def start(self, job: Any) -> Pending:
         step = job.args[0]
         if hasattr(step, "collective"):
             took_part = "" if step.whole is not None else " -"
             self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")
-        return Pending(self._lane.submit(self._pass_gate, job))
+        return Pending(self._thread.submit(self._pass_gate, job))
 
     def _pass_gate(self, job: Any) -> None:
         assert self.gate.wait(_PATIENCE_S)
-        job(self._bench)
+        job(self._session)
 
     def note(self, what: str) -> None:
         self.began.append(what)
 
     def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
         everyone = range(self.ranks)
-        return Pending(self._lane.submit(self._bench.all_gather, into, shard, what, everyone))
+        return Pending(self._thread.submit(self._session.all_gather, into, shard, what, everyone))
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         return (self.ranks - 1) * shard_numel * kind.itemsize
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        return self._lane.submit(self.meeting.swap, self.rank, f"values: {what}", list(values)).result(_PATIENCE_S)
+        return self._thread.submit(self.meeting.exchange, self.rank, f"values: {what}", list(values)).result(
+            _PATIENCE_S
+        )
 
     def agree(self, name: str, value: str) -> None:
-        rows = self._lane.submit(self.meeting.swap, self.rank, f"agree on {name}", value).result(_PATIENCE_S)
+        rows = self._thread.submit(self.meeting.exchange, self.rank, f"agree on {name}", value).result(_PATIENCE_S)
         if len(set(rows)) > 1:
             raise RanksDiverged(f"{name} must be the same on all ranks, found: {rows}")
 
     def close(self) -> None:
-        self._lane.shutdown()
+        self._thread.shutdown()
 
 
 def run(ranks: int, case: Callable[..., Any], *args: Any) -> tuple[list[Any], Meeting]:

@@ -93,8 +93,8 @@ def check_gather(each: ps_dist.TorchCollectives) -> None:
     carrier: Any = Quiet()
     carrier.staging, carrier.copy = torch.zeros(1024, dtype=torch.uint8), Tensor.copy_
 
-    def job(bench: Any) -> None:
-        bench.on_device(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice", range(ranks))
+    def job(session: Any) -> None:
+        session.on_device(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice", range(ranks))
 
     each.start(job).wait()
     assert whole.tolist() == [1.0 + other for other in range(ranks)]

@@ -39,7 +39,7 @@ def launch(program: str, own: Sequence[dict[str, str]]) -> list[tuple[int, str]]
 def test_a_group_nobody_else_joins() -> None:
     ((status, output),) = launch("alone.py", [{"WORLD_SIZE": "2"}])
     assert status == 0, output
-    assert "rank 0 of 2: rank 1 did not come within " in output
+    assert "rank 0 of 2: rank 1 did not join within " in output
 
 
 def test_another_number_of_processes_is_found_at_the_start() -> None:

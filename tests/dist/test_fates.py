@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).parent / "programs" / "fates.py"
 KILLED, FAILED, EXITED, FINE = -9, 1, 3, 0
 GONE = rf"rank {{}} on {re.escape(gethostname())}(, which keeps the store,)? ended or cannot be reached"
 SILENT = rf"rank {{}} on {re.escape(gethostname())}(, which keeps the store,)? has not answered for \d+ s$"
-ABSENT = r"rank {}\b.* (did not come within|ended or cannot be reached|has not answered for) "
+ABSENT = r"rank {}\b.* (did not join within|ended or cannot be reached|has not answered for) "
 RAISED = rf"rank {{}} on {re.escape(gethostname())} raised ValueError: no such token: 7"
 WAYS = (
     ("killed_computing:3:0", KILLED, GONE),

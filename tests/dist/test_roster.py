@@ -156,11 +156,11 @@ def test_who_did_not_come_is_named_to_all(three: Company, monkeypatch: pytest.Mo
     three.until(lambda store: store.check([f"answer/{call}/1"]))
     answered.set()
     for rank, coming in enumerate((first, second)):
-        with pytest.raises(RanksDiverged, match=f"rank {rank} of 3: rank 2 did not come within"):
+        with pytest.raises(RanksDiverged, match=f"rank {rank} of 3: rank 2 did not join within"):
             coming.result()
 
 
 def test_nobody_calls(three: Company) -> None:
     left_behind(three.store)
-    with pytest.raises(RanksDiverged, match=r"rank 2 of 3: rank 0 did not come within 0.1 s$"):
+    with pytest.raises(RanksDiverged, match=r"rank 2 of 3: rank 0 did not join within 0.1 s; see"):
         three.come(2, timeout_s=0.1).result()

@@ -61,10 +61,10 @@ class Order:
             sums.extend([step] if group.index == 0 else [])
             return step
 
-        def carry_out_in_order(step: CollectiveOp, number: int, bench: Any) -> None:
+        def carry_out_in_order(step: CollectiveOp, number: int, session: Any) -> None:
             if rank == 0 and len(sums) > 1 and step is sums[1]:
                 assert self.late_gradient.wait(PATIENCE_S)
-            carry_out(step, number, bench)
+            carry_out(step, number, session)
             if rank == 1 and step.collective == FIRST and step.done:
                 self.first_sum.set()
 

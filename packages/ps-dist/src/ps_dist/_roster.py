@@ -248,7 +248,10 @@ def _difference(rank: int, rows: Mapping[int, _Row]) -> str | None:
 
 
 def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:
-    return f"rank {rank} of {ranks}: {name_ranks(missing)} did not come within {timeout_s:.3g} s"
+    return (
+        f"rank {rank} of {ranks}: {name_ranks(missing)} did not join within {timeout_s:.3g} s; see its output, or "
+        "try a larger timeout_s"
+    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
