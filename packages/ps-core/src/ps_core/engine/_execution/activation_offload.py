@@ -19,13 +19,13 @@ from ps_core.engine._parameters.managed_parameter import ManagedParameter
 class _Route(Protocol):
     """To the host's memory and back. (Any: what it makes is its own.)"""
 
-    def put(self, tensor: torch.Tensor) -> Any:
+    def offload(self, tensor: torch.Tensor) -> Any:
         """What stands for a tensor."""
 
-    def settle(self) -> None:
+    def finish_offloads(self) -> None:
         """What was put is not held on to any more."""
 
-    def get(self, away: Any) -> torch.Tensor:
+    def restore(self, away: Any) -> torch.Tensor:
         """The tensor again."""
 
 
@@ -46,19 +46,19 @@ def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.is_contiguous() and tensor.untyped_storage()._cdata in storages:
-            return _Put(way, way.put(tensor))
+            return _Put(way, way.offload(tensor))
         return tensor if engine is None else engine.saved.pack(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, _Put):
-            return packed.way.get(packed.what)
+            return packed.way.restore(packed.what)
         return packed if engine is None else engine.saved.unpack(packed)
 
     try:
         with saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        way.settle()
+        way.finish_offloads()
 
 
 class _Put:
@@ -90,21 +90,21 @@ def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route
             "offloaded(...) with Budget.disk: the host's memory is full of what the disk has no place for; leave "
             "offloaded(...) out, or Budget.disk"
         )
-    engine.activations.leave(engine.passes.guide.plan)
+    engine.activations.keep_clear_of(engine.passes.guide.plan)
     return engine.activations
 
 
 class _Copied:
     """Without an engine: by copies that are waited for."""
 
-    def put(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    def offload(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         """As in `_Way`."""
         return tensor.device, tensor.detach().to("cpu")
 
-    def settle(self) -> None:
+    def finish_offloads(self) -> None:
         """Nothing is under way."""
 
-    def get(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    def restore(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         """As in `_Way`."""
         return away[1].to(away[0])
 
@@ -112,13 +112,13 @@ class _Copied:
 class _Foreseen:
     """Of fake tensors, which have no bytes: what is away is not there, what comes back is new."""
 
-    def put(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    def offload(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
         """As in `_Way`."""
         return tensor.shape, tensor.dtype, tensor.device
 
-    def settle(self) -> None:
+    def finish_offloads(self) -> None:
         """Nothing is under way."""
 
-    def get(self, away: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
+    def restore(self, away: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
         """As in `_Way`; the fake pass's mode is on."""
         return torch.empty(away[0], dtype=away[1], device=away[2])

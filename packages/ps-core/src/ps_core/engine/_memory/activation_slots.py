@@ -1,12 +1,12 @@
-"""Activations in the host's memory.
+"""Keep offloaded activations in slots of the host tier.
 
-[Note: activations that wait elsewhere]
-A copy to the host goes on its own queue, behind the computation that made the tensor and beside what comes next; the
-tensor is held on to until `ActivationSlots.settle`, from which on the compute queue has waited for the copy. A copy
-back waits for what was computed so far, whose memory it may have got, and the computation that comes next waits for it.
-So either queue may be used for planned moves as well. Slots in host memory are used again: whoever fills one waits for
-those that emptied it. They count for the host's budget from the first use on. No plan knows of them: they take what the
-plan in force leaves at any time, and plans that are made later have as much less.
+[Note: offloaded activations]
+A copy to the host runs on the D2H queue, after the computation that made the tensor. The tensor must live until
+`ActivationSlots.finish_offloads`, where the compute queue waits for the copy. A copy back waits for what was computed
+so far, because its new memory may have been in use there. What is computed next waits for that copy. So plans may use
+both queues as well. Slots are used again: a copy into one waits for the copy out of it. They count for the host's
+budget from their first use on. No plan knows of them. They use what the plan in force leaves free at all times, and
+later plans get that much less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICE, _HOST = 0, 1
 
 
 class OffloadedActivation:
-    """A tensor whose bytes are in the host's memory, for as long as this lives."""
+    """A tensor whose bytes are in a slot of the host tier for as long as this object lives."""
 
     __slots__ = ("_returned", "dtype", "shape", "slot")
 
@@ -41,20 +41,20 @@ class OffloadedActivation:
 
 
 class ActivationSlots:
-    """One engine's; see [Note: activations that wait elsewhere]."""
+    """The slots of one engine; see [Note: offloaded activations]."""
 
     def __init__(self, store: TierStore, watcher: TransferObserver, tide: NonModelBytes) -> None:
         self._store, self._watcher, self._tide = store, watcher, tide
         self._returned: deque[Slot] = deque()
-        """By those who had them, perhaps while this very code runs."""
+        """Slots whose activations are gone; destructors append at any time, also while this code runs."""
         self._free: list[Slot] = []
         self.bytes = 0
-        """Of all slots, whether anything is in them or not."""
+        """Bytes of all slots, whether an activation is in them or not."""
         self._plan: Plan | None = None
         self._planned_bytes = 0
 
-    def leave(self, plan: Plan | None) -> None:
-        """Take nothing that this plan uses at any time."""
+    def keep_clear_of(self, plan: Plan | None) -> None:
+        """Use no host memory from now on that this plan uses at any time."""
         if plan is not None and plan is not self._plan:
             ends = [held.offset + held.bytes for held in plan.home if held.tier == _HOST]
             for segment in plan.segments:
@@ -63,8 +63,8 @@ class ActivationSlots:
             self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.ledger.fixed_host_bytes
 
     @defer_interrupts
-    def put(self, tensor: torch.Tensor) -> OffloadedActivation:
-        """Begin to copy a contiguous tensor; it must live until `settle`."""
+    def offload(self, tensor: torch.Tensor) -> OffloadedActivation:
+        """Launch a copy of a contiguous tensor to the host; the tensor must live until `finish_offloads`."""
         device, size = self._store.device, tensor.nbytes
         with self._tide.paused(), torch.no_grad():
             slot = self._slot(align_up(size))
@@ -75,13 +75,13 @@ class ActivationSlots:
         return OffloadedActivation(tensor, slot, self._returned)
 
     @defer_interrupts
-    def settle(self) -> None:
-        """The memory of what was put may be used again by whatever is computed from here on."""
+    def finish_offloads(self) -> None:
+        """Have the compute queue wait for all copies to the host: the tensors' memory may be used again then."""
         self._let_compute_wait(Queue.D2H, "after activations left")
 
     @defer_interrupts
-    def get(self, away: OffloadedActivation) -> torch.Tensor:
-        """The tensor on the device, in new memory."""
+    def restore(self, away: OffloadedActivation) -> torch.Tensor:
+        """Copy an activation back into new memory of the device."""
         device = self._store.device
         tensor = torch.empty(away.shape, dtype=away.dtype, device=device.torch_device)
         with self._tide.paused(), torch.no_grad():
@@ -98,7 +98,7 @@ class ActivationSlots:
         device.work(Queue.COMPUTE, what, (), ())
 
     def _slot(self, size: int) -> Slot:
-        """A free one that is large enough, the smallest of them; else all free ones make room for a new one."""
+        """Return the smallest free slot that is large enough; else release all free slots, and reserve a new one."""
         while self._returned:
             self._free.append(self._returned.popleft())
         fitting = [slot for slot in self._free if slot.bytes >= size]
