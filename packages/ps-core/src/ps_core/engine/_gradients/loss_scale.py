@@ -1,6 +1,6 @@
-"""The loss scale of fp16 training: the policy, the state and the face of ``torch.amp.GradScaler``.
+"""Keep the loss scale of fp16 training, with the interface of ``torch.amp.GradScaler``.
 
-There is no pass over gradients: the norm is taken anyway, and the step divides by the scale.
+No pass over gradients is added: the norm is measured anyway, and the step divides by the scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).t
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """Halved when a step was skipped, doubled after ``growth_interval`` steps in a row that were not."""
+    """A scale that is halved after a skipped step, and doubled after ``growth_interval`` steps without a skip."""
 
     value: float = 2.0**16
     growth_factor: float = 2.0
@@ -27,7 +27,7 @@ class LossScale:
     clean_steps: int = 0
 
     def update(self, *, skipped: bool) -> None:
-        """Take note of a step."""
+        """Adapt the scale after a step."""
         if skipped:
             # Here torch would in the end reach zero, and then divide by it.
             self.value = max(self.value * self.backoff_factor, SMALLEST)
@@ -40,11 +40,11 @@ class LossScale:
             self.clean_steps = 0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, in fp32 if the loss is a number: in fp16 it could not be held."""
+        """Return the loss times the scale, in fp32 for a scalar loss: fp16 might overflow."""
         return loss * torch.tensor(self.value, dtype=torch.float32, device=loss.device)
 
     def state_dict(self) -> dict[str, float | int]:
-        """In ``GradScaler``'s format."""
+        """Return the scale and its settings in ``GradScaler``'s format."""
         return {
             "scale": self.value,
             "growth_factor": self.growth_factor,
@@ -54,7 +54,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take over what `state_dict` (or ``GradScaler``'s) gave."""
+        """Load what `state_dict`, or that of a ``GradScaler``, returned."""
         if not isinstance(state, Mapping):
             raise InvalidInput(f"a loss scale's state must be a mapping, found {state!r}")
         absent = self.state_dict().keys() - state.keys()
@@ -78,53 +78,53 @@ class LossScale:
 
 
 class Scaled(Protocol):
-    """The optimizer of a scaled loss."""
+    """What `Scaler` asks of the optimizer."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call backward on."""
+        """Return the loss to call backward on."""
 
     def step(self) -> Any:
-        """Update, or skip where a gradient is not finite."""
+        """Update parameters, or skip the step if a gradient is not finite."""
 
 
 class Scaler:
-    """``optimizer.scaler``: for code that is written for a ``GradScaler``. Where nothing is scaled, it does nothing."""
+    """``optimizer.scaler``, for code that expects a ``GradScaler``; without a loss scale its methods change nothing."""
 
     def __init__(self, optimizer: Scaled, loss_scale: LossScale | None) -> None:
         self._optimizer, self._loss_scale = optimizer, loss_scale
 
     def is_enabled(self) -> bool:
-        """Whether the loss is scaled."""
+        """True if the loss is scaled."""
         return self._loss_scale is not None
 
     def get_scale(self) -> float:
-        """What the loss is multiplied by now."""
+        """Return the factor of the loss; 1 where nothing is scaled."""
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     def scale(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on."""
+        """Return the loss to call backward on, times the scale."""
         return self._optimizer.scale(outputs)
 
     def unscale_(self, optimizer: object) -> None:
-        """Nothing to do: gradients never show the scale."""
+        """Do nothing: gradients never show the scale."""
         self._check(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, which skips itself where a gradient is not finite."""
+        """Call the optimizer's step, which skips itself if a gradient is not finite."""
         self._check(optimizer)
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: object = None) -> None:
-        """Nothing to do: the step has seen to it."""
+        """Do nothing: the step has adapted the scale."""
         if new_scale is not None:
             raise InvalidInput("update(new_scale=...): the scale is set by load_state_dict({'scale': ..., ...})")
 
     def state_dict(self) -> dict[str, float | int]:
-        """``GradScaler``'s; it is in the optimizer's, too."""
+        """Return the state in ``GradScaler``'s format; the optimizer's state dict has it too."""
         return {} if self._loss_scale is None else self._loss_scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Take it over."""
+        """Load what `state_dict` returned."""
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
 

@@ -1,7 +1,7 @@
-"""``param.grad`` of a managed parameter: no memory, only what clipping by the global norm asks of a gradient.
+"""Answer for ``param.grad`` of a managed parameter, without memory: norms and factors, as clipping needs them.
 
-The gradient itself is in a chunk, perhaps on another tier, perhaps over its parameter. Its norm is known; a factor
-is kept until the step applies it. So ``clip_grad_norm_`` in all its forms works, and costs no pass over gradients.
+The gradient itself is in a chunk, perhaps on another tier, perhaps over its weight. Its norm is known, and a factor
+is kept until the step applies it. So every form of ``clip_grad_norm_`` works, and costs no pass over gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# These hand out a gradient's memory without going through the dispatcher, and there is none.
+# These return a gradient's memory without the dispatcher, and there is no such memory.
 MEMORY = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory", "numpy", "tolist"}
     | {"__array__", "__dlpack__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
@@ -33,7 +33,7 @@ REMEDY = (
 
 
 class GradientScaler(Protocol):
-    """What a gradient asks of the engine that holds it."""
+    """What `ManagedGrad` asks of the engine that keeps the gradient."""
 
     def gradient_norm(self, record: ParamState) -> float:
         """Return the 2-norm of the stored gradient times its factor."""
@@ -43,7 +43,7 @@ class GradientScaler(Protocol):
 
 
 class ManagedGrad(torch.Tensor):
-    """The gradient of one managed parameter, without the loss scale."""
+    """The gradient of one managed parameter, with the loss scale divided out."""
 
     _record: ParamState
     _gradients: GradientScaler
@@ -53,7 +53,7 @@ class ManagedGrad(torch.Tensor):
     def __new__(
         cls: type[ManagedGrad], record: ParamState, gradients: GradientScaler, loss_scale: LossScale | None = None
     ) -> ManagedGrad:
-        """Make one; ``record`` must have a gradient."""
+        """Make a tensor without storage; the parameter must have a gradient."""
         self: ManagedGrad = torch.Tensor._make_wrapper_subclass(
             cls, record.shape, dtype=record.dtype, device=record.parameter.device
         )
@@ -61,7 +61,7 @@ class ManagedGrad(torch.Tensor):
         return self
 
     def _norm(self) -> torch.Tensor:
-        """In fp32 whatever the gradient's type: the true norm, not one rounded to 16 bits."""
+        """Return the norm in fp32 for every type of gradient: 16 bits would round it."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         norm = self._gradients.gradient_norm(self._record) / scale
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
@@ -82,7 +82,7 @@ class ManagedGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what would reach for memory; the rest is for the dispatcher."""
+        """Raise `InvalidInput` for functions that return memory; leave the rest to the dispatcher."""
         name = getattr(func, "__name__", "")
         if name in MEMORY and isinstance(args[0], cls):
             args[0]._refuse(f"{name}()")
@@ -93,7 +93,7 @@ class ManagedGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for a method
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer norms, note factors, refuse the rest."""
+        """Return norms, store factors, and raise `InvalidInput` for everything else."""
         answer = ANSWERS.get(func)
         if answer is None:
             _first((args, kwargs))._refuse(str(func.overloadpacket))
@@ -105,7 +105,7 @@ class ManagedGrad(torch.Tensor):
 
 
 def _first(values: Any) -> ManagedGrad:
-    """The first managed gradient among an operator's arguments; there is one, or we would not have been called."""
+    """Return the first managed gradient among an operator's arguments; torch calls us only if there is one."""
     return next(each for each in tree_leaves(values) if isinstance(each, ManagedGrad))
 
 
@@ -129,7 +129,7 @@ def _multiply(grad: Any, factor: Any) -> Any:
 
 
 def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> None:
-    """Returns nothing: torch takes anything else for a kernel's mistake."""
+    """Multiply several gradients. Return nothing, because torch takes any other value for a kernel's error."""
     factors = factor if isinstance(factor, list | tuple) else [factor] * len(grads)
     # All are looked at before the first is changed.
     pairs = [(_managed(grad, grads), _number(each, grad)) for grad, each in zip(grads, factors, strict=True)]
@@ -138,14 +138,14 @@ def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> None:
 
 
 def _managed(grad: Any, among: Sequence[Any]) -> ManagedGrad:
-    """This gradient, if it is one of ours."""
+    """Return the gradient if it is a managed one; else raise `InvalidInput`."""
     if not isinstance(grad, ManagedGrad):
         _first(among)._refuse("an operation that mixes it with plain tensors")
     return grad
 
 
 def _number(factor: Any, grad: ManagedGrad) -> float:
-    """A factor's value. A product in 16 bits would have rounded; this is one rounding less."""
+    """Return a factor as a number; a product in 16 bits would round once more."""
     if isinstance(factor, ManagedGrad) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         grad._refuse("multiplication by a tensor")
     return float(factor)
@@ -159,7 +159,7 @@ def _unscale(grads: Sequence[Any], *_: Any) -> NoReturn:
 
 
 def _same(grad: ManagedGrad) -> ManagedGrad:
-    """As a view would, it changes what it was taken from."""
+    """Return another tensor for the same gradient: like a view, changes go to the original."""
     return ManagedGrad(grad._record, grad._gradients, grad._loss_scale)
 
 
@@ -177,4 +177,4 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _same,
     aten.is_pinned.default: lambda grad: False,
 }
-"""What a managed gradient can do, by operator."""
+"""The functions that a managed gradient supports, by operator."""

@@ -1,4 +1,4 @@
-"""What to write in place of what was written: budgets and options as code, with all that was given besides."""
+"""Write budgets and options that would fit as code, with everything else as the user gave it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class UserLimits:
-    """What `chunked` was given that memory depends on."""
+    """The arguments of `chunked` that memory depends on."""
 
     budget: Budget = field(default_factory=Budget)
     options: Options = field(default_factory=Options)
     sharers: int = 1
-    """The processes of this computer, which share all of the budget but the accelerator's."""
+    """Number of ranks on this computer, which share the budget of every tier but the accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,16 @@ class TierBudget:
     tiers: tuple[Tier, ...]
     given: UserLimits
     device_memory_bytes: tuple[int, int] | None
-    """The accelerator's own memory, free and in all; None where it is emulated."""
+    """The accelerator's memory, free and in all; None: the accelerator is emulated."""
 
 
 def size(count: int) -> str:
-    """Bytes for people to read."""
+    """Format bytes for people to read."""
     return f"{count / MIB:,.1f} MiB" if count >= MIB // 10 else f"{count:,} bytes"
 
 
 def suggest_budget(limits: TierBudget, tier: int, needed_bytes: int) -> str:
-    """Write the Budget with which so many bytes of a tier are there, and how much more that is."""
+    """Write the Budget that gives a tier so many bytes, and how much more that is."""
     name, whole = limits.tiers[tier].name, limits.tiers[tier].capacity_bytes
     asked, given, suffix = align_up(needed_bytes), limits.given, ""
     if name != "device" and given.sharers > 1:
@@ -54,12 +54,12 @@ def suggest_budget(limits: TierBudget, tier: int, needed_bytes: int) -> str:
 
 
 def options_as(given: UserLimits, **changed: Any) -> str:
-    """The Options with other values (any: one for each of its fields)."""
+    """Write the Options with other values. (Any: each field has a type of its own.)"""
     return _code(replace(given.options, **changed))
 
 
 def _code(value: Any) -> str:
-    """How a Budget or Options is written: what is not the default. (Any: dataclasses have no type of their own.)"""
+    """Write a Budget or Options: fields that are not the default. (Any: dataclasses have no common type.)"""
     rows = [(row.name, getattr(value, row.name)) for row in fields(value) if getattr(value, row.name) != row.default]
     return f"{type(value).__name__}({', '.join(f'{name}={_text(each)}' for name, each in rows)})"
 
@@ -71,7 +71,7 @@ def _text(value: object) -> str:
 
 
 def _rounded(count: int) -> int:
-    """A little more, that is easier to write down."""
+    """Round up to a size that is easier to write."""
     return align_up(count, MIB if count > MIB else 1024)
 
 
