@@ -184,11 +184,10 @@ class InstructionExecutor:
 
     def _let_go(self, chunk: Chunk, slot: Slot) -> None:
         group = self._group_of(slot)
-        others = [other for other in (chunk.home, *chunk.copies.values()) if other is not slot]
         dead = chunk.extent.kind is Kind.ACC and not any(
             r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors
         )
-        if not dead and slot.version == chunk.version and not any(other.version == chunk.version for other in others):
+        if not dead and slot.version == chunk.version and not chunk.has_current_besides(slot):
             raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be given back")
         if chunk.extent.kind is group.weight and slot.tier == 0:
             self._vacate(group, slot)

@@ -86,7 +86,11 @@ class Arena:
 
     def overlapping(self, offset: int, size: int) -> list[Slot]:
         """Return the slots that have some of a range; empty: the range can be reserved."""
-        return [slot for slot in self._slots if slot.offset < offset + size and offset < slot.offset + slot.bytes]
+        found = []  # a comprehension would be one more Python call, for each slot that a plan reserves
+        for slot in self._slots:
+            if slot.offset < offset + size and offset < slot.offset + slot.bytes:
+                found.append(slot)
+        return found
 
     def lowest_free(self, size: int, end: int | None = None) -> int | None:
         """Return the lowest address with so many free bytes, all below ``end``; None: there is none."""

@@ -30,8 +30,11 @@ class ByteLedger:
 
     def add(self, tier: int, size: int) -> None:
         """Count the bytes of a slot that was reserved."""
-        self.used_bytes[tier] += size
-        self.update_peaks()
+        total = self.used_bytes[tier] = self.used_bytes[tier] + size
+        if tier == 0:
+            total += self.nonmodel_bytes
+            self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.promoted_bytes)
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
 
     def remove(self, tier: int, size: int) -> None:
         """Stop counting the bytes of a slot that was released."""

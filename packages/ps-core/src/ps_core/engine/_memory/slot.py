@@ -183,9 +183,18 @@ class Chunk:
             raise PlanMismatch(f"no copy of {self.extent.kind.value} of group {self.extent.index} is current")
         return found
 
+    def has_current_besides(self, slot: Slot) -> bool:
+        """True if a registered slot other than ``slot`` holds the current bytes."""
+        if self.home is not slot and self.home.version == self.version:
+            return True
+        for copy in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
+            if copy is not slot and copy.version == self.version:
+                return True
+        return False
+
     @property
     def has_current_copy(self) -> bool:
-        """True if any slot holds the current bytes."""
+        """True if any registered slot holds the current bytes."""
         if self.home.version == self.version:
             return True
         for slot in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
