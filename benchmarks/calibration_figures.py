@@ -114,9 +114,9 @@ class Training:
 
     def compared(self, rates: Machine) -> str:
         """A step's median seconds and quartiles, what the plan in force takes by simulation, and what it moves."""
-        pilot = hooks_of(self._model).pilot
-        assert isinstance(pilot, PlanScheduler)
-        planned = pilot.planned
+        scheduler = hooks_of(self._model).scheduler
+        assert isinstance(scheduler, PlanScheduler)
+        planned = scheduler.planned
         assert planned is not None
         told = simulate(planned.program, planned.plan, rates)
         moved = ", ".join(f"{link} {count / 2**20:.0f} MiB" for link, count in told.moved_bytes.items() if count)

@@ -1,13 +1,17 @@
 """Count the Python calls and files of one forward pass, backward pass and step, beside those of FSDP2.
 
-    python benchmarks/call_counts.py
+    python benchmarks/call_counts.py [--functions]
 
 Six blocks of ``Linear(64, 64)`` and GELU, bf16, the eighth step. Counted are calls of functions whose code is in
-ps_core or ps_kernels (for FSDP2: in ``torch.distributed.fsdp``). Counts do not depend on the machine's speed.
+ps_core or ps_kernels (for FSDP2: in ``torch.distributed.fsdp``). Counts do not depend on the machine's speed; the
+test ``tests/engine/test_overhead.py`` holds ours. With ``--functions`` every function is listed. (FSDP2 has no step of
+its own, but that of ``torch.optim``.)
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
 import gc
 import os
 import sys
@@ -32,15 +36,18 @@ class Counter:
 
     def __init__(self, folders: tuple[str, ...]) -> None:
         self._folders = folders
-        self.calls = 0
-        self.files: set[str] = set()
+        self.functions: collections.Counter[tuple[str, str]] = collections.Counter()
+        """By file and name."""
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many calls there were, and how many files the functions are in."""
+        return self.functions.total(), len({file for file, _ in self.functions})
 
     def _profile(self, frame: Any, event: str, _: object) -> None:
-        if event == "call":
-            name = frame.f_code.co_filename
-            if name.startswith(self._folders):
-                self.calls += 1
-                self.files.add(name)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(self._folders):
+            self.functions[code.co_filename, code.co_qualname] += 1
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function and count meanwhile. The garbage collector would add calls of its own."""
@@ -59,8 +66,8 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
 
 
-def counted(model: nn.Module, optimizer: Any, folders: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Calls and files of each part of the eighth step."""
+def counted(model: nn.Module, optimizer: Any, folders: tuple[str, ...]) -> dict[str, Counter]:
+    """Calls of each part of the eighth step."""
     inputs = torch.randn(8, 64)
 
     def loss() -> torch.Tensor:
@@ -70,20 +77,14 @@ def counted(model: nn.Module, optimizer: Any, folders: tuple[str, ...]) -> dict[
         loss().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = {}
-    counter = Counter(folders)
-    value = counter.run(loss)
-    found["forward"] = counter.calls, len(counter.files)
-    counter = Counter(folders)
-    counter.run(value.backward)
-    found["backward"] = counter.calls, len(counter.files)
-    counter = Counter(folders)
-    counter.run(lambda: (optimizer.step(), optimizer.zero_grad()))
-    found["step"] = counter.calls, len(counter.files)
+    found = {part: Counter(folders) for part in ("forward", "backward", "step")}
+    value = found["forward"].run(loss)
+    found["backward"].run(value.backward)
+    found["step"].run(lambda: (optimizer.step(), optimizer.zero_grad()))
     return found
 
 
-def ours(device_bytes: int) -> dict[str, tuple[int, int]]:
+def ours(device_bytes: int) -> dict[str, Counter]:
     """Counts of the engine under a budget."""
     model, optimizer = chunked(
         blocks(), AdamW(lr=1e-3), device="emulated", budget=Budget(device=device_bytes, host="64MiB"), precision="bf16"
@@ -94,7 +95,7 @@ def ours(device_bytes: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def fsdp2() -> dict[str, tuple[int, int]]:
+def fsdp2() -> dict[str, Counter]:
     """Counts of FSDP2 with one process."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -114,12 +115,20 @@ def fsdp2() -> dict[str, tuple[int, int]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Counts calls.")
+    parser.add_argument("--functions", action="store_true", help="list every function")
+    told = parser.parse_args()
     rows = {name: ours(size) for name, size in BUDGETS.items()}
     rows["FSDP2"] = fsdp2()
     print(f"{'calls (files)':<20}{'forward':>14}{'backward':>14}{'step':>14}")
     for name, row in rows.items():
-        cells = "".join(f"{f'{calls:,} ({files})':>14}" for calls, files in row.values())
-        print(f"{name:<20}{cells}")
+        cells = [f"{calls:,} ({files})" for calls, files in (counter.totals for counter in row.values())]
+        print(f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells))
+    for name, row in rows.items() if told.functions else ():
+        for part, counter in row.items():
+            print(f"\n{name}, {part}")
+            for (file, function), count in counter.functions.most_common():
+                print(f"{count:>6} {os.path.basename(os.path.dirname(file))}/{os.path.basename(file)} {function}")
 
 
 if __name__ == "__main__":

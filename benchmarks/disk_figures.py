@@ -85,7 +85,7 @@ def train(shape: Shape, budget: Budget, steps: int) -> dict[str, Any]:
 
 def sizes_of(model: Any) -> list[int]:
     """Bytes of every read and write of a planned step: positive for reads, negative for writes."""
-    plan = hooks_of(model).pilot._plan
+    plan = hooks_of(model).scheduler._plan
     if plan is None:
         return []
     copies = [

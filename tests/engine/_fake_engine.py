@@ -13,8 +13,9 @@ import ps_kernels
 from ps_core._program import Kind
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._optim.clip_or_skip import clip_factor
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._optim.settings import Outcome, Settings, StepRule, clip_factor
+from ps_core.engine._optim.settings import Outcome, Settings, StepRule
 
 
 class FakeParameter(nn.Parameter):
@@ -88,6 +89,9 @@ class FakeEngine:
 
     def check_usable(self) -> None:
         """It always is."""
+
+    def has_gradients(self) -> bool:
+        return any(record.gradient is not None for record in self.records)
 
     def has_gradient(self, record: FakeRecord) -> bool:
         return record.gradient is not None

@@ -115,7 +115,7 @@ def test_as_the_resident_reference(row: tuple[str, int, str], where: str, tmp_pa
 def test_without_any_plan(
     where: str, precision: str, micro: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PlanScheduler, "consider", lambda pilot: None)
+    monkeypatch.setattr(PlanScheduler, "maybe_replan", lambda scheduler: None)
     device, host = ROOM[where]
     told = Settings(precision=precision, max_grad_norm=0.3, accumulation_steps=micro)
     run = loop("tied", ADAMW, micro_batches=micro, checkpointing=False)
@@ -239,7 +239,7 @@ def test_what_is_counted_and_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_norms_read_nothing_back(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are measured as they come, however small, for what leaves for the disk is read in pieces."""
-    monkeypatch.setattr(PlanScheduler, "consider", lambda pilot: None)
+    monkeypatch.setattr(PlanScheduler, "maybe_replan", lambda scheduler: None)
     with language(tmp_path, precision=precision) as (model, optimizer):
         engine, read = hooks_of(model).engine, []
         for index in range(3):

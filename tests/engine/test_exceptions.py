@@ -269,14 +269,14 @@ def test_what_fake_tensors_told_still_holds_after_a_pass_that_broke_off(where: s
         with pytest.raises(Boom):
             model(batch).backward()
         optimizer.zero_grad()
-        told = hooks_of(model).pilot.planned
+        told = hooks_of(model).scheduler.planned
         assert told is not None
         for _ in range(3):
             for _ in range(accumulate):
                 model(batch).backward()
             optimizer.step()
         found = statistics(model)
-        assert hooks_of(model).pilot.planned is told
+        assert hooks_of(model).scheduler.planned is told
         assert (found.planned_passes, found.divergences) == (3 * accumulate, 1), found.last_divergence
 
 

@@ -194,7 +194,7 @@ def test_only_rows_go_up_and_only_their_gradients_come_down() -> None:
         for index in range(1, 4):
             step(model, optimizer, index)
         after = statistics(model)
-        planned = hooks_of(model).pilot.planned
+        planned = hooks_of(model).scheduler.planned
         assert planned is not None
         assert [tensor.name for tensor in planned.program.trace.tensors] == ["out.weight", "out.bias"]
         assert after.planned_passes == after.passes == 4

@@ -29,7 +29,14 @@ from _runs import HOST, check_same, children, chunked_model, managed
 from ps_core import Budget
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._support.interrupts import _HANDLER, _STATE, defer_interrupts_installing, install, uninstall
+from ps_core.engine._support.interrupts import (
+    _HANDLER,
+    _STATE,
+    callback,
+    defer_interrupts_installing,
+    install,
+    uninstall,
+)
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE
 
 ENGINE = "/ps_core/engine/"
@@ -339,6 +346,24 @@ def test_a_pass_within_another_leaves_the_handler() -> None:
         out.square().mean().backward()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         optimizer.step()
+
+
+def test_an_interrupt_that_waits_comes_with_the_next_one() -> None:
+    """What came within a callback waits; if another comes before that is over, it is one interrupt and not two."""
+
+    @callback
+    def dies() -> None:
+        _STATE.handle(signal.SIGINT, sys._getframe())
+
+    install()
+    try:
+        dies()
+        assert len(_STATE.came) == 1
+        with pytest.raises(KeyboardInterrupt):
+            _STATE.handle(signal.SIGINT, sys._getframe())
+        assert _STATE.came == []
+    finally:
+        uninstall()
 
 
 def test_an_interrupt_while_the_handler_is_put_in_leaves_nobody_waiting() -> None:

@@ -153,7 +153,7 @@ def test_wherever_a_plan_is_left_nothing_is_lost(name: str, fuse: Fuse, tmp_path
                     optimizer.step()
                 optimizer.zero_grad()
                 assert all(map(torch.equal, masters(optimizer), values))
-            planned = hooks_of(model).pilot.planned
+            planned = hooks_of(model).scheduler.planned
             assert planned is not None
             assert any("memory is so short" in note for note in planned.plan.notes)
         finally:

@@ -17,24 +17,24 @@ from _runs import HOST, chunked_model, stand_in
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._support import phase_timer
-from ps_core.engine._support.phase_timer import PHASES, PhaseTimer
+from ps_core.engine._support import counters
+from ps_core.engine._support.counters import PHASES, PhaseTimer
 
 
 def test_a_clock_counts_each_phase_and_nothing_between(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([10.0, 12.0, 17.0, 17.5])
-    monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr(counters, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     clock = PhaseTimer()
-    clock.turn("forward")
-    clock.turn("")
-    clock.turn("step")
-    clock.turn("step")
+    clock.enter_phase("forward")
+    clock.enter_phase("")
+    clock.enter_phase("step")
+    clock.enter_phase("step")
     clock.waited(0.25)
-    clock.stepped()
+    clock.end_step()
     first = clock.last_step
     assert first == {"forward": 2.0, "backward": 0.0, "step": 0.5, "stalled": 0.25}
     assert clock.stalled_s == 0.25
-    clock.stepped()
+    clock.end_step()
     assert dict(clock.last_step) == dict.fromkeys(PHASES, 0.0)
     assert first["stalled"] == 0.25
 
@@ -43,7 +43,7 @@ def test_a_clock_counts_each_phase_and_nothing_between(monkeypatch: pytest.Monke
 def test_a_steps_time_is_told_by_phase(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by a second whenever it is read: where a phase begins and where it ends."""
     readings = count()
-    monkeypatch.setattr(phase_timer, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    monkeypatch.setattr(counters, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     budget = Budget(host=HOST, device=None if device == "cpu" else "256KiB")
     where = device if device == "cpu" else stand_in()
     with chunked_model(models.stack(), device=where, budget=budget) as (model, optimizer):

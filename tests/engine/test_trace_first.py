@@ -109,7 +109,7 @@ def recorded(model: nn.Module, precision: str) -> tuple[Trace, dict[str, int]]:
         options=options,
     )
     engine = hooks_of(model).engine
-    with patch.object(engine.passes.guide, "observe", wraps=engine.passes.guide.observe) as seen:
+    with patch.object(engine.passes.scheduler, "observe", wraps=engine.passes.scheduler.observe) as seen:
         result: Any = model(**LANGUAGE)
         loss = getattr(result, "loss", result)
         del result

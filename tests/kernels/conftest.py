@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from ps_kernels._said import say_once
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said_yet() -> None:
-    """What is said once a process is said once a test."""
+def _as_a_process_begins() -> Iterator[None]:
+    """What is said, or looked up, once a process is so once a test."""
     say_once.cache_clear()
+    _backends.choose.cache_clear()
+    yield
+    _backends.choose.cache_clear()
 
 
 def _as_numpy(values: np.ndarray) -> np.ndarray:

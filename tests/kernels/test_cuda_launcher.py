@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from ps_kernels import _backends, _cuda
-from ps_kernels._arrays import View
 from ps_kernels._cuda_source import KERNELS, OPTIONS, source
 from ps_kernels._errors import InvalidArgument
 
@@ -165,24 +164,22 @@ def test_warming_compiles_every_kernel_for_every_device(
 
 def test_which_backend_a_cuda_tensor_goes_to(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backends, "find_spec", lambda name: name)
-    like = View(
-        name="x", array=None, library="torch", device="cuda:0", dtype="float32",
-        shape=(1,), contiguous=True, writeable=True, address=0, nbytes=4,
-    )  # fmt: skip
+    like = ("x", "torch", "cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _backends.backends()["cuda"] == "torch finds no CUDA device"
     with pytest.warns(UserWarning, match="torch does the work on CUDA tensors.*: torch finds no CUDA device"):
-        assert type(_backends.choose(like, None)).__name__ == "TorchBackend"
-    assert type(_backends.choose(like, None)).__name__ == "TorchBackend", "said once: warnings are errors here"
+        assert type(_backends.choose(*like, None)).__name__ == "TorchBackend"
+    assert type(_backends.choose(*like, None)).__name__ == "TorchBackend", "said once: warnings are errors here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     _backends._cuda.cache_clear()
+    _backends.choose.cache_clear()
     _cuda.make_backend.cache_clear()
     assert _backends.backends()["cuda"] == "available"
-    assert isinstance(_backends.choose(like, None), _cuda.CudaBackend)
-    assert _backends.choose(like, "cuda") is _backends.choose(like, None)
-    assert type(_backends.choose(like, "torch")).__name__ == "TorchBackend"
+    assert isinstance(_backends.choose(*like, None), _cuda.CudaBackend)
+    assert _backends.choose(*like, "cuda") is _backends.choose(*like, None)
+    assert type(_backends.choose(*like, "torch")).__name__ == "TorchBackend"
     with pytest.raises(InvalidArgument, match="backend 'numpy': cannot work on x, which is a torch array on cuda:0"):
-        _backends.choose(like, "numpy")
+        _backends.choose(*like, "numpy")
     _cuda.make_backend.cache_clear()
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
         r"slot",
         r"memory|offset|place|bounds|extent|version",
     ),
-    "what a pass did, or would do, is written down moment by moment": (r"beat|recording", r"\w+"),
+    "what a pass did, or would do, is written down moment by moment": (r"beat|moment|recording", r"\w+"),
     "a collective on its way has its memory and its result filled in by those who make it ready": (
         r"step|old|known",
         r"\w+",

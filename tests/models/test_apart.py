@@ -122,7 +122,7 @@ def test_the_least_that_a_plan_needs_is_that_of_the_engine_s_own(way: str, preci
     how: dict[str, Any] = {"cpu_embedding": away, "head_tiles": tiles, "precision": precision}
     shape, asked = promised("gpt2", ROOMY, **how, group_bytes=32768 * (2 if precision is Precision.FP32 else 1))
     with trained("gpt2", ROOMY, asked) as (model, _):
-        planned = hooks_of(model).pilot.planned
+        planned = hooks_of(model).scheduler.planned
         assert planned is not None
         device, whole, *_ = lower_bounds(planned.program, planned.plan.tiers)
     needed, everything, *_ = bounds(shape, asked)

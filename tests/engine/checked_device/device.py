@@ -54,6 +54,7 @@ class CheckedDevice(CpuDevice):
             what = "nothing to do" if fault is None else f"fault: {fault.value!r} shows only"
             raise InvalidInput(f"CheckedDevice: {what} without check=True or a seed; found neither")
         super().__init__(name=name)
+        self.synchronous = False
         history = History()
         self._places = AddressNames(history.forget)
         self._ordering = RaceDetector(self._places.name, history) if check else None

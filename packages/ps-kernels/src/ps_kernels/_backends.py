@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
 
-from ps_kernels._arrays import Array, View
+from ps_kernels._arrays import Array
 from ps_kernels._batch import Batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import LEVELS, native
@@ -96,26 +96,27 @@ def load(name: str) -> Backend:
     return backend
 
 
-def choose(like: View, wanted: str | None) -> Backend:
-    """The backend for an array: the best there is, or the one asked for by name."""
-    on_cuda = like.device.startswith("cuda")
+@cache
+def choose(name: str, library: str, device: str, wanted: str | None) -> Backend:
+    """The backend for an array: the best there is, or the one asked for by name. Looked up once for each kind."""
+    on_cuda = device.startswith("cuda")
     if wanted is None and on_cuda and _cuda() == "available":
         return load("cuda")
     if wanted is None and on_cuda:
         say_once(f"torch does the work on CUDA tensors, several times slower: {_cuda()}")
     if wanted is None:
-        return (fastest() if like.device == "cpu" else None) or load(like.library)
-    if wanted == like.library:
+        return (fastest() if device == "cpu" else None) or load(library)
+    if wanted == library:
         return load(wanted)
     why_not = backends().get(wanted)
     if why_not is None:
         raise InvalidArgument(f"backend: expected one of {', '.join(_NAMES)}, found {wanted!r}")
     if why_not != "available":
         raise BackendMissing(f"backend {wanted!r}: {why_not}")
-    if (wanted in LEVELS and like.device == "cpu") or (wanted == "cuda" and on_cuda):
+    if (wanted in LEVELS and device == "cpu") or (wanted == "cuda" and on_cuda):
         return load(wanted)
     raise InvalidArgument(
-        f"backend {wanted!r}: cannot work on {like.name}, which is a {like.library} array on {like.device}"
+        f"backend {wanted!r}: cannot work on {name}, which is a {library} array on {device}"
     )
 
 

@@ -52,7 +52,7 @@ def cross_entropy(
     check_written(written, [right] if gradient else [right, source])
     check_label("ignored", ignored)
     scale = to_single(check_number("factor", factor))
-    found: Any = choose(source, backend)  # every backend of the CPU is one
+    found: Any = choose(source.name, source.library, source.device, backend)  # every backend of the CPU is one
     chosen: LossBackend = found
     wrong = chosen.cross_entropy(
         source.array, right.array, target.array, ignored=ignored, factor=scale, gradient=gradient

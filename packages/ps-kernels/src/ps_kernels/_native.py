@@ -152,7 +152,7 @@ class NativeBackend:
             (ctypes.c_float * size)(),
             ctypes.c_size_t(size),
             ctypes.c_void_p(out),
-            self._threads.most(numel),
+            1 if numel < _NUMEL_PER_THREAD else self._threads.most(numel),
         )
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:

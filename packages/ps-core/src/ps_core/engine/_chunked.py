@@ -153,7 +153,7 @@ class _Wishes:
             loss_scale=loss_scale,
             constant_bytes=_constant_bytes(self.model, store.device),
             together=self.collectives,
-            guide=partial(self._guide, parts),
+            scheduler=partial(self._scheduler, parts),
             management=partial(ModelHooks, self.model, cast=self.cast),
         )
         if self.optimizer is None:
@@ -176,7 +176,7 @@ class _Wishes:
             prefetch=self.options.prefetch,
         )
 
-    def _guide(self, parts: Components, engine: Engine) -> Scheduler:
+    def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Who decides how its passes are driven."""
         if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)

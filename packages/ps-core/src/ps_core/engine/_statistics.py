@@ -76,7 +76,7 @@ class Statistics:
 def statistics(model: nn.Module) -> Statistics:
     """What the engine of a managed model has done and holds."""
     management = hooks_of(model)
-    engine, pilot = management.engine, management.pilot
+    engine, scheduler = management.engine, management.scheduler
     store, counters = engine.store, engine.counters
     names = [tier.name for tier in store.tiers]
     tiers = {
@@ -101,13 +101,13 @@ def statistics(model: nn.Module) -> Statistics:
         planned_passes=counters.replayed,
         passes=counters.passes,
         groups=len(engine.groups),
-        moments=pilot.moments,
+        moments=scheduler.moments,
         bytes_per_parameter=homes / max(1, sum(record.numel for record in engine.records)),
         adam_backend=_backend(engine),
         last_divergence=counters.last_divergence,
-        stalls_s=counters.clock.stalled_s,
-        step_time_s=dict(counters.clock.last_step),
-        planned_step_s=pilot.planned_step_s,
+        stalls_s=counters.stalled_s,
+        step_time_s=dict(counters.last_step),
+        planned_step_s=scheduler.planned_step_s,
     )
 
 

@@ -68,9 +68,9 @@ class Tiny:
 
     def told(self) -> Told:
         """What was found out; the model is released."""
-        pilot = hooks_of(self._managed).pilot
-        assert isinstance(pilot, PlanScheduler), "there is one process"
-        planned = pilot.planned
+        scheduler = hooks_of(self._managed).scheduler
+        assert isinstance(scheduler, PlanScheduler), "there is one process"
+        planned = scheduler.planned
         assert planned is not None, "it fits, and was traced"
         instrs = [planned.plan.segment(name).instrs for name in planned.program.iteration()]
         release(self._managed)

@@ -63,7 +63,7 @@ def check_outside(what: str) -> None:
 def loading_state(engine: Engine, what: str) -> Iterator[None]:
     """Mark the model as half loaded within the block; after an error it stays so, and may not be used."""
     engine.mark_half_loaded(what)
-    engine.collected()
+    engine.state_dicts.forget()
     yield
     engine.mark_half_loaded("")
 

@@ -38,8 +38,8 @@ class NonModelBytes(Protocol):
     def start(self) -> None:
         """Begin to count (again)."""
 
-    def stop(self) -> None:
-        """Count no more; as often as you like."""
+    def stop(self) -> bool:
+        """Count no more; as often as you like. Return True if nothing is left that another call could undo."""
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count this tensor too, which it may not have seen being made."""
@@ -67,6 +67,9 @@ class Device(Protocol):
     beside: bool
     """Whether ``Queue.COLL`` is a stream of its own, for another thread to launch on; else collectives are the
     processor's work."""
+
+    synchronous: bool
+    """True if all work is done when its call returns, so that nothing has to be waited for, or declared."""
 
     @property
     def machine(self) -> Machine | None:

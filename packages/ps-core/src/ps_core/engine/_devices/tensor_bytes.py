@@ -99,8 +99,8 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             self._began_in_inference = torch.is_inference_mode_enabled()
             _put_at_bottom(self)
 
-    def stop(self) -> None:
-        """Count no more; call it as often as you like, from wherever.
+    def stop(self) -> bool:
+        """Count no more; call it as often as you like, from wherever. Return True if this took the mode off the stack.
 
         On another thread than `start`, inside a backward pass (whose end restores the stack of its beginning), or in an
         `inference_mode` that was entered since (whose end has operators look for a mode if there was one before), the
@@ -108,8 +108,10 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """
         self._on = False
         entered_since = torch.is_inference_mode_enabled() and not self._began_in_inference
-        if self._is_on_stack() and not entered_since:
+        found = self._is_on_stack() and not entered_since
+        if found:
             _take_out(self)
+        return found
 
     def _sees_fakes(self) -> bool:
         return False

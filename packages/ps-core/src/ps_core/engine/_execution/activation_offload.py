@@ -90,7 +90,7 @@ def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route
             "offloaded(...) with Budget.disk: the host's memory is full of what the disk has no place for; leave "
             "offloaded(...) out, or Budget.disk"
         )
-    engine.activations.keep_clear_of(engine.passes.guide.plan)
+    engine.activations.keep_clear_of(engine.passes.scheduler.plan)
     return engine.activations
 
 

@@ -27,6 +27,9 @@ from ps_core.engine._support.module_call import Call, ModuleCallWrapper, compile
 
 REMEDY = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
 
+OPTIMIZED_MODULE = "OptimizedModule"
+"""The class of what ``torch.compile(module)`` returns, by name: importing it takes long."""
+
 
 class CompiledBlock:
     """One compiled block."""
@@ -85,32 +88,32 @@ class CompiledBlocks:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._blocks: list[CompiledBlock] = []
+        self.blocks: list[CompiledBlock] = []
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     @defer_interrupts_installing
     def refresh(self, model: nn.Module) -> None:
         """Stand around those that were compiled since the last look."""
-        for block in self._blocks:
+        for block in self.blocks:
             if not block.around.in_place:
                 block.remove()
-        self._blocks = [block for block in self._blocks if block.around.in_place]
+        self.blocks = [block for block in self.blocks if block.around.in_place]
         for module in _outermost_compiled(model):
             if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper):
-                self._blocks.append(CompiledBlock(module, self._engine))
+                self.blocks.append(CompiledBlock(module, self._engine))
 
     def remove(self) -> None:
         """Stand around none."""
-        for block in self._blocks:
+        for block in self.blocks:
             block.remove()
-        self._blocks.clear()
+        self.blocks.clear()
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` returned, or was compiled in place."""
-    return type(module).__name__ == "OptimizedModule" or compiled_call(module) is not None
+    return type(module).__name__ == OPTIMIZED_MODULE or compiled_call(module) is not None
 
 
 def refuse_compiled(model: nn.Module) -> None:

@@ -16,22 +16,22 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._execution.components import Components, Ranks
-from ps_core.engine._execution.host_tables import HostTables
+from ps_core.engine._execution.host_tables import HOST, HostTables
 from ps_core.engine._execution.passes import PassTracker
 from ps_core.engine._execution.protocols import Hooks, Scheduler
+from ps_core.engine._execution.state_dict import StateDicts
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._memory.activation_slots import ActivationSlots
 from ps_core.engine._memory.slot import SlotView
-from ps_core.engine._optim.clip_or_skip import StepDecisions
-from ps_core.engine._optim.group_step import SettingsOf, StepDecision
+from ps_core.engine._optim.clip_or_skip import StepDecision, StepDecisions
+from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.settings import Outcome
-from ps_core.engine._parameters.errors import changed_in_place, not_trained, whole_table
-from ps_core.engine._parameters.managed_parameter import OPENING, Function, aliased, clear_grad, version_of
+from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, not_trained, whole_table
+from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
 from ps_core.engine._parameters.masters import Masters
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
 from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.state_copies import StateCopies
 from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
@@ -48,10 +48,10 @@ class Engine:
         loss_scale: LossScale | None,
         constant_bytes: int,
         together: Ranks | None,
-        guide: Callable[[Engine], Scheduler],
+        scheduler: Callable[[Engine], Scheduler],
         management: Callable[[Engine], Hooks],
     ) -> None:
-        """Make an engine of its parts. ``guide`` and ``management`` are called with it, and may keep it."""
+        """Make an engine of its parts. ``scheduler`` and ``management`` are called with it, and may keep it."""
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
@@ -64,7 +64,7 @@ class Engine:
         self.together = together
         """The processes that share the model; None: there is one."""
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
-        self.passes = PassTracker(parts, self.records, counters, constant_bytes, guide(self))
+        self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners, self.passes.count)
         self.activations = ActivationSlots(store, counters, self.passes.tide)
@@ -91,11 +91,15 @@ class Engine:
         """Parameters are ordinary ones for a while; nothing may be trained."""
         self.half_loaded = ""
         """What failed amid replacing values; nothing may be trained until it has been done."""
-        self.collecting = 0
-        """State dicts being made, one within another: parameters answer with copies."""
-        self.copies = StateCopies()
-        self.loading: Callable[[ParamState, torch.Tensor], None] | None = None
-        """A state dict is being loaded: parameters are written through this."""
+        self._refuses = store.file is not None
+        """True if `check_usable` may raise; asked at every use of a parameter. (With a disk: in a forked process.)"""
+        self.state_dicts = StateDicts(
+            self.masters,
+            read=self.read,
+            write=lambda record, value: self.write_state(record, Kind.P32, value),
+            end_pass=self.finish_pass,
+            check_writes=self.check_writes,
+        )
 
     # What parameters ask (`_parameters.managed_parameter.ParameterOwner`).
 
@@ -104,7 +108,7 @@ class Engine:
         self.touch(records)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and not self.saved.innermost:
-                result = self._call_beside_others(function, args, kwargs)
+                result = self._call_with_hooks(function, args, kwargs)
             else:
                 result = function(*args, **kwargs)
             if self.passes.outside or function in OPENING:
@@ -118,8 +122,8 @@ class Engine:
         self.check_unchanged(records)
         return result
 
-    def _call_beside_others(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """With our pair of saved-tensor hooks where there is none; another one finds nothing that may go away."""
+    def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function under our pair of saved-tensor hooks; another pair finds nothing that may go away."""
         depth = self.saved.depth
         try:
             self.saved.push()
@@ -141,14 +145,17 @@ class Engine:
 
     def check_writes(self) -> None:
         """Raise if something was written where it is lost; between passes, before values are used."""
-        self.copies.check()
-        self.passes.check_writes()
+        if self.state_dicts.copies.given:
+            self.state_dicts.copies.check()
+        if self.residency.exposed.bounds or self.residency.tampered:
+            self.passes.check_writes()
 
     def check_unchanged(self, records: Iterable[ParamState]) -> None:
         """Refuse changes in place that nobody was told of, and undo them."""
-        for record in records:
-            if record.bound is not None and version_of(record.parameter) != record.counted_version:
-                self._refuse_change(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [r for r in records if r.bound is not None and r.parameter._version != r.counted_version]
+        for record in changed:
+            self._refuse_change(record)
 
     def get_gradient(self, record: ParamState) -> torch.Tensor | None:
         """What ``parameter.grad`` is."""
@@ -181,67 +188,38 @@ class Engine:
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> Any:
         """A function that changes the parameter in place: only a state dict being loaded may."""
-        if self.loading is not None and function is torch.Tensor.copy_:
-            self.loading(record, args[1])
+        if function is torch.Tensor.copy_ and self.state_dicts.load(record, args[1]):
             return record.parameter
         raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
-
-    def begin_collecting(self) -> None:
-        """Begin a module's state dict, perhaps within another one: parameters answer with copies."""
-        if not self.collecting:
-            self.finish_pass()
-            self.check_writes()
-            self.copies.finish()
-        self.collecting += 1
-
-    def end_collecting(self) -> None:
-        """End a module's state dict; with the outermost one, forget the copies."""
-        self.collecting = max(0, self.collecting - 1)
-        if not self.collecting:
-            self.copies.finish()
-
-    def begin_loading(self) -> None:
-        """Begin to load a state dict: parameters may be copied to."""
-        self.finish_pass()
-        self.collected()  # whatever became of a state dict
-        self.copies.forget()
-        self.loading = self.load_weight
-
-    def end_loading(self) -> None:
-        """Refuse changes in place again."""
-        self.loading = None
-        self.masters.weights_loaded()
 
     def mark_materialized(self, *, on: bool) -> None:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
         self.surgery = on
+        self._note_refusals()
 
     def mark_half_loaded(self, what: str) -> None:
         """Refuse to train while values are replaced by ``what``, or if that failed; empty: it is done."""
         self.half_loaded = what
+        self._note_refusals()
 
     def mark_released(self) -> None:
         """Refuse every use from now on."""
         self.released = True
+        self._note_refusals()
 
-    def collected(self) -> None:
-        """Whatever became of a state dict, made or loaded, it is over: nothing of it is answered with any more."""
-        self.collecting, self.loading = 0, None
-        self.copies.finish()
+    def _note_refusals(self) -> None:
+        self._refuses = self.released or self.surgery or bool(self.half_loaded) or self.store.file is not None
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
-        """A copy for a state dict that is being collected."""
-        if self.collecting <= 0:
-            return None
-        copy = self.copies.get(record)
-        return self.copies.add(record, self.read(record)) if copy is None else copy
+        """Return a copy for a state dict that is being made; None: none is."""
+        return self.state_dicts.copy_of(record)
 
     @defer_interrupts
     def abort(self) -> None:
         """The root module's forward failed: end the pass, and let go of everything."""
         self.passes.abort_forward()
         self.finish_pass()
-        self.passes.tide.stop()
+        self.passes.stop_counting()
 
     def _refuse_change(self, record: ParamState) -> None:
         record.counted_version = version_of(record.parameter)
@@ -279,35 +257,30 @@ class Engine:
 
     @defer_interrupts
     def touch(self, records: list[ParamState]) -> None:
-        """Have these parameters in, and keep them in for the moment."""
-        self.check_usable()
+        """Fetch these parameters to the compute tier and pin them until the next moment begins."""
+        if self._refuses:
+            self.check_usable()
         passes = self.passes
-        if not passes.joined:
-            passes.join()
+        passes.attach()
         if self.still:
-            self._touch_still(records)
+            self._touch_resident(records)
             return
         moment = passes.moment
         for record in records:
+            group = record.group
             if (
-                (record.group.last_read_moment != moment and not record.group.pinned)
+                (group.last_read_moment != moment and group.fixed_tier is None)
                 or record.contents is not SlotContents.WEIGHT
-                or record.group.weight_chunk.newest(0) is None  # a second gradient had it made anew at home
+                or group.weight_chunk.newest(0) is None  # a second gradient had it made anew at home
             ):
-                for each in records:
-                    if each.group.on_host:
-                        raise whole_table(each.name)
-                passes.next([each for each in records if not each.group.pinned], [])
+                passes.begin_moment(_moving(records), [])
                 break
-        beat = passes.beat if passes.tracked else None
-        for record in records:
-            if record.bound is None or record.bound.slot.version != record.group.weight_chunk.version:
-                self.residency.unbind(record)
-                self.residency.bind(record)
-            if beat is not None:
-                beat.touched[record.index] = None
+        self.residency.bind_all(records)
+        if passes.tracked and passes.current is not None:
+            for record in records:
+                passes.current.touched[record.index] = None
 
-    def _touch_still(self, records: list[ParamState]) -> None:
+    def _touch_resident(self, records: list[ParamState]) -> None:
         for record in records:
             if record.contents is not SlotContents.WEIGHT:
                 with torch.no_grad():
@@ -318,24 +291,26 @@ class Engine:
     @defer_interrupts
     def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
         """A gradient came."""
-        self._deciding.forget()
-        self.check_usable()
+        if self._deciding.begun is not None:
+            self._deciding.forget()
+        if self._refuses:
+            self.check_usable()
         record.assigned = False
         passes, group = self.passes, record.group
-        if not passes.joined:
-            passes.join()  # which asks whether gradients are made
+        passes.attach()  # which asks whether gradients are made
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.arrive(record, gradient)
             return
-        if not (self.still or group.pinned or passes.moment in (group.last_read_moment, group.last_grad_moment)):
-            passes.next([], [group])
+        in_moment = passes.moment in (group.last_read_moment, group.last_grad_moment)
+        if not (self.still or group.fixed_tier is not None or in_moment):
+            passes.begin_moment([], [group])
         group.last_grad_moment = passes.moment
-        if not passes.take(record, gradient):
+        if not passes.place_gradient(record, gradient):
             self.gradients.accept(record, gradient)
-        beat = passes.beat
-        if beat is not None and not record.overwrite_pending and not group.on_host:
-            beat.grads[record.index] = None
+        moment = passes.current
+        if moment is not None and not record.overwrite_pending and group.fixed_tier != HOST:
+            moment.grads[record.index] = None
 
     def _check_kept(self) -> None:
         if self.released:
@@ -357,36 +332,47 @@ class Engine:
     # Passes.
 
     @defer_interrupts
-    def await_forward(self, inputs: Iterable[torch.Tensor]) -> None:
-        """The root module is called: what is looked at from here on is of the pass that this belongs to."""
-        self.store.check_process()
-        self.copies.check()
+    def await_forward(self, inputs: Any) -> None:
+        """End what cannot go on, before anything is looked at for the root module's call with these inputs."""
+        if self.store.file is not None:
+            self.store.check_process()
+        if self.state_dicts.copies.given:
+            self.state_dicts.copies.check()
         self.passes.end_open(inputs)
 
-    @defer_interrupts
     def enter(self) -> None:
-        """The root module's forward begins."""
-        self.collected()
+        """Begin the root module's forward; interrupts are deferred meanwhile."""
+        if self.state_dicts.open:
+            self.state_dicts.forget()
         self.passes.enter_forward()
         if torch.is_grad_enabled():
             self.saved.push()
 
-    @defer_interrupts
     def leave(self) -> None:
-        """The root module's forward is over."""
+        """End the root module's forward; interrupts are deferred meanwhile."""
         self.passes.leave_forward()
 
     @defer_interrupts
     def finish_pass(self) -> None:
         """Between passes everything is at home, but for what somebody holds on to."""
-        self.store.check_process()
-        self.passes.finish()
+        if self.store.file is not None:
+            self.store.check_process()
+        passes = self.passes
+        if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
+            passes.finish()
 
     # What the optimizer asks (`_optim.settings.OptimizerBackend`).
 
     def has_gradient(self, record: ParamState) -> bool:
-        """Whether a gradient waits for the step."""
+        """Return True if a gradient of the parameter waits for the step."""
         return record.gradient is not GradientPlace.NONE
+
+    def has_gradients(self) -> bool:
+        """Return True if any gradient waits for the step."""
+        for record in self.records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
+            if record.gradient is not GradientPlace.NONE:
+                return True
+        return False
 
     def gradient_norm(self, record: ParamState) -> float:
         """Of the stored gradient times its factor."""
@@ -404,34 +390,45 @@ class Engine:
     def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
         """Forget the gradients of these, or of all."""
         chosen = list(records) if records is not None else self.records
-        for record in chosen:
-            clear_grad(record.parameter)  # autograd's own, if a hook before ours failed
-            record.dropped = False
-        if records is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for record in chosen:
+                record.parameter.grad = None  # autograd's own, if a hook before ours failed
+                record.dropped = False
+        if records is None and self.tables.pending:
             self.tables.forget()
-        beat = self.passes.beat
-        if beat is None or beat.backward or self.still or any(r.gradient is not GradientPlace.NONE for r in chosen):
+        moment = self.passes.current
+        found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
+        if moment is None or moment.backward or self.still or found:
             self.finish_pass()  # else a forward pass is on, whose gradients are still to come
         with torch.no_grad():
-            self.gradients.discard([record for record in chosen if record.gradient is not GradientPlace.NONE])
+            found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
+            if found:
+                self.gradients.discard(found)
 
     @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
-        self.check_usable()
-        self.masters.before_step()
-        self.collected()
+        if self._refuses:
+            self.check_usable()
+        if self.masters.changed:
+            self.masters.before_step()
+        if self.state_dicts.open:
+            self.state_dicts.forget()
         self.finish_pass()
         self.check_writes()
-        self.counters.clock.turn("step")
-        self.passes.guide.consider()
+        self.counters.enter_phase("step")
+        self.passes.scheduler.maybe_replan()
         self.check_unchanged(self.records)
-        self.residency.transfers.wait_for_other_queues(Queue.CPU)
-        self.updater.compare_step(self.records, settings, max_norm, loss_scale)
+        if not self.store.synchronous:
+            self.residency.transfers.wait_for_other_queues(Queue.CPU)
+        if self.together is not None:
+            self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        self.updater.free_sums()
+        if self.gradients.unplanned_sums:
+            self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
-        self.residency.exposed.check()
+        if self.residency.exposed.bounds:
+            self.residency.exposed.check()
         return Outcome(norm=decision.norm, skipped=decision.skip)
 
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> StepDecision:
@@ -439,7 +436,7 @@ class Engine:
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
             if decision.skip:
                 self.gradients.discard(pending)
-            elif not self.passes.guide.step(settings, decision.factor):
+            elif not self.passes.scheduler.step(settings, decision.factor):
                 self.updater.step(settings, decision.factor)
         return decision
 
@@ -453,7 +450,7 @@ class Engine:
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         self._check_kept()
-        self.copies.drop(record)  # of a state dict that broke off
+        self.state_dicts.copies.drop(record)  # of a state dict that broke off
         self.updater.write(record, kind, value)
         self.residency.exposed.check(record)
 
@@ -465,12 +462,36 @@ class Engine:
         """Hear that an optimizer's state dict was loaded whole."""
         self.masters.states_loaded()
 
-    def load_weight(self, record: ParamState, value: torch.Tensor) -> None:
-        """Replace the parameter by one of a model's state dict; a master that rounds to it stays."""
-        master = self.masters.weight(record, value)
-        if master is not None:
-            self.write_state(record, Kind.P32, master)
-
     def read(self, record: ParamState) -> torch.Tensor:
         """A copy of the parameter as it is computed with."""
         return self.updater.weight(record)
+
+
+def accept_gradient(parameter: ManagedParameter) -> None:
+    """Post-accumulate-grad hook: hand autograd's gradient to the engine.
+
+    A module-level function, so that the hook holds no reference to the engine, and dropped models are freed.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, parameter.grad = parameter.grad, None
+    record, keeper = parameter._record, parameter._keeper
+    assert isinstance(keeper, Engine), "engines are the only keepers"
+    if gradient is None:
+        keeper.tables.deliver(record)
+    elif record.trainable:
+        if gradient.requires_grad:
+            raise graph_of_gradient(record.name)
+        keeper.arrive(record, gradient)
+    else:
+        record.dropped = True
+
+
+def _moving(records: list[ParamState]) -> list[ParamState]:
+    """Return the parameters that moments are about; a table that stays on the host may not be touched."""
+    found = []
+    for record in records:
+        if record.group.fixed_tier == HOST:
+            raise whole_table(record.name)
+        if record.group.fixed_tier is None:
+            found.append(record)
+    return found

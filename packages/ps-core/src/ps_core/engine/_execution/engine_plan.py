@@ -1,15 +1,17 @@
-"""A verified plan in the engine's terms: the engine's groups, the beats to expect, instructions by queue."""
+"""A verified plan in the engine's terms: the engine's groups, the moments to expect, instructions by queue."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from ps_core._layout import Group, Layout
-from ps_core._plan import Instr, Plan, Queue, Run
+from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
-from ps_core._program import Extent, Program, SegmentName
+from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._trace import Trace
+from ps_core.engine._execution.segment import PlannedMoment, SegmentQueues, SlotUse
 from ps_core.engine._memory.slot import Chunk
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._tracing.moments import MomentRecord
@@ -37,25 +39,14 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
     return layout, order
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentQueues:
-    """One segment, ready to be issued."""
-
-    by_queue: dict[Queue, tuple[Instr, ...]]
-    watched: frozenset[int]
-    """Instructions that another queue waits for."""
-    count: int
-    runs: tuple[int, ...]
-    """The moments it runs, in order."""
-
-
 @dataclass(frozen=True)
 class EnginePlan:
     """A plan, whose group numbers are not the engine's."""
 
     planned: Planned
     order: list[ParamGroup]
-    beats: list[MomentRecord]
+    moments: list[MomentRecord]
+    prefetch: int | None = None
 
     @property
     def plan(self) -> Plan:
@@ -68,26 +59,80 @@ class EnginePlan:
         return self.planned.program
 
     def chunk(self, extent: Extent) -> Chunk:
-        """The engine's home of one of the plan's extents that have one."""
+        """Return the engine's chunk of one of the plan's extents that have a home slot."""
         return self.order[extent.index].chunks[extent.kind]
 
     @cached_property
-    def lines(self) -> dict[SegmentName, SegmentQueues]:
-        """Every segment by queue."""
-        return {segment.name: _lines(segment.instrs) for segment in self.plan.segments}
+    def chunks(self) -> list[Chunk]:
+        """The chunks that have home slots, in the order of the plan's numbers."""
+        return [self.chunk(held.extent) for held in self.plan.home]
 
-    @property
+    @cached_property
+    def segments(self) -> dict[SegmentName, SegmentQueues]:
+        """Every segment by queue."""
+        return {segment.name: self._queues(segment) for segment in self.plan.segments}
+
+    @cached_property
+    def nonmodel_bytes(self) -> int:
+        """The most non-model bytes of any moment."""
+        return self.program.trace.peak_nonmodel_bytes
+
+    @cached_property
+    def arena_end(self) -> int:
+        """The address from which on non-model bytes take the plan's part of the compute tier, at their most."""
+        return self.plan.tiers[0].capacity_bytes - self.nonmodel_bytes
+
+    @cached_property
+    def micro_segments(self) -> tuple[SegmentName, ...]:
+        """The segments of a training step's passes, in order."""
+        return self.program.iteration()[:-1]
+
+    @cached_property
+    def overwrites(self) -> bool:
+        """True if gradients are written over the weights."""
+        return self.program.overwrites
+
+    @cached_property
     def stepped(self) -> set[ParamGroup]:
         """Groups that the plan's step steps."""
         return {self.order[index] for index in self.program.stepped}
 
+    @cached_property
+    def step_kinds(self) -> dict[int, tuple[Kind, ...]]:
+        """What of each group a step works on, in the order of the slots of the plan's `Step`; by the plan's number."""
+        return {index: self.program.home_kinds(index) for index in self.program.stepped}
 
-def _lines(instrs: tuple[Instr, ...]) -> SegmentQueues:
-    queue_of = {instr.id: instr.queue for instr in instrs}
-    watched = {wait for instr in instrs for wait in instr.after if queue_of[wait] is not instr.queue}
-    return SegmentQueues(
-        by_queue={queue: tuple(instr for instr in instrs if instr.queue is queue) for queue in Queue},
-        watched=frozenset(watched),
-        count=len(instrs),
-        runs=tuple(instr.op.visit for instr in instrs if isinstance(instr.op, Run)),
-    )
+    def _queues(self, segment: Segment) -> SegmentQueues:
+        instrs, homes = segment.instrs, len(self.plan.home)
+        queue_of = {instr.id: instr.queue for instr in instrs}
+        waits: dict[int, tuple[int, ...]] = {}
+        for instr in instrs:
+            others = [wait for wait in instr.after if queue_of[wait] not in (instr.queue, Queue.CPU)]
+            if others:
+                waits[instr.id] = tuple(others)
+        return SegmentQueues(
+            name=segment.name,
+            by_queue={queue: tuple([instr for instr in instrs if instr.queue is queue]) for queue in Queue},
+            moments=tuple([self._moment(segment.name, i, i.op) for i in instrs if isinstance(i.op, Run)]),
+            waits=waits,
+            recorded=frozenset(chain.from_iterable(waits.values())),
+            count=len(instrs),
+            lends_homes=any(isinstance(instr.op, Release) and instr.op.slot < homes for instr in instrs),
+            prefetch=self.prefetch,
+        )
+
+    def _moment(self, segment: SegmentName, instr: Instr, op: Run) -> PlannedMoment:
+        recorded, uses = self.moments[op.visit], self.program.uses(segment, self.program.visits[op.visit])
+        rows = []
+        for use, slot in zip(uses, op.slots, strict=True):
+            is_weight, is_read = use.extent.kind is not Kind.GRAD, use.before is not None
+            rows.append(SlotUse(self.order[use.extent.index], slot, is_weight, is_read))
+        return PlannedMoment(
+            instr=instr,
+            visit=op.visit,
+            name=recorded.name,
+            reads=frozenset(recorded.reads),
+            gains=frozenset(recorded.gains),
+            uses=tuple(rows),
+            nonmodel_bytes=op.nonmodel_bytes,
+        )

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -13,22 +14,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
-from ps_core.engine._execution.compiled_blocks import CompiledBlocks
-from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
+from ps_core.engine._execution.engine import Engine, accept_gradient
 from ps_core.engine._execution.protocols import Scheduler
-from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
+from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.grouping import FLOATS
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
     plain_value,
-    take_grad,
     unmanage,
 )
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
-from ps_core.engine._support.module_call import Call, ModuleCallWrapper
-from ps_core.engine._tracing.batch_shape import tensors_of
+from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
 
 
 class ModelHooks:
@@ -47,23 +46,25 @@ class ModelHooks:
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
-        self._places: list[tuple[int, nn.Parameter]] = []
+        self._owner_ids: list[int] = []
+        self._parameters: list[nn.Parameter] = []
+        """What `_look_at` found the last time."""
         self._frozen: list[ParamState] = []
         """Parameters whose gradients nobody hears of."""
         self._owners: set[int] = set()
         """Modules with managed parameters that are watched, by id."""
 
     @property
-    def pilot(self) -> Scheduler:
-        """Who decides how its passes are driven."""
-        return self.engine.passes.guide
+    def scheduler(self) -> Scheduler:
+        """The object that decides how the model's passes are driven."""
+        return self.engine.passes.scheduler
 
     @defer_interrupts_installing
     def install(self) -> None:
         """Hang everything on."""
         model = self._model()
         assert model is not None, "it is being put under management"
-        self._places = [(id(module), parameter) for module, parameter in _parameter_slots(model)]
+        self._owner_ids, self._parameters, _ = _look_at(model)
         self._around = ModuleCallWrapper(model, self._run)
         self._blocks.refresh(model)
         hang = self._handles.append  # each at once: what comes after it may fail
@@ -76,7 +77,7 @@ class ModelHooks:
                 hang(part.register_load_state_dict_post_hook(self._loaded))
         for record in self.engine.records:
             if record.parameter.requires_grad:
-                hang(_first_hook(record.parameter, _gradient))
+                hang(_first_hook(record.parameter, accept_gradient))
             else:
                 self._frozen.append(record)
         self._watch(model)
@@ -84,7 +85,7 @@ class ModelHooks:
     @property
     def has_compiled_blocks(self) -> bool:
         """Whether ``torch.compile`` made a part of the model one piece."""
-        return len(self._blocks) > 0
+        return bool(self._blocks.blocks)
 
     def remove(self) -> None:
         """Take everything off."""
@@ -98,8 +99,9 @@ class ModelHooks:
     @defer_interrupts_installing
     def _watch(self, model: nn.Module) -> None:
         """Hear of the end of the modules that have managed parameters."""
-        for module, parameter in _parameter_slots(model):
-            if isinstance(parameter, ManagedParameter) and id(module) not in self._owners:
+        for module in model.modules():
+            managed = any(isinstance(parameter, ManagedParameter) for parameter in module._parameters.values())
+            if managed and id(module) not in self._owners:
                 self._owners.add(id(module))
                 weakref.finalize(module, self._owner_died, id(module)).atexit = False
 
@@ -120,7 +122,7 @@ class ModelHooks:
                     self.engine.residency.unbind(record)
                 if not forked:
                     self._give_back(group)
-            self.engine.passes.tide.stop()  # the last backward pass may have left its mode on
+            self.engine.passes.stop_counting()  # the last backward pass may have left its mode on
             if self.engine.passes.recording is not None:
                 uninstall()
             if not forked:
@@ -143,12 +145,12 @@ class ModelHooks:
                 f"this {self.name} is under management and cannot run inside torch.func transforms, which "
                 "would read parameters that are not there: release(model) first"
             )
-        self._check_parameters(model)
-        self._blocks.refresh(model)
+        if self._check_parameters(model) or self._blocks.blocks:
+            self._blocks.refresh(model)
         if self._running:
             return self._call(call, args, kwargs)
-        self.engine.await_forward(tensors_of((args, kwargs)))
-        self.pilot.prepare(model, args, kwargs)
+        self.engine.await_forward((args, kwargs))
+        self.engine.passes.scheduler.before_forward(model, args, kwargs)
         depth = self.engine.saved.depth
         try:
             self._enter()
@@ -182,20 +184,18 @@ class ModelHooks:
             args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
         return call(*args, **kwargs)
 
-    def _check_parameters(self, model: nn.Module) -> None:
-        """Find parameters that were added, removed or exchanged since the last forward."""
+    def _check_parameters(self, model: nn.Module) -> bool:
+        """Refuse parameters that were added or unfrozen since the last forward; True: the model has compiled blocks."""
         for record in self._frozen:
             if record.parameter.requires_grad:
                 raise UnsupportedParameter(
                     f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
                     "it, release(model), set requires_grad, and call chunked again"
                 )
-        places = [(id(module), parameter) for module, parameter in _parameter_slots(model)]
-        if len(places) == len(self._places) and all(
-            now[1] is then[1] and now[0] == then[0] for now, then in zip(places, self._places, strict=True)
-        ):
-            return
-        self._places = places
+        owner_ids, parameters, has_compiled = _look_at(model)
+        if owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters)):
+            return has_compiled
+        self._owner_ids, self._parameters = owner_ids, parameters
         self._watch(model)
         for name, parameter in model.named_parameters():
             # A plain tensor in a parameter's place is functional_call's.
@@ -204,6 +204,7 @@ class ModelHooks:
                     f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
                     "release(model), then call chunked again"
                 )
+        return has_compiled
 
     # State dicts.
 
@@ -213,10 +214,10 @@ class ModelHooks:
                 "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
                 "keep_vars out, or use materialized(model)"
             )
-        self.engine.begin_collecting()
+        self.engine.state_dicts.begin_making()
 
     def _collected(self, *_: Any) -> None:
-        self.engine.end_collecting()
+        self.engine.state_dicts.end_making()
 
     def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -224,10 +225,10 @@ class ModelHooks:
                 "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
                 "values are copied into their chunks"
             )
-        self.engine.begin_loading()
+        self.engine.state_dicts.begin_loading()
 
     def _loaded(self, *_: Any) -> None:
-        self.engine.end_loading()
+        self.engine.state_dicts.end_loading()
 
     # The end.
 
@@ -265,21 +266,6 @@ class ModelHooks:
         group.chunks.clear()
 
 
-def _gradient(parameter: ManagedParameter) -> None:
-    """What autograd calls for each gradient. It holds nothing, lest a model that nobody wants live for ever."""
-    gradient = take_grad(parameter)
-    record, keeper = parameter._record, parameter._keeper
-    assert isinstance(keeper, Engine), "engines are the only keepers"
-    if gradient is None:
-        keeper.tables.deliver(record)
-    elif record.trainable:
-        if gradient.requires_grad:
-            raise graph_of_gradient(record.name)
-        keeper.arrive(record, gradient)
-    else:
-        record.dropped = True
-
-
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
     """Have a hook called before those that were there, which then find the gradient where it can be asked for."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
@@ -289,16 +275,27 @@ def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
     return handle
 
 
-def _parameter_slots(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    places, left, seen = [], [model], {model}
-    while left:  # as `modules()`, whose generators within generators take several times as long
+def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
+    """Return the model's parameters, of each the id of its module, and whether some part of the model is compiled.
+
+    One walk for all of it, without `modules()`, whose generators within generators take several times as long.
+    """
+    owners: list[int] = []
+    parameters: list[nn.Parameter] = []
+    has_compiled, left, seen = False, [model], {model}
+    while left:
         module = left.pop()
-        places += [(module, parameter) for parameter in module._parameters.values() if parameter is not None]
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.append(id(module))
+                parameters.append(parameter)
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 left.append(child)
-    return places
+                compiled = vars(child).get(COMPILED_CALL_ATTRIBUTE) is not None
+                has_compiled = has_compiled or compiled or type(child).__name__ == OPTIMIZED_MODULE
+    return owners, parameters, has_compiled
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -306,9 +303,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in FLOATS and not isinstance(value, ManagedParameter) else value
     if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
+        return {key: _cast(each, dtype) for key, each in value.items()} if value else value
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_cast(each, dtype) for each in value)
+        return tuple([_cast(each, dtype) for each in value])
     if isinstance(value, list):
         return [_cast(each, dtype) for each in value]
     return value

@@ -47,15 +47,14 @@ class HostTables:
         """``check_usable``: raise where nothing may be trained; ``accept``: take a table's gradient over."""
         self._passes, self._gradients, self._store, self._counters = passes, gradients, store, counters
         self._check_usable, self._accept = check_usable, accept
-        self._pending: dict[ParamState, tuple[int, Tensor]] = {}
+        self.pending: dict[ParamState, tuple[int, Tensor]] = {}
         """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
 
     @defer_interrupts
     def rows(self, record: ParamState, ids: Tensor) -> Tensor:
         """The rows of these ids, on their device."""
         self._check_usable()
-        if not self._passes.joined:
-            self._passes.join()
+        self._passes.attach()
         if record.contents is not SlotContents.WEIGHT:
             with self._passes.tide.paused(), torch.no_grad():
                 self._gradients.restore_weights(record.group)
@@ -82,20 +81,20 @@ class HostTables:
         with self._passes.tide.paused(), torch.no_grad():
             rows = gradient.to("cpu")
             whole = torch.ops.aten.embedding_dense_backward(rows, ids, record.shape[0], padding, False)
-            before = self._pending.get(record)
+            before = self.pending.get(record)
             if before is not None and before[0] == task:
                 whole = before[1].add_(whole)
-        self._pending[record] = task, whole
+        self.pending[record] = task, whole
         self._counters.moved(_DEVICE, HOST, gradient.nbytes)
 
     @defer_interrupts
     def deliver(self, record: ParamState) -> None:
         """All of this backward pass have come."""
-        pending = self._pending.pop(record, None)
+        pending = self.pending.pop(record, None)
         if pending is not None and pending[0] == torch._C._current_graph_task_id():
             with self._passes.tide.paused():
                 self._accept(record, pending[1])
 
     def forget(self) -> None:
         """What a pass that broke off has left."""
-        self._pending.clear()
+        self.pending.clear()

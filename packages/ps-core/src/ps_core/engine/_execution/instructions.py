@@ -24,13 +24,13 @@ from ps_core._plan import (
     Queue,
     Release,
     Reserve,
-    Run,
     Shift,
     Step,
 )
-from ps_core._program import Kind, SegmentName
+from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_homes import restore_lent_homes
+from ps_core.engine._execution.segment import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.store import GradientStore
 from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
@@ -50,20 +50,17 @@ class InstructionExecutor:
     def __init__(
         self,
         plan: EnginePlan,
-        segment: SegmentName,
+        segment: SegmentQueues,
         residency: Residency,
         gradients: GradientStore,
         counters: Counters,
     ) -> None:
         self._plan, self._segment = plan, segment
-        self._moments = bool(plan.lines[segment].runs)
         self._residency, self._gradients, self._counters = residency, gradients, counters
         self._store, self._device = residency.store, residency.store.device
-        self._slots: dict[int, Slot] = {
-            number: plan.chunk(held.extent).home for number, held in enumerate(plan.plan.home)
-        }
+        self._slots: dict[int, Slot] = {number: chunk.home for number, chunk in enumerate(plan.chunks)}
         self._places: dict[int, tuple[int, int]] = {}
-        """Tier and address of the slots that the plan reserved, as it knows them."""
+        """Tier and address of the slots that the plan reserved, by the plan's numbers."""
         self._staged: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
         """Gradients in a slot of their own, on their way to the accumulators."""
         self._flat: dict[ParamGroup, torch.Tensor] = {}
@@ -82,7 +79,7 @@ class InstructionExecutor:
             Cast: self._cast,
         }
         self.moment = -1
-        """The one that the model has come to."""
+        """The moment that the model has come to."""
 
     def reach(self, moment: int) -> None:
         """Note which moment the model has come to."""
@@ -93,45 +90,36 @@ class InstructionExecutor:
         self._handlers[type(instr.op)](instr, instr.op)
 
     def prepare_steps(self, settings_of: SettingsOf, factor: float) -> None:
-        """What steps are to be made with."""
+        """Note the numbers that steps are made with."""
         self._settings_of, self._factor = settings_of, factor
 
     # Moments.
 
-    def begin(self, op: Run) -> None:
-        """Let the moment's parameters be found where the plan has them, and its gradients have their slots."""
-        uses = self._plan.program.uses(self._segment, self._plan.program.visits[op.visit])
-        memory = []
+    def begin(self, moment: PlannedMoment) -> None:
+        """Prepare the slots that a moment uses, so that its parameters are found there."""
         self._flat.clear()
-        for use, number in zip(uses, op.slots, strict=True):
-            group, slot = self._plan.order[use.extent.index], self._slots[number]
-            if use.extent.kind is Kind.GRAD:
-                if use.before is None:
+        for group, number, holds_weight, read in moment.uses:
+            slot = self._slots[number]
+            if not holds_weight:
+                if not read:
                     self._staged[group] = (slot, [])
-            elif use.before is None:
-                self._bear(group, slot)
-            elif slot.version != group.weight_chunk.version:
-                raise Diverged(f"{self._plan.beats[op.visit].name}: the plan brought an older weight of {group.name}")
-            else:
-                self._settle_in(group, slot)
-            memory.append(slot.memory)
-        self._device.work(Queue.COMPUTE, self._plan.beats[op.visit].name, memory, ())
+                continue
+            chunk = group.weight_chunk
+            if not read:
+                self._use_for_gradients(group, chunk, slot)
+                continue
+            if slot.version != chunk.version:
+                raise Diverged(f"{moment.name}: the plan brought an older weight of {group.name}")
+            if slot is not chunk.home and chunk.copies.get(slot.tier) is not slot:
+                chunk.add_copy(slot)
+            # The plan may have fetched the group anew for a later moment already, before it gave this slot back.
+            self._residency.unbind_elsewhere(group, slot)
+        if not self._store.synchronous:
+            memory = [self._slots[use.slot].memory for use in moment.uses]
+            self._device.work(Queue.COMPUTE, moment.name, memory, ())
 
-    def _settle_in(self, group: ParamGroup, slot: Slot) -> None:
-        """Let the group's parameters be found in the slot that the moment is planned with.
-
-        The plan may have fetched the group anew for a later moment already, before it gave this slot back.
-        """
-        chunk = group.weight_chunk
-        if slot is not chunk.home and chunk.copies.get(slot.tier) is not slot:
-            chunk.add_copy(slot)
-        for record in group.tensors:
-            if record.bound is not None and record.bound.slot is not slot and not record.bound.aliased:
-                self._residency.unbind(record)
-
-    def _bear(self, group: ParamGroup, slot: Slot) -> None:
-        """A slot for gradients only: what the group's other slots hold is not wanted any more."""
-        chunk = group.weight_chunk
+    def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
+        """Use a slot for a group's gradients without fetching its weights; all other copies become stale."""
         if slot.version == chunk.version:
             return
         for record in group.tensors:
@@ -144,7 +132,7 @@ class InstructionExecutor:
         if slot is not chunk.home:
             chunk.add_copy(slot)
 
-    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the plan has room for it; False: it has none."""
         staged = self._staged.get(record.group)
         if staged is None:
@@ -175,33 +163,36 @@ class InstructionExecutor:
 
     def _release(self, instr: Instr, op: Release) -> None:
         slot = self._slots[op.slot]
-        if slot.extent is not None:
-            chunk = self._home_of(slot)
+        extent = slot.extent
+        if extent is not None and extent.kind is not Kind.GRAD:
+            group = self._residency.groups[extent.index]
+            chunk = group.chunks.get(extent.kind)
             if chunk is not None:
-                self._let_go(chunk, slot)
+                self._drop_copy(group, chunk, slot)
         self._store.release(slot, instr.queue)
         del self._slots[op.slot]
 
-    def _let_go(self, chunk: Chunk, slot: Slot) -> None:
-        group = self._group_of(slot)
-        dead = chunk.extent.kind is Kind.ACC and not any(
-            r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors
-        )
+    def _drop_copy(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
+        """Give up a slot's copy of a chunk; `Diverged` if it is the only current one, or has live aliases."""
+        dead = self._is_dead(group, chunk)
         if not dead and slot.version == chunk.version and not chunk.has_current_besides(slot):
             raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be given back")
-        if chunk.extent.kind is group.weight and slot.tier == 0:
+        if slot.tier == 0 and chunk.extent.kind is group.weight:
             self._vacate(group, slot)
             self._counters.evicted()
         if chunk.copies.get(slot.tier) is slot:
             chunk.drop_copy(slot.tier, needed=not dead)
 
+    def _is_dead(self, group: ParamGroup, chunk: Chunk) -> bool:
+        """Return True for sums that hold no gradient: nothing is lost with them."""
+        if chunk.extent.kind is not Kind.ACC:
+            return False
+        return not any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors)
+
     def _vacate(self, group: ParamGroup, slot: Slot) -> None:
-        """Let no parameter lie in a slot; nobody but parameters may hold on to it."""
-        here = [record for record in group.tensors if record.bound is not None and record.bound.slot is slot]
-        if any(record.bound is not None and record.bound.aliased for record in here):
+        """Unbind the parameters that lie in a slot; `Diverged` if one of them has live aliases."""
+        if not self._residency.vacate(group, slot):
             raise Diverged(f"somebody holds on to memory of {group.name}")
-        for record in here:
-            self._residency.unbind(record)
 
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
@@ -213,9 +204,9 @@ class InstructionExecutor:
             if group in self._staged:
                 self._staged[group] = (target, self._staged[group][1])
         else:
-            group.chunks[kind].fill_copy(target)  # where another copy is registered, it is in use; see `_settle_in`
+            group.chunks[kind].fill_copy(target)  # where another copy is registered, it is in use; see `begin`
         self._residency.transfers.watcher.moved(source.tier, target.tier, op.bytes)
-        if target.tier == 0 and self._moments:
+        if target.tier == 0 and self._segment.moments:
             self._counters.fetched(early=instr.visit > self.moment)
 
     def _shift(self, instr: Instr, op: Shift) -> None:
@@ -224,7 +215,7 @@ class InstructionExecutor:
         if slot.offset < 0:
             return  # on other tiers slots are memory of their own
         if slot.extent is not None:
-            self._vacate(self._group_of(slot), slot)
+            self._vacate(self._residency.groups[slot.extent.index], slot)
         self._store.arena.shift(slot, op.offset, instr.queue)
 
     def _accumulate(self, instr: Instr, op: Accumulate) -> None:
@@ -242,28 +233,28 @@ class InstructionExecutor:
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
-        self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
-        dtype = group.dtype if self._plan.program.overwrites else torch.float32
-        flat = slot.flat(dtype, group.chunk_numel)
-        wanted = GradientPlace.IN_WEIGHT_SLOT if self._plan.program.overwrites else GradientPlace.IN_ACCUMULATOR
+        if not self._store.synchronous:
+            self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
+        overwrites = self._plan.overwrites
+        flat = slot.flat(group.dtype if overwrites else torch.float32, group.chunk_numel)
+        wanted = GradientPlace.IN_WEIGHT_SLOT if overwrites else GradientPlace.IN_ACCUMULATOR
         rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
         self._gradients.measure_all(rows, flat)
 
     def _step(self, instr: Instr, op: Step) -> None:
         assert self._settings_of is not None, "only `step` carries out steps"
         group = self._plan.order[op.group]
-        kinds = self._plan.program.home_kinds(op.group)
-        slots = {kind: self._slots[number] for kind, number in zip(kinds, op.slots, strict=True)}
-        for kind, slot in slots.items():
-            chunk = group.chunks[kind]
-            if slot.version != chunk.version and not (kind is group.weight and not self._plan.program.overwrites):
+        kinds, slots = self._plan.step_kinds[op.group], {}
+        for kind, number in zip(kinds, op.slots, strict=True):
+            slot = slots[kind] = self._slots[number]
+            if slot.version != group.chunks[kind].version and (kind is not group.weight or self._plan.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
 
     def _cast(self, instr: Instr, op: Cast) -> None:
         # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it
         # starts with both kinds filled, and a skip that must rebuild knows better which tensors need it.
-        raise PlanMismatch(f"{self._segment.value} is not replayed")
+        raise PlanMismatch(f"{self._segment.name.value} is not replayed")
 
     # The end.
 
@@ -295,12 +286,9 @@ class InstructionExecutor:
         extent = slot.extent
         if extent is None or extent.kind is Kind.GRAD:
             return None
-        return self._group_of(slot).chunks.get(extent.kind)
+        return self._residency.groups[extent.index].chunks.get(extent.kind)
 
-    def _group_of(self, slot: Slot) -> ParamGroup:
-        assert slot.extent is not None, "the slot holds something"
-        return self._residency.groups[slot.extent.index]
-
-    def settle_homes(self) -> None:
-        """At the end: homes that a tight plan lent out are the slots that came back to their places."""
-        restore_lent_homes(self._plan, self._slots, self._places)
+    def restore_homes(self) -> None:
+        """End the segment: home slots that a tight plan lent out become the slots that came back to their places."""
+        if self._segment.lends_homes:
+            restore_lent_homes(self._plan, self._slots, self._places)

@@ -1,4 +1,4 @@
-"""Where homes are: as the plan in force has them, or as low as they go, for passes whose tide nobody knows."""
+"""Keep home slots where the plan in force has them, or as low as they go, for passes whose peak is not known."""
 
 from __future__ import annotations
 
@@ -16,32 +16,27 @@ from ps_core.engine._parameters.state import ParamGroup
 
 
 class HomePlacement:
-    """The homes of one engine, moved between passes."""
+    """The home slots of one engine, moved between passes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._low = False
-        """Whether some were moved down since they were last where a plan has them."""
-        self.astray = False
-        """Whether some are where a plan was left that had lent them out; see [Note: leaving a plan that lends homes]
+        self.elsewhere = False
+        """True if some are not where the plan has them: they were moved down, or are displaced."""
+        self.displaced = False
+        """True if some are where a plan was left that had lent them out; see [Note: leaving a plan that lends homes]
         in `_execution.lent_homes`."""
 
-    @property
-    def elsewhere(self) -> bool:
-        """Whether some are not where the plan has them."""
-        return self._low or self.astray
-
-    def arrange(self, plan: EnginePlan) -> bool:
-        """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory."""
+    def move_to_plan(self, plan: EnginePlan) -> bool:
+        """Move every home slot to the plan's place; False, and nothing moved, while memory has live aliases."""
         if not move_homes_to_plan(self._engine, plan):
             return False
-        self._low = self.astray = False
+        self.elsewhere = self.displaced = False
         return True
 
-    def lower(self, needed_bytes: int | None = None) -> None:
-        """Have the compute tier to everything else as far as lower tiers have room; or so many bytes of it.
+    def move_down(self, needed_bytes: int | None = None) -> None:
+        """Move home slots off the compute tier until ``needed_bytes`` are free; None: as far as lower tiers have room.
 
-        As it was before there was a plan. Nothing is moved while somebody holds on to memory.
+        As it was before there was a plan. Nothing is moved while memory has live aliases.
         """
         engine, store = self._engine, self._engine.store
         capacity = store.tiers[0].capacity_bytes
@@ -60,18 +55,19 @@ class HomePlacement:
                 move(engine, chunk, tier)
         if not store.device.lazy:
             store.arena.resize(0)
-        self._low, self.astray = True, False
+        self.elsewhere, self.displaced = True, False
 
-    def left(self, plan: EnginePlan) -> None:
-        """The plan was left amid a segment: what it lent out goes down, so that demand has what room there is."""
+    def plan_abandoned(self, plan: EnginePlan) -> None:
+        """Move down what a plan had lent out that was left within a segment, so that on-demand moves have room."""
         store = self._engine.store
         rows = [(held, plan.chunk(held.extent)) for held in plan.plan.home]
-        astray = [(held, chunk) for held, chunk in rows if not in_place(chunk.home, held)]
-        self.astray = self.astray or bool(astray)
-        if not astray or self._engine.residency.transfers.broken:
+        displaced = [(held, chunk) for held, chunk in rows if not in_place(chunk.home, held)]
+        self.displaced = self.displaced or bool(displaced)
+        self.elsewhere = self.elsewhere or self.displaced
+        if not displaced or self._engine.residency.transfers.broken:
             return
         with torch.inference_mode(False):
-            for held, chunk in sorted(astray, key=lambda row: -row[0].tier):
+            for held, chunk in sorted(displaced, key=lambda row: -row[0].tier):
                 if chunk.home.tier < held.tier and store.free_bytes(held.tier) >= chunk.bytes:
                     self._down(chunk, held.tier)
             for chunk, tier in _downward(store, plan.order):

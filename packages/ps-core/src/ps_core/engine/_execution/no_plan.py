@@ -1,19 +1,38 @@
-"""Passes that follow no plan."""
+"""Passes that follow no plan: served on demand, or, where everything fits on one tier, without any move."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ps_core.engine._execution.on_demand import OnDemandDriver
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._tracing.moments import PassRecording
 
 
+class ResidentDriver:
+    """Drives the passes of an engine with one tier: there are no moments, only a look at the first pass's peak."""
+
+    def __init__(self, *, tracked: bool) -> None:
+        self.tracked = tracked
+
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
+        """Do nothing: everything is there already."""
+
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
+        """Return False: gradients go where they go by themselves."""
+        return False
+
+    def finish(self) -> None:
+        """Do nothing: everything stays."""
+
+
 class NoPlanScheduler:
-    """Serves every pass on demand."""
+    """Has every pass served on demand."""
 
     moments = 0
     planned_step_s = 0.0
@@ -23,23 +42,23 @@ class NoPlanScheduler:
         self._demand = demand
         self.training = training
 
-    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """There is nothing to prepare."""
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do nothing: there is nothing to prepare."""
 
-    def choose(self, training: bool) -> PassDriver:
-        """Always the same."""
+    def driver_for_pass(self, training: bool) -> PassDriver:
+        """Return the on-demand driver."""
         self._demand.begin_pass(training=training)
         return self._demand
 
-    def left(self) -> None:
-        """There is no plan to leave."""
+    def plan_abandoned(self) -> None:
+        """Do nothing: there is no plan to leave."""
 
     def observe(self, recording: PassRecording) -> None:
-        """Nothing is learned."""
+        """Do nothing: nothing is learned."""
 
-    def consider(self) -> None:
-        """There is nothing to plan."""
+    def maybe_replan(self) -> None:
+        """Do nothing: there is nothing to plan."""
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """By no plan."""
+        """Return False: no step follows a plan."""
         return False

@@ -27,9 +27,9 @@ class OnDemandDriver:
         self._residency = residency
         self._store = residency.store
         self._gradients = gradients
-        self._in: dict[ParamGroup, None] = {}
+        self.fetched: dict[ParamGroup, None] = {}
         """Groups with a copy on the compute tier, least recently used first."""
-        self._highest_tide_bytes: int | None = None
+        self.highest_nonmodel_bytes: int | None = None
         """None: not known yet."""
         self.training = True
         """Whether the pass that is on is to have a backward pass."""
@@ -40,7 +40,7 @@ class OnDemandDriver:
 
     def expect(self, nonmodel_bytes: int | None) -> None:
         """Note how many non-model bytes the next passes have at most; None: this is not known."""
-        self._highest_tide_bytes = nonmodel_bytes
+        self.highest_nonmodel_bytes = nonmodel_bytes
 
     def free_optional_bytes(self, needed_bytes: int) -> int:
         """Free so many bytes of the compute tier that no moment needs; return how many were freed."""
@@ -54,7 +54,7 @@ class OnDemandDriver:
                 self._gradients.restore_weights(record.group)
         groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:
-            self._in.pop(group, None)
+            self.fetched.pop(group, None)
         wanted = [
             group for group in groups if group.weight_chunk.home.tier and group.weight_chunk.copies.get(0) is None
         ]
@@ -63,19 +63,19 @@ class OnDemandDriver:
         for group in groups:
             slot = self._residency.fetch(group)
             if group.weight_chunk.home.tier:
-                self._in[group] = None
+                self.fetched[group] = None
             device.work(Queue.COMPUTE, name, (slot.memory,), ())
 
     def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes
-        nonmodel = self._highest_tide_bytes or self._store.ledger.nonmodel_bytes
-        cache = self._highest_tide_bytes is not None
-        victims = iter([group for group in self._in if group not in needed])
+        nonmodel = self.highest_nonmodel_bytes or self._store.ledger.nonmodel_bytes
+        cache = self.highest_nonmodel_bytes is not None
+        victims = iter([group for group in self.fetched if group not in needed])
 
         def evict_next() -> bool:
             for group in victims:
                 if self._residency.evict(group):
-                    del self._in[group]
+                    del self.fetched[group]
                     return True
             return False
 
@@ -86,19 +86,19 @@ class OnDemandDriver:
             groups, tide = self._residency.groups, self._store.ledger.nonmodel_bytes
             raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
 
-    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """There is no place for gradients but where they go by themselves."""
         return False
 
     def finish(self) -> None:
         """Bring everything home that can leave."""
-        for group in list(self._in):
+        for group in list(self.fetched):
             if self._residency.evict(group):
-                del self._in[group]
+                del self.fetched[group]
             else:
                 self._residency.transfers.write_home(group.weight_chunk)
                 self._residency.expose(group)
 
     def adopt(self, groups: list[ParamGroup]) -> None:
         """Take over what a plan left on the compute tier."""
-        self._in = {group: None for group in groups if 0 in group.weight_chunk.copies}
+        self.fetched = {group: None for group in groups if 0 in group.weight_chunk.copies}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -22,7 +24,10 @@ from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
+from ps_core.engine._tracing.batch_shape import tensors_of
 from ps_core.engine._tracing.moments import MomentRecord, PassRecording
+
+_INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 
 
 class PassTracker:
@@ -34,28 +39,34 @@ class PassTracker:
         records: list[ParamState],
         counters: Counters,
         constant_bytes: int,
-        guide: Scheduler,
+        scheduler: Scheduler,
     ) -> None:
         self._residency, self._gradients = parts.residency, parts.gradients
         self._store, self._groups, self._records = parts.residency.store, parts.residency.groups, records
         self._record_of = {record.index: record for record in records}
         self._counters = counters
-        self._clock = counters.clock
         self._constant_bytes = constant_bytes
         self._still = self._store.still
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
+        self.counting = False
+        """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.tide = self._store.device.tide()
         self.demand = parts.demand
         self.driver: PassDriver = self.demand
-        self.guide = guide
+        self.scheduler = scheduler
         self.moment = 0
+        """Grows with every moment; never the same in forward and in backward."""
         self.outside = True
         """The root module's forward is not running: memory that a call gives away is somebody else's."""
+        self.gradient_passes = 0
+        """How many training passes brought gradients, so far."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
         self.recording: PassRecording | None = None
         """Of the pass that is on; None between passes."""
+        self.current: MomentRecord | None = None
+        """The moment that is on; None between passes, and before a pass's first."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None
         """See `observe`."""
 
@@ -68,17 +79,17 @@ class PassTracker:
         """Whether non-model bytes are counted in this pass."""
         return self.driver.tracked or self.observer is not None
 
-    @property
-    def beat(self) -> MomentRecord | None:
-        """The moment that is on."""
-        recording = self.recording
-        return recording.beats[-1] if recording is not None and recording.beats else None
-
     def check_writes(self) -> None:
         """Raise if a parameter was changed in place, which is undone; keep what may be written to exposed memory."""
         self._residency.exposed.check()
         for record in self._residency.pop_tampered():
             raise changed_in_place(record.name)
+
+    def stop_counting(self) -> None:
+        """Stop counting non-model bytes; see `TensorBytesTracker.stop` for where this has to be done again later."""
+        if self.counting:
+            off = self.tide.stop()
+            self.counting = not off or torch._C._current_graph_task_id() != -1
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count it among non-model bytes, although no operator was seen to make it."""
@@ -88,53 +99,50 @@ class PassTracker:
 
     # The root module's forward.
 
-    def end_open(self, inputs: Iterable[torch.Tensor] = ()) -> None:
+    def end_open(self, inputs: Any) -> None:
         """End a pass that was left open, if a forward that comes now cannot belong to it.
 
-        ``inputs`` of that forward were made while the pass was open, and are counted as little as between passes.
+        ``inputs``, what that forward is called with, were made while the pass was open, and are counted as little as
+        between passes.
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
         recording = self.recording
         if recording is not None:
-            unfinished = recording.beats and recording.beats[-1].backward
-            if unfinished or not any(record.handles for record in self._records):
+            unfinished = self.current is not None and self.current.backward
+            if unfinished or not _has_saved(self._records):
                 self.finish()
-                for tensor in inputs:
+                for tensor in tensors_of(inputs):
                     self.tide.forget(tensor)
 
     def enter_forward(self) -> None:
-        """It begins."""
-        self.end_open()
+        """Begin the root module's forward; what is left open was ended by `end_open`."""
         if self.recording is None:
             self._begin(backward=False)
         else:
             self.recording.regular = False
         self.outside = False
-        self._clock.turn("forward")
+        self._counters.enter_phase("forward")
 
     def abort_forward(self) -> None:
         """Note that an exception ended the root module's forward."""
         self.outside = True
 
     def leave_forward(self) -> None:
-        """It is over."""
+        """End the root module's forward."""
         self.outside = True
         within_backward = torch._C._current_graph_task_id() != -1
-        self._clock.turn("backward" if within_backward else "")
+        self._counters.enter_phase("backward" if within_backward else "")
         if not torch.is_grad_enabled() and self.recording is not None and not within_backward:
             self.finish()
 
     # Moments.
 
-    @property
-    def joined(self) -> bool:
-        """Whether what is touched now belongs to the pass that is on, without a look at anything else."""
-        return self.recording is not None and torch._C._current_graph_task_id() == self._task
-
-    def join(self) -> None:
-        """Something is touched: find out which pass it belongs to."""
+    def attach(self) -> None:
+        """Find out which pass something belongs to that is touched now, or begin one."""
         task = torch._C._current_graph_task_id()
+        if task == self._task and self.recording is not None:
+            return
         if task == -1:
             self._task = -1
         if self.recording is None:
@@ -148,35 +156,55 @@ class PassTracker:
                 )
             self._task = task
             self.moment += 1  # no moment is both forward and backward
-            self._clock.turn("backward")
+            self._counters.enter_phase("backward")
             Variable._execution_engine.queue_callback(self._backward_done)
 
-    def next(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
-        """End the moment, begin another."""
+    def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
+        """End the moment that is on; begin one that reads these parameters, and gets gradients of these groups."""
         recording = self.recording
         assert recording is not None, "there is a pass"
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         held = self._close_moment()
         backward = torch._C._current_graph_task_id() != -1
-        reads = list(dict.fromkeys(record.group for record in records))
-        beat = recording.begin(backward=backward, reads=reads, gains=gains, held=held)
+        reads: dict[ParamGroup, None] = {}
+        for record in records:
+            reads[record.group] = None
+        if not backward and self.current is not None and self.current.backward:
+            recording.regular = False
+        first = next(iter(reads or gains)).tensors[0]
+        moment = MomentRecord(
+            backward,
+            tuple(map(_INDEX, reads)),
+            tuple(map(_INDEX, gains)),
+            tuple(map(_INDEX, held)),
+            f"{'backward' if backward else 'forward'} of {first.name}",
+        )
+        recording.beats.append(moment)
+        self.current = moment
         self.moment += 1
-        with self.tide.paused(), torch.no_grad():
-            try:
-                self.driver.begin(records, gains, beat.name)
-            except Diverged as why:
-                self._diverge(why)
-                self.driver.begin(records, gains, beat.name)
+        with torch.no_grad():
+            if self.counting:
+                with self.tide.paused():
+                    self._drive(records, gains, moment.name)
+            else:
+                self._drive(records, gains, moment.name)
         for group in reads:
             group.last_read_moment = self.moment
         for group in gains:
             group.last_grad_moment = self.moment
 
-    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Whether the driver had a place for the gradient."""
+    def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         try:
-            return self.driver.take(record, gradient)
+            self.driver.begin(records, gains, name)
+        except Diverged as why:
+            self._diverge(why)
+            self.driver.begin(records, gains, name)
+
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
+        """Put a gradient where the driver has room for it; False: it has none."""
+        try:
+            return self.driver.place_gradient(record, gradient)
         except Diverged as why:
             self._diverge(why)
             return False
@@ -191,63 +219,72 @@ class PassTracker:
         with torch.no_grad():
             try:
                 replay.abandon()
-                self.guide.left()
+                self.scheduler.plan_abandoned()
             finally:
                 self.demand.adopt(self._groups)
+                self.counting = True
                 self.tide.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
-        """Settle what the moment leaves behind; the parameters that are held on to. ``strict``: keep to the budget."""
-        beat = self.beat
-        if beat is None:
+        """End the moment that is on; return the parameters with live aliases. ``strict``: keep to the budget."""
+        moment = self.current
+        if moment is None:
             return []
-        for record in self._gradients.pending_overwrites():
+        for record in self._gradients.pending_overwrites() if self._gradients.pending else ():
             if self.moment in (
                 record.group.last_read_moment,
                 record.group.last_grad_moment,
             ) and self._gradients.write_over_weight(record):
-                beat.grads[record.index] = None
+                moment.grads[record.index] = None
         if self.tracked:
-            needed = self._measure_tide(beat)
-            over = needed - self._store.tiers[0].capacity_bytes
-            if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
-                if not isinstance(self.driver, PlanDriver):
-                    raise self._too_large(beat, needed)
-                if self.recording is not None:
-                    self.recording.overrun = True
-                self._diverge(Diverged(f"{beat.name} takes more than was planned"))
+            self._check_budget(moment, strict=strict)
         if self.observer is not None and self.recording is not None:
-            self.observer(beat, len(self.recording.beats) == 1)
-        groups = dict.fromkeys((*beat.reads, *(self._record_of[index].group.index for index in beat.held)))
-        return [
-            record
-            for index in groups
-            for record in self._groups[index].tensors
-            if record.bound is not None and record.bound.aliased
-        ]
+            self.observer(moment, len(self.recording.beats) == 1)
+        held = []
+        groups = dict.fromkeys(moment.reads)
+        for index in moment.held:
+            groups[self._record_of[index].group.index] = None
+        for index in groups:
+            for record in self._groups[index].tensors:
+                if record.bound is not None and record.bound.aliased:
+                    held.append(record)
+        return held
 
-    def _measure_tide(self, beat: MomentRecord) -> int:
+    def _check_budget(self, moment: MomentRecord, *, strict: bool) -> None:
+        """Measure what a moment took of the compute tier. Where that is too much, leave the plan, or raise."""
+        needed = self._measure_tide(moment)
+        over = needed - self._store.tiers[0].capacity_bytes
+        if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
+            if not isinstance(self.driver, PlanDriver):
+                raise self._too_large(moment, needed)
+            if self.recording is not None:
+                self.recording.overrun = True
+            self._diverge(Diverged(f"{moment.name} takes more than was planned"))
+
+    def _measure_tide(self, moment: MomentRecord) -> int:
         """The most that the moment took of the compute tier."""
         peak = self.tide.take_peak()
-        beat.nonmodel_bytes = max(beat.nonmodel_bytes, peak)
+        moment.nonmodel_bytes = max(moment.nonmodel_bytes, peak)
         store = self._store
-        store.ledger.end_moment(peak + self._constant_bytes, backward=beat.backward)
+        store.ledger.end_moment(peak + self._constant_bytes, backward=moment.backward)
         needed = (
             store.held_bytes if isinstance(self.driver, PlanDriver) else store.ledger.used_bytes[0]
         ) + store.ledger.nonmodel_bytes
         store.ledger.set_nonmodel(self.tide.current_bytes + self._constant_bytes)
         return needed
 
-    def _too_large(self, beat: MomentRecord, needed: int) -> DoesNotFit:
+    def _too_large(self, moment: MomentRecord, needed: int) -> DoesNotFit:
         if self._still:
             return everything_too_large(self._store, self._groups, needed, so_far=True)
-        return compute_tier_too_small(self._store, self._groups, beat.name, needed, beat.nonmodel_bytes, proven=True)
+        nonmodel_bytes = moment.nonmodel_bytes
+        return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
 
     # The beginning and the end of a pass.
 
     def _begin(self, *, backward: bool) -> None:
-        self._residency.exposed.check(ended=True)
-        for record in self._residency.pop_tampered():
+        if self._residency.exposed.bounds:
+            self._residency.exposed.check(ended=True)
+        for record in self._residency.pop_tampered() if self._residency.tampered else ():
             raise changed_in_place(record.name)
         install()
         self._store.ledger.note_left_over(0)
@@ -256,10 +293,13 @@ class PassTracker:
             self._store.ledger.note_left_over(self.tide.current_bytes)
         training = backward or torch.is_grad_enabled()
         self.recording = PassRecording(regular=not backward, training=training)
-        self.driver = self.demand if backward and not self._still else self.guide.choose(training)
+        self.driver = self.demand if backward and not self._still else self.scheduler.driver_for_pass(training)
+        self.current = None
         if self._still:
-            self.recording.beats.append(MomentRecord(False, (), (), name="a pass"))
+            self.current = MomentRecord(False, (), (), name="a pass")
+            self.recording.beats.append(self.current)
         if self.tracked:
+            self.counting = True
             self.tide.start()
             self.tide.take_peak()
 
@@ -269,43 +309,49 @@ class PassTracker:
         if self.recording is None:
             return
         with torch.no_grad():
-            for record in self._gradients.pending_overwrites():
+            for record in self._gradients.pending_overwrites() if self._gradients.pending else ():
                 if record.busy:
                     continue
                 if not self._still and self.moment not in (
                     record.group.last_read_moment,
                     record.group.last_grad_moment,
                 ):
-                    self.next([], [record.group])
+                    self.begin_moment([], [record.group])
                 if self._gradients.write_over_weight(record):
                     self.recording.beats[-1].grads[record.index] = None
-            self._gradients.end_overwrites()
+            if self._gradients.pending:
+                self._gradients.end_overwrites()
         self.finish(strict=True)
 
     def finish(self, *, strict: bool = False) -> None:
         """End the pass, if one is on. ``strict``: it went well, and its last moment has to keep to the budget too."""
         self._task = -1
-        self._residency.exposed.check(ended=True)
+        if self._residency.exposed.bounds:
+            self._residency.exposed.check(ended=True)
         recording = self.recording
         if recording is None:
-            self.tide.stop()  # within backward it cannot leave the stack
+            self.stop_counting()
             return
         self._close_moment(strict=strict)  # where that raises, the pass is still to be ended
-        self.recording = None
-        self.broke_off = not strict and (sys.exc_info()[0] is not None or recording.ends_backward)
+        self.broke_off = not strict and (
+            sys.exc_info()[0] is not None or (self.current is not None and self.current.backward)
+        )
+        self.recording = self.current = None
         self.moment += 1
         try:
-            self._go_home(recording)
+            self._return_chunks_home(recording)
         finally:
-            self.tide.stop()
-            self._clock.turn("")
+            self.stop_counting()
+            self._counters.enter_phase("")
             uninstall()
         self._store.ledger.set_nonmodel(0)
-        recording.regular &= not any(record.handles for record in self._records)
+        recording.regular = recording.regular and not _has_saved(self._records)
         self._counters.passed(replayed=self.driver is not self.demand)
-        self.guide.observe(recording)
+        self.gradient_passes += recording.training and any(map(_GRADS, recording.beats))
+        if self.tracked or self.broke_off:  # else there is nothing to be learned from it
+            self.scheduler.observe(recording)
 
-    def _go_home(self, recording: PassRecording) -> None:
+    def _return_chunks_home(self, recording: PassRecording) -> None:
         with torch.no_grad():
             try:
                 self.driver.finish()
@@ -319,6 +365,14 @@ class PassTracker:
                     self._diverge(Diverged(str(why)))
                     self.driver.finish()
                 raise
+
+
+def _has_saved(records: list[ParamState]) -> bool:
+    """Return True if a saved tensor will want any of the parameters; see `ParamState.handles`."""
+    for record in records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
+        if sys.getrefcount(record.saved_token) > record.saved_token_uses:
+            return True
+    return False
 
 
 def _free_broken_pass() -> None:

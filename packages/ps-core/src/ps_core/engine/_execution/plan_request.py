@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ps_core._errors import DoesNotFit
 from ps_core._layout import Layout
+from ps_core._options import Options
 from ps_core._plan import Tier
 from ps_core._planner.bounds import STEP_TIER
 from ps_core._planner.recall import find_plan_again
@@ -25,13 +26,11 @@ from ps_core.engine._tracing.moments import PassRecording
 class PlanRequest:
     """What plans of one engine are found for."""
 
-    def __init__(
-        self, engine: Engine, model_name: str, setup: Setup, *, machine: str | None, folder: str | None
-    ) -> None:
+    def __init__(self, engine: Engine, model_name: str, setup: Setup, options: Options) -> None:
         self._engine, self._model_name, self._setup = engine, model_name, setup
-        self._folder = folder
-        """Where plans are kept."""
-        self.machine = (engine.store.device.machine or SMALL_COMPUTER) if machine is None else find_machine(machine)
+        self._folder, self._prefetch = options.plan_cache, options.prefetch
+        named, own = options.machine, engine.store.device.machine or SMALL_COMPUTER
+        self.machine = own if named is None else find_machine(named)
 
     def find(self, recording: PassRecording, batch: BatchShape, spare_bytes: int) -> EnginePlan:
         """The best plan for such passes; `DoesNotFit` if there is none. So much is left free beyond their tide."""
@@ -47,7 +46,7 @@ class PlanRequest:
             planned = self._find(trace, layout)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, order, recording.beats)
+        return EnginePlan(planned, order, recording.beats, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """What earlier passes of a step leave on the compute tier: gradients of what never leaves it.

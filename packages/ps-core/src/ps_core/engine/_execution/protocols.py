@@ -22,7 +22,7 @@ class PassDriver(Protocol):
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """The next moment needs these parameters, and brings gradients of these groups."""
 
-    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the driver has room for it; False: it has none."""
 
     def finish(self) -> None:
@@ -66,19 +66,19 @@ class Scheduler(Protocol):
     def plan(self) -> Plan | None:
         """The plan in force."""
 
-    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hear that the root module is called with these arguments."""
 
-    def choose(self, training: bool) -> PassDriver:
+    def driver_for_pass(self, training: bool) -> PassDriver:
         """Who drives the pass that begins now."""
 
-    def left(self) -> None:
+    def plan_abandoned(self) -> None:
         """The plan that was followed was left amid the pass; homes may be elsewhere now."""
 
     def observe(self, recording: PassRecording) -> None:
         """A pass ran to its end."""
 
-    def consider(self) -> None:
+    def maybe_replan(self) -> None:
         """A step is asked for, and nothing is changed yet: time to plan."""
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:

@@ -1,4 +1,4 @@
-"""Moving homes to where a plan has them, between passes."""
+"""Move home slots to where a plan has them, between passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_core.engine._parameters.state import ParamGroup
 
 
 def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
-    """Have every home in the plan's place; False, and nothing moved, while somebody holds on to memory there."""
+    """Move every home slot to the plan's place; False, and nothing moved, while memory there has live aliases."""
     store, residency = engine.store, engine.residency
     if group_with_aliases(plan.order) is not None or not _has_its_places(store, plan):
         return False
@@ -23,12 +23,11 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
         for record in group.tensors:
             residency.unbind(record)
         group.forget_moment()
-    for queue in (*store.queues, Queue.CPU):
-        residency.transfers.wait_for_other_queues(queue)
+    residency.transfers.join_queues()
     if not store.device.lazy:
         for record in engine.records:
             residency.unbind(record)
-        store.arena.resize(plan.plan.tiers[0].capacity_bytes - plan.program.trace.peak_nonmodel_bytes)
+        store.arena.resize(plan.arena_end)
     while pending:
         ready = [held for held in pending if _may_move(store, plan.chunk(held.extent), held)]
         for held in ready:

@@ -24,10 +24,10 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instructions import Diverged
 from ps_core.engine._execution.lower_homes import HomePlacement
+from ps_core.engine._execution.no_plan import ResidentDriver
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._execution.replay import PlanDriver
-from ps_core.engine._execution.resident import ResidentDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
@@ -67,7 +67,7 @@ class PlanScheduler:
             precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
         )
         self._options, self._cast = options, cast
-        self._asking = PlanRequest(engine, model_name, self._setup, machine=options.machine, folder=options.plan_cache)
+        self._asking = PlanRequest(engine, model_name, self._setup, options)
         self._plan: EnginePlan | None = None
         self._planned_for = BatchShape()
         self._batch: BatchShape | None = None
@@ -75,7 +75,10 @@ class PlanScheduler:
         self._served: BatchShape | None = None
         """The same, of the pass that a driver was chosen for last."""
         self._found: tuple[PassRecording, BatchShape] | None = None
-        self._micro = 0
+        self._before_step = 0
+        """How many passes had brought gradients before this step's first."""
+        self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
+        """Shapes and types of the last call's arguments, and the batch they are."""
         self._tried = False
         """Whether the first pass was tried with fake tensors."""
         self._estimated = False
@@ -102,7 +105,7 @@ class PlanScheduler:
     @property
     def moments(self) -> int:
         """Of the pass that was planned."""
-        return 0 if self._plan is None else len(self._plan.beats)
+        return 0 if self._plan is None else len(self._plan.moments)
 
     @property
     def planned(self) -> Planned | None:
@@ -119,18 +122,36 @@ class PlanScheduler:
         """As predicted; 0 without a plan."""
         return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
 
+    @property
+    def _passes_of_step(self) -> int:
+        """How many passes have brought gradients since the last step."""
+        return self._engine.passes.gradient_passes - self._before_step
+
     # Passes.
 
-    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The root module is called with these."""
-        self._recover()
-        self._batch = batch_of(args, kwargs)
+        if not self._engine.store.synchronous:
+            self._recover()
+        self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
-            self.consider()
+            self.maybe_replan()
         elif not (self._tried or self._engine.still) and torch.is_grad_enabled():
             if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
                 self._foresee(module, args, kwargs)
             self._tried = True  # now: who interrupted it may want it at the next attempt
+
+    def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
+        """Look at the arguments of a call; as a rule they are as those of the call before."""
+        key: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                key.append((value.shape, value.dtype))
+            elif isinstance(value, dict | list | tuple):
+                return batch_of(args, kwargs)
+        if key != self._seen[0]:
+            self._seen = key, batch_of(args, kwargs)
+        return self._seen[1]
 
     @defer_interrupts_installing
     def _recover(self) -> None:
@@ -143,7 +164,7 @@ class PlanScheduler:
             self._spare_bytes += bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes)
             self._found, self._estimated = self._found or self._source, False
             try:
-                self.consider()
+                self.maybe_replan()
             except DoesNotFit:
                 self._spare_bytes = before  # the plan in force is as good as any
 
@@ -167,29 +188,33 @@ class PlanScheduler:
                 engine.store.ledger.note_foreseen(error.needed_bytes)
             log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
-    def choose(self, training: bool) -> PassDriver:
+    def driver_for_pass(self, training: bool) -> PassDriver:
         """A replay of the plan where it serves, else demand."""
         engine, plan = self._engine, self._plan
         self._served, self._batch = self._batch, None
         if engine.still:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
         demand = engine.passes.demand
-        demand.expect(None)
         if plan is None:
-            self._homes.lower()
+            demand.expect(None)
+            self._homes.move_down()
             return demand
         if self._served is None and not within_a_module():
-            self._homes.lower(self._bytes_to_read())
+            demand.expect(None)
+            self._homes.move_down(self._bytes_to_read())
             return demand
-        if not self._planned_for.covers(self._served):
+        if self._served != self._planned_for and not self._planned_for.covers(self._served):
             part = "a part of the model is called by itself"
             engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
+            demand.expect(None)
             self._make_way(training)
             return demand
-        demand.expect(plan.planned.program.trace.peak_nonmodel_bytes)
-        demand.finish()  # what somebody held on to when the last pass ended
+        if demand.highest_nonmodel_bytes != plan.nonmodel_bytes:
+            demand.expect(plan.nonmodel_bytes)
+        if demand.fetched:
+            demand.finish()  # what somebody held on to when the last pass ended
         why = self._unready(training)
-        if not why and self._homes.elsewhere and not self._homes.arrange(plan):
+        if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "somebody holds on to memory that homes have to be moved to"
         if why:
             engine.counters.diverged(why)
@@ -197,13 +222,12 @@ class PlanScheduler:
         if not training:
             segment = SegmentName.EVAL
         else:
-            if self._micro and all(record.gradient is GradientPlace.NONE for record in engine.records):
-                self._micro = 0  # what there was, was forgotten
-            micro = plan.program.iteration()[:-1]
-            segment = micro[min(self._micro, len(micro) - 1)]
+            if self._passes_of_step and not engine.has_gradients():
+                self._before_step = engine.passes.gradient_passes  # what there was, was forgotten
+            micro = plan.micro_segments
+            segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
-        prefetch = self._options.prefetch
-        return PlanDriver(plan, segment, engine.residency, engine.gradients, engine.counters, prefetch, tracked=tracked)
+        return PlanDriver(plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked)
 
     def _is_watched(self) -> bool:
         """Whether a pass by the plan has its tide watched."""
@@ -214,11 +238,11 @@ class PlanScheduler:
         """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
         known = None if training else self._evaluated
         if known is None or not known[0].covers(self._served):
-            self._homes.lower()
+            self._homes.move_down()
             return
         largest = max((group.weight_chunk.bytes for group in self._engine.groups if not group.on_host), default=0)
         self._engine.passes.demand.expect(known[1])
-        self._homes.lower(known[1] + 2 * largest)
+        self._homes.move_down(known[1] + 2 * largest)
 
     def _bytes_to_read(self) -> int:
         """Of the compute tier, besides homes: all weights that are elsewhere, and a copy of all in fp32."""
@@ -234,14 +258,15 @@ class PlanScheduler:
         for group in self._engine.groups:
             if 0 in group.weight_chunk.copies:
                 return f"somebody holds on to memory of {group.name}"
-            if any(record.contents is not SlotContents.WEIGHT for record in group.tensors):
-                return f"a gradient lies over {group.name}"
+            for record in group.tensors:
+                if record.contents is not SlotContents.WEIGHT:
+                    return f"a gradient lies over {group.name}"
         return ""
 
-    def left(self) -> None:
+    def plan_abandoned(self) -> None:
         """The plan in force was left amid a pass."""
         if self._plan is not None:
-            self._homes.left(self._plan)
+            self._homes.plan_abandoned(self._plan)
 
     def observe(self, recording: PassRecording) -> None:
         """Remember what to plan from."""
@@ -249,13 +274,11 @@ class PlanScheduler:
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
             self._tried = False  # the next pass is a first one again
             self._engine.store.ledger.note_foreseen(0)
-        if recording.training and any(beat.grads for beat in recording.beats):
-            self._micro += 1
         if batch is None:
             return
         if self._engine.still:
             if self._engine.passes.tracked and recording.training is self._setup.training:
-                self._measured = not recording.training or self._micro >= self._setup.accumulate
+                self._measured = not recording.training or self._passes_of_step >= self._setup.accumulate
                 self._planned_for = batch
             return
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
@@ -272,28 +295,30 @@ class PlanScheduler:
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Whether the pass did something else than was foreseen; one that was broken off did not get so far."""
         assert self._plan is not None, "there is an estimate"
-        return not (recording.regular or begins_like_estimate(recording, self._plan.beats))
+        return not (recording.regular or begins_like_estimate(recording, self._plan.moments))
 
     # Steps.
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out the plan's step, if it is the step that is wanted."""
         plan, homes = self._plan, self._homes
-        if homes.astray and (plan is None or not homes.arrange(plan)):
-            homes.lower()
+        if homes.displaced and (plan is None or not homes.move_to_plan(plan)):
+            homes.move_down()
         if plan is None or homes.elsewhere or not self._fits_step(plan):
             return False
         engine = self._engine
-        replay = PlanDriver(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters, None)
+        replay = PlanDriver(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters)
         for group in engine.groups:
-            if group.pinned and any(record.gradient is not GradientPlace.NONE for record in group.tensors):
+            if group.fixed_tier is None:
+                continue
+            if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
                 engine.updater.step_one(group, settings_of, factor)
         try:
             replay.step(settings_of, factor)
         except BaseException as why:
             engine.passes.demand.adopt(engine.groups)
             engine.passes.demand.finish()
-            homes.left(plan)
+            homes.plan_abandoned(plan)
             if not isinstance(why, Diverged):
                 raise
             engine.counters.diverged(str(why))
@@ -301,28 +326,29 @@ class PlanScheduler:
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
-        wanted = GradientPlace.IN_WEIGHT_SLOT if plan.program.overwrites else GradientPlace.IN_ACCUMULATOR
+        wanted = GradientPlace.IN_WEIGHT_SLOT if plan.overwrites else GradientPlace.IN_ACCUMULATOR
         stepped = plan.stepped
         for group in self._engine.groups:
-            if group.pinned:
+            if group.fixed_tier is not None:
                 continue
             if 0 in group.weight_chunk.copies:
                 return False
-            states = {record.gradient for record in group.tensors} - {GradientPlace.NONE}
-            if states and (states != {wanted} or group not in stepped):
-                return False
+            for record in group.tensors:
+                known = (GradientPlace.NONE, wanted) if group in stepped else (GradientPlace.NONE,)
+                if record.gradient not in known:
+                    return False
         return True
 
     # Planning.
 
-    def consider(self) -> None:
+    def maybe_replan(self) -> None:
         """Plan, if a pass was recorded that there is no plan for."""
-        self._micro = 0
+        self._before_step = self._engine.passes.gradient_passes
         if self._found is None or all(group.pinned for group in self._engine.groups):
             return
         recording, batch = self._found
         self._found = None
-        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.beats):
+        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.moments):
             self._estimated, self._recorded = False, True
             return
         if not self._adopt(recording, batch):
@@ -339,7 +365,7 @@ class PlanScheduler:
         if not self._put_in_force(plan, recording, batch):
             return False
         log_line(
-            f"{self._model_name}: planned {len(plan.beats)} moments of {len(plan.order)} groups in "
+            f"{self._model_name}: planned {len(plan.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._asking.machine.name}"
         )
@@ -347,7 +373,7 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
-        if not self._homes.arrange(plan):
+        if not self._homes.move_to_plan(plan):
             return False
         self._engine.store.ledger.note_foreseen(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)

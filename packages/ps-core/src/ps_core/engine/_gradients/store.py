@@ -56,8 +56,10 @@ class GradientStore:
         self._store = residency.store
         self._overwrites = overwrites
         self._one_tier = residency.store.still
-        self._pending: dict[ParamState, None] = {}
+        self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients go over their weights later; some may have gone elsewhere since."""
+        self.unplanned_sums = False
+        """True once there was an accumulator that no plan knows of."""
 
     # Arrival.
 
@@ -73,7 +75,7 @@ class GradientStore:
             self.add(record, gradient)
         elif not self._write_over_weight(record, gradient):
             record.keep_gradient(gradient, overwrite_pending=True)
-            self._pending[record] = None
+            self.pending[record] = None
         elif self._one_tier and record.numel >= SMALL_NUMEL:
             self.measure(record)  # while it is in the processor's caches
 
@@ -92,8 +94,9 @@ class GradientStore:
         if slot is None or record.busy:
             return False
         target = record.shaped(slot.memory.view(record.dtype))
-        queue = Queue.CPU if slot.tier else Queue.COMPUTE
-        self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
+        if not self._store.synchronous:
+            queue = Queue.CPU if slot.tier else Queue.COMPUTE
+            self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         record.group.weight_chunk.mark_written(slot)
         record.mark_overwritten()
@@ -103,8 +106,8 @@ class GradientStore:
 
     def pending_overwrites(self) -> list[ParamState]:
         """Return the parameters whose gradients are to go over their weights as soon as nothing reads these."""
-        self._pending = {record: None for record in self._pending if record.overwrite_pending}
-        return list(self._pending)
+        self.pending = {record: None for record in self.pending if record.overwrite_pending}
+        return list(self.pending)
 
     def end_overwrites(self) -> None:
         """End a backward pass: gradients that still cannot go over weights go into the sums, or stay (one tier)."""
@@ -113,7 +116,7 @@ class GradientStore:
                 self.move_to_accumulator(record)
             elif record.own_gradient is not None:
                 record.keep_gradient(record.own_gradient)
-        self._pending.clear()
+        self.pending.clear()
 
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Add a gradient to the one before in fp32; the first one begins the sum."""
@@ -264,6 +267,7 @@ class GradientStore:
             slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
             chunk = group.chunks[Kind.ACC] = Chunk(group.extent(Kind.ACC), slot.bytes, slot)
             chunk.mark_written(slot)
+            self.unplanned_sums = True
         return chunk
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
@@ -326,7 +330,7 @@ class GradientStore:
             for rows in _batches_of(group_rows):
                 ends = list(accumulate(record.numel for record in rows))
                 self._measure_spans(rows, concatenate(rows), list(zip([0, *ends], ends, strict=False)))
-        return [self.measure(record) for record in records]
+        return [self.measure(record) if record.norm_part is None else record.norm_part for record in records]
 
     def _slot_over(self, group: ParamGroup) -> Slot:
         """Return the slot with a group's gradients that are over their weights."""

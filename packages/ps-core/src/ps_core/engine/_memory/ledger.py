@@ -49,6 +49,11 @@ class ByteLedger:
         """Store how many non-model bytes are on the compute tier now."""
         self.nonmodel_bytes = nonmodel_bytes
 
+    def begin_moment(self, nonmodel_bytes: int) -> None:
+        """Count the non-model bytes that a planned moment may have, as if they were there."""
+        self.nonmodel_bytes = nonmodel_bytes
+        self.update_peaks()
+
     def end_moment(self, peak_nonmodel_bytes: int, *, backward: bool) -> None:
         """Store the most non-model bytes of a moment that is over."""
         if backward:

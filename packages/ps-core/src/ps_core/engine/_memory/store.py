@@ -33,13 +33,15 @@ class TierStore:
         self.device = device
         self.file = file
         """The file of the disk tier, which is the last tier; None: there is none."""
+        if file is not None:
+            device.attach(file)
+        self.synchronous = device.synchronous
+        """Nothing is ever under way when a call returns."""
         disk_queues = DISK_QUEUES if file is not None else ()
         waits_for_collectives = shared and not device.beside  # see [Note: two threads] in `_sharding.streams`
         collective_queues = (Queue.COLL,) if waits_for_collectives else ()
         self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *disk_queues, *collective_queues)
         """Queues on which work may be under way."""
-        if file is not None:
-            device.attach(file)
         self.tiers = tiers
         self.given = given or UserLimits()
         self.still = len(tiers) == 1 and not shared
@@ -159,6 +161,8 @@ class TierStore:
             self.device.write(target.place, to, source.memory[begin : begin + size])
         elif source.place is not None:
             self.device.read(target.memory[to : to + size], source.place, begin, target.mark_unread)
+        elif self.synchronous:
+            target.memory[to : to + size].copy_(source.memory[begin : begin + size])
         else:
             self.device.copy(queue, target.memory[to : to + size], source.memory[begin : begin + size])
 

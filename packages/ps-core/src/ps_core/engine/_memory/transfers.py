@@ -96,10 +96,22 @@ class Transfers:
 
     def wait_for_other_queues(self, queue: Queue) -> None:
         """Have whatever is launched next on a queue wait for all that was launched on the others."""
+        if self._store.synchronous:
+            return
         device, started = self._device, time.perf_counter()
         for other in self._store.queues:
             if other is not queue:
                 device.wait(queue, device.record(other))
+        self.watcher.waited(time.perf_counter() - started)
+
+    def join_queues(self) -> None:
+        """Have whatever is launched next on any queue wait for all that was launched on every queue."""
+        device, started = self._device, time.perf_counter()
+        events = [(queue, device.record(queue)) for queue in self._store.queues]
+        for queue in (*self._store.queues, Queue.CPU):
+            for other, event in events:
+                if other is not queue:
+                    device.wait(queue, event)
         self.watcher.waited(time.perf_counter() - started)
 
     def _copy_within_tier(self, source: Slot, target: Slot, size: int) -> None:

@@ -7,9 +7,8 @@ the parameters, and whatever tier a chunk is on, the same arithmetic is done to 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -19,75 +18,38 @@ from ps_core._program import Kind
 from ps_core.engine._devices.device import Device
 from ps_core.engine._gradients.store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
 from ps_core.engine._memory.slot import Slot
-from ps_core.engine._optim.settings import Settings, StepRule, clip_factor
+from ps_core.engine._optim.settings import Settings, StepRule
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
 
 SettingsOf = Callable[[ParamState], Settings]
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecision:
-    """What the step does with every gradient."""
-
-    norm: float
-    skip: bool
-    factor: float
-    """Undoes the loss scale and clips."""
-
-
-def decide(
-    records: Iterable[ParamState], parts: Iterable[torch.Tensor], max_norm: float | None, scale: float
-) -> StepDecision:
-    """The global norm, and what follows from it."""
-    total, finite = 0.0, True
-    for record, (squares, flag) in zip(records, numbers(list(parts)), strict=True):
-        total += squares * record.factor**2
-        finite = finite and not flag
-    norm = math.sqrt(total) / scale if total >= 0 else math.nan
-    if not finite or not math.isfinite(norm):
-        return StepDecision(norm if finite else math.inf, True, 0.0)
-    return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
-
-
-def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
-    """Of every part, fetched from each device at once."""
-    found: dict[int, list[float]] = {}
-    for device in {part.device for part in parts}:
-        chosen = [index for index, part in enumerate(parts) if part.device == device]
-        found.update(zip(chosen, torch.stack([parts[index] for index in chosen]).tolist(), strict=True))
-    return [found[index] for index in range(len(parts))]
-
-
-@dataclass(frozen=True, slots=True)
-class _StepRun:
+class _StepRun(NamedTuple):
     """Neighbouring tensors that one call steps."""
 
-    records: tuple[ParamState, ...]
+    records: list[ParamState]
     settings: Settings
 
-    @property
-    def span(self) -> slice:
-        return slice(self.records[0].offset, self.records[-1].offset + self.records[-1].numel)
 
-
-def _runs(group: ParamGroup, settings_of: SettingsOf) -> Iterator[_StepRun]:
-    run: list[ParamState] = []
+def _runs(group: ParamGroup, settings_of: SettingsOf) -> list[_StepRun]:
+    """Cut a group's tensors with gradients into runs; what is put together for one run is not large."""
+    runs: list[_StepRun] = []
+    last: ParamState | None = None
     copied = 0
     for record in group.tensors:
         if record.gradient is GradientPlace.NONE:
-            if run:
-                yield _StepRun(tuple(run), settings_of(run[0]))
-            run, copied = [], 0
+            last = None
             continue
-        aside = record.numel * (record.gradient is GradientPlace.OWN_TENSOR)
-        if run and (copied + aside > CONCATENATED_NUMEL or not _alike(run[-1], record, settings_of)):
-            yield _StepRun(tuple(run), settings_of(run[0]))
-            run, copied = [], 0
-        run.append(record)
-        copied += aside
-    if run:
-        yield _StepRun(tuple(run), settings_of(run[0]))
+        own = record.numel if record.gradient is GradientPlace.OWN_TENSOR else 0
+        if last is not None and copied + own <= CONCATENATED_NUMEL and _alike(last, record, settings_of):
+            runs[-1].records.append(record)
+        else:
+            runs.append(_StepRun([record], settings_of(record)))
+            copied = 0
+        last = record
+        copied += own
+    return runs
 
 
 def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
@@ -117,15 +79,20 @@ def step_group(
     master = slots[Kind.P32].flat(torch.float32, numel)
     moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
-    device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], _written(slots))
+    if not device.synchronous:
+        written = [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
+        device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], written)
     overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
-        span = group.clip(run.span)
+        first, last = run.records[0], run.records[-1]
+        span = slice(first.offset, last.offset + last.numel)
+        if group.ranks > 1:
+            span = group.clip(span)
         if span.stop > span.start:
             gradient = _gradient(run, span, weight, slots)
             target = None if weight is None else weight[span]
             rows = master[span], moments[0][span], moments[1][span]
-            _step(run, rows, gradient, target, run.records[0].factor * factor)
+            _step(run, rows, gradient, target, first.factor * factor)
         for record in run.records:
             record.mark_stepped()
             for other in record.others if record.tied else ():  # as memory that they share would be
@@ -136,12 +103,7 @@ def step_group(
         if (record.contents is not SlotContents.WEIGHT or record in overtaken) and weight is not None:
             weight[record.piece].copy_(master[record.piece])
             record.mark_rebuilt()
-    _note_changed(group, slots)
-
-
-def _note_changed(group: ParamGroup, slots: Mapping[Kind, Slot]) -> None:
-    """Mark what a step wrote as the newest of its kind; sums are used up."""
-    for kind, slot in slots.items():
+    for kind, slot in slots.items():  # what was written is the newest of its kind; sums are used up
         if kind is not Kind.ACC:
             chunk = group.chunks[kind]
             chunk.mark_written(slot)
@@ -149,10 +111,6 @@ def _note_changed(group: ParamGroup, slots: Mapping[Kind, Slot]) -> None:
                 chunk.add_copy(slot)
     if group.gathered:
         group.weight_chunk.invalidate_gathered()
-
-
-def _written(slots: Mapping[Kind, Slot]) -> list[torch.Tensor]:
-    return [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
 
 
 def _gradient(run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:

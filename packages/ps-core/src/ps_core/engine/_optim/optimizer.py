@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import lru_cache
+from operator import attrgetter, is_
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +34,7 @@ FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Of these, those that change how torch computes a step and not what."""
 NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 MASTERS, LOSS_SCALE = "masters", "loss_scale"
+_PARAMETER = attrgetter("parameter")
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -84,7 +87,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             )
         self._gradients.check_usable()
         settings_of = self.settings()
-        if not any(self._gradients.has_gradient(record) for record in self._records()):
+        if not self._gradients.has_gradients():
             return
         scaler = self._loss_scale if self._scaled else None
         if self._loss_scale is not None and scaler is None and not self._all_assigned():
@@ -143,21 +146,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> Callable[[ParamState], Settings]:
         """Each parameter's numbers, as the groups have them now."""
-        found = dict(self._settings())
-        return lambda record: found[record.name]
-
-    def _settings(self) -> Iterator[tuple[str, Settings]]:
-        """Every parameter's numbers as the groups have them now."""
+        found: dict[ParamState, Settings] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)
-            settings = self._read(group)
-            for record in members:
-                yield record.name, settings
+            found.update(dict.fromkeys(members, self._read(group)))
+        return found.__getitem__
 
     def _check_group(self, index: int, group: dict[str, Any], members: Sequence[ParamState]) -> None:
         """What the engine cannot follow must not be passed over."""
         found = group["params"]
-        if len(found) != len(members) or any(a is not b.parameter for a, b in zip(found, members, strict=True)):
+        if len(found) != len(members) or not all(map(is_, found, map(_PARAMETER, members))):
             raise InvalidInput(
                 f"param_groups[{index}]['params'] was changed; which parameters belong to a group is settled by "
                 "chunked(): release(model) and call it again with other groups"
@@ -171,20 +169,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _read(self, group: dict[str, Any]) -> Settings:
         """Values may be tensors (a learning rate that a compiled loop changes)."""
-        lr, decay = _float("lr", group["lr"]), _float("weight_decay", group["weight_decay"])
+        names = ("lr", "weight_decay", "momentum" if self._rule is StepRule.SGD else "eps")
+        lr, decay, last = _floats(names, [group[name] for name in names])
         if self._rule is StepRule.SGD:
-            return Settings(
-                kind=StepRule.SGD, lr=lr, weight_decay=decay, momentum=_float("momentum", group["momentum"])
-            )
+            return _settings(kind=StepRule.SGD, lr=lr, weight_decay=decay, momentum=last)
         if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
             raise InvalidInput(f"betas must be two numbers when the optimizer steps, found {group['betas']!r}")
-        first, second = (_float("betas", beta) for beta in group["betas"])
-        return Settings(
+        return _settings(
             kind=StepRule.ADAM,
             lr=lr,
             weight_decay=decay,
-            betas=(first, second),
-            eps=_float("eps", group["eps"]),
+            betas=tuple(_floats(("betas", "betas"), group["betas"])),
+            eps=last,
             decoupled=self._fixed["decoupled_weight_decay"],
         )
 
@@ -348,12 +344,19 @@ def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) ->
         )
 
 
-def _float(name: str, value: Any) -> float:
-    """Of what somebody has put into a group (any: a number, or a tensor of one)."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise InvalidInput(f"{name} must be a number when the optimizer steps, found {value!r}") from None
+def _floats(names: Sequence[str], values: Sequence[Any]) -> list[float]:
+    """Of what somebody has put into a group (any: numbers, or tensors of one)."""
+    found = []
+    for name, value in zip(names, values, strict=True):
+        try:
+            found.append(float(value))
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise InvalidInput(f"{name} must be a number when the optimizer steps, found {value!r}") from None
+    return found
+
+
+_settings = lru_cache(maxsize=64)(Settings)
+"""Checks numbers once: most steps have those of the step before."""
 
 
 def _check_max_norm(value: object) -> None:

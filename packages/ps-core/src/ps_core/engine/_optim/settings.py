@@ -67,6 +67,10 @@ class OptimizerBackend(Protocol):
         """Whether a gradient waits for the step."""
         ...
 
+    def has_gradients(self) -> bool:
+        """Return True if any gradient waits for the step."""
+        ...
+
     def gradient_norm(self, record: ParamState) -> float:
         """Of the stored gradient times its factor."""
         ...
@@ -98,11 +102,6 @@ class OptimizerBackend(Protocol):
     def states_loaded(self) -> None:
         """Hear that a state dict was loaded whole."""
         ...
-
-
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied by; as in ``torch.nn.utils.clip_grad_norm_``."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 def _within(name: str, value: float, end: float, meant: str) -> None:

@@ -277,14 +277,6 @@ _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] 
 # The tensor beneath.
 
 
-def take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What autograd itself left in ``.grad``, which is empty then."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient = parameter.grad
-        parameter.grad = None
-    return gradient
-
-
 def clear_grad(parameter: nn.Parameter) -> None:
     """Take autograd's own gradient away."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -40,10 +40,13 @@ class Masters:
         self._exchanged: dict[ParamState, None] = {}
         """Parameters whose weights an optimizer's state changed."""
         self._states_loaded = False
+        self.changed = True
+        """True if there is something to tell, or to forget, before the next step."""
         self._told = self._exchange_told = not speaks
 
     def weight(self, record: ParamState, value: torch.Tensor) -> torch.Tensor | None:
         """Choose the master that follows from a loaded weight; None: the one that is there stays."""
+        self.changed = True
         dtype, value = value.dtype, value.detach()
         self._weights[record] = dtype
         if record.trainable and (record in self._given or record.steps):
@@ -59,6 +62,7 @@ class Masters:
 
     def replaced(self, record: ParamState, dtype: torch.dtype) -> None:
         """Note that weights of this type took the place of a master."""
+        self.changed = True
         self._weights[record] = dtype
         self._given.pop(record, None)
         self._rounded.pop(record, None)
@@ -67,6 +71,7 @@ class Masters:
 
     def master(self, record: ParamState, value: torch.Tensor) -> torch.Tensor:
         """Choose the master that follows from one of an optimizer's state."""
+        self.changed = True
         present = self._read(record)
         agreed = _agreed(present, value, self._weights.get(record, record.dtype))
         if bool(agreed.all()):
@@ -86,6 +91,7 @@ class Masters:
 
     def states_loaded(self) -> None:
         """A load of the optimizer's state is over."""
+        self.changed = True
         self._states_loaded = True
         self._tell()
         names, told = _names(self._exchanged), self._exchange_told
@@ -102,6 +108,7 @@ class Masters:
         """Training goes on: tell of what was lost. Masters change from here on."""
         self._tell()
         self.forget()
+        self.changed = False
 
     def forget(self) -> None:
         """Masters are whole again, or are no longer those that were loaded."""

@@ -11,7 +11,7 @@ from ps_core.engine._memory.observer import TransferObserver
 from ps_core.engine._memory.slot import Chunk, Slot, SlotView
 from ps_core.engine._memory.store import TierStore
 from ps_core.engine._memory.transfers import Transfers
-from ps_core.engine._parameters.managed_parameter import set_data, version_of
+from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.transitions import SlotContents
 from ps_core.engine._parameters.uncounted_writes import ExposedParameters
@@ -33,20 +33,29 @@ class Residency:
 
     # Parameters.
 
+    def bind_all(self, records: list[ParamState]) -> None:
+        """Let parameters be their parts of their groups' newest copies on the compute tier."""
+        for record in records:
+            bound = record.bound
+            if bound is None or bound.slot.version != record.group.weight_chunk.version:
+                self.unbind(record)
+                self.bind(record)
+
     def bind(self, record: ParamState) -> SlotView:
         """Make the parameter's data its part of the group's slot on the compute tier."""
         if record.bound is not None:
             return record.bound
-        group = record.group
-        slot = group.weight_chunk.newest(0)
+        slot = record.group.weight_chunk.newest(0)
         assert slot is not None, "a group is fetched before its parameters are bound"
-        bound = slot.bounds.get(record)
-        if bound is not None:
-            set_data(record.parameter, bound.view)
-        else:
-            bound = _bound(record, slot)
-        if version_of(record.parameter) != record.counted_version:  # by an alias of memory where it was before
-            record.counted_version = version_of(record.parameter)
+        parameter, bound = record.parameter, slot.bounds.get(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            if bound is None:
+                bound = _bound(record, slot)
+            else:
+                parameter.data = bound.view
+            version = parameter._version
+        if version != record.counted_version:  # by an alias of memory where it was before
+            record.counted_version = version
             self.tampered.append(record)
         record.bound = bound
         self.owners[bound.storage._cdata] = record
@@ -55,19 +64,40 @@ class Residency:
     def unbind(self, record: ParamState) -> None:
         """Make the parameter's data its placeholder, which takes no memory."""
         bound = record.bound
-        if bound is not None:
-            self._check_untouched(record, bound.slot)
-            set_data(record.parameter, record.placeholder)
-            del self.owners[bound.storage._cdata]
-            record.bound = None
-
-    def _check_untouched(self, record: ParamState, slot: Slot) -> None:
-        """Undo a change in place that nobody was told of, and remember the parameter for an error."""
+        if bound is None:
+            return
         if self.exposed.bounds:
             self.exposed.check(record)
-        if version_of(record.parameter) != record.counted_version:
+        parameter = record.parameter
+        with torch._C.DisableTorchFunctionSubclass():
+            version = parameter._version
+        if version != record.counted_version:  # nobody was told of that change; the copy that has it is not to be used
             self.tampered.append(record)
-            self.undo_changes(record, slot)
+            self.undo_changes(record, bound.slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = record.placeholder
+        del self.owners[bound.storage._cdata]
+        record.bound = None
+
+    def unbind_elsewhere(self, group: ParamGroup, slot: Slot) -> None:
+        """Unbind the parameters of a group that lie in another slot than this one, and have no live aliases."""
+        for record in group.tensors:
+            bound = record.bound
+            if bound is not None and bound.slot is not slot and not bound.aliased:
+                self.unbind(record)
+
+    def vacate(self, group: ParamGroup, slot: Slot) -> bool:
+        """Unbind the parameters of a group that lie in a slot; False, and nothing done, if one has live aliases."""
+        here = []
+        for record in group.tensors:
+            bound = record.bound
+            if bound is not None and bound.slot is slot:
+                if bound.aliased:
+                    return False
+                here.append(record)
+        for record in here:
+            self.unbind(record)
+        return True
 
     def expose(self, group: ParamGroup) -> None:
         """Watch the parameters of a group whose memory has live aliases when their pass ends."""
@@ -203,13 +233,13 @@ class Residency:
 
 
 def _bound(record: ParamState, slot: Slot) -> SlotView:
-    """Make the parameter's data a view of a slot with a storage of its own."""
+    """Put a parameter into its part of a slot; its own ``__torch_function__`` is switched off meanwhile."""
     first = record.offset * record.dtype.itemsize
     with torch.inference_mode(False):  # or it could never be saved for backward
         # By way of a capsule, which no stream waits for.
         own = from_dlpack(to_dlpack(slot.memory[first : first + record.numel * record.dtype.itemsize]))
         view = own.view(record.dtype).as_strided(record.shape, record.stride)
     del own
-    set_data(record.parameter, view)
+    record.parameter.data = view
     storage = view.untyped_storage()
     return SlotView(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))

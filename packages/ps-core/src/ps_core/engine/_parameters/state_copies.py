@@ -19,37 +19,38 @@ class StateCopies:
     """Track the copies that one model's state dicts hold."""
 
     def __init__(self) -> None:
-        self._made: dict[ParamState, torch.Tensor] = {}
+        self.made: dict[ParamState, torch.Tensor] = {}
         """For the state dict that is being made; tied parameters share theirs, as plain ones would."""
-        self._given: list[tuple[ParamState, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+        self.given: list[tuple[ParamState, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+        """What state dicts were given that `check` has to look at."""
 
     def get(self, record: ParamState) -> torch.Tensor | None:
         """Return the copy that the state dict that is being made has already."""
-        return self._made.get(record.first)
+        return self.made.get(record.first)
 
     def add(self, record: ParamState, copy: torch.Tensor) -> torch.Tensor:
         """Note a copy, and return it."""
         counter = copy.detach()
         counter.data = torch.empty(0, dtype=copy.dtype)
-        self._given.append((record.first, weakref.ref(copy), counter, counter._version))
-        self._made[record.first] = copy
+        self.given.append((record.first, weakref.ref(copy), counter, counter._version))
+        self.made[record.first] = copy
         return copy
 
     def finish(self) -> None:
         """Note that no state dict is being made any more."""
-        self._made.clear()
+        self.made.clear()
 
     def drop(self, record: ParamState) -> None:
         """Do without the copy of a parameter that changes."""
-        self._made.pop(record.first, None)
+        self.made.pop(record.first, None)
 
     def forget(self) -> None:
         """Note that a state dict is loaded: what was written into copies reaches the model."""
-        self._given.clear()
+        self.given.clear()
 
     def check(self) -> None:
         """Raise if a copy was changed in place since it was given out."""
-        given, self._given = self._given, []
+        given, self.given = self.given, []
         for record, copy, counter, version in given:
             if counter._version != version:
                 raise UnsupportedParameter(
@@ -58,4 +59,4 @@ class StateCopies:
                     "parameter inside `with materialized(model, write=True):`; to change a copy only, .clone() it first"
                 )
             if copy() is not None:
-                self._given.append((record, copy, counter, version))
+                self.given.append((record, copy, counter, version))

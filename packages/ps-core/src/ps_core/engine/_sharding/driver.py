@@ -105,13 +105,13 @@ class ShardedDriver(OnDemandDriver):
         self._open(backward=backward)
         groups = list(dict.fromkeys(record.group for record in reads))
         if groups and not self._keeps:
-            for group in [group for group in self._in if group not in groups]:
+            for group in [group for group in self.fetched if group not in groups]:
                 self._evict(group)
         self._shards.release_unaliased()
         self._note(groups, backward=backward)
         for group in groups:
             self._ensure_gathered(group, name)
-            self._in[group] = None
+            self.fetched[group] = None
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
             self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
@@ -211,7 +211,7 @@ class ShardedDriver(OnDemandDriver):
                 and not self._may_come_ahead(group)
             ):
                 return
-            there = group in self._in or group in self._in_flight.ahead
+            there = group in self.fetched or group in self._in_flight.ahead
             if collective.kind is ProposalKind.GATHER and mine and there and not self._keeps:
                 return  # it is there for a use before this one, and may go in between
             if self._prepare(self._order.prepared, wanted=False) is None:
@@ -252,12 +252,12 @@ class ShardedDriver(OnDemandDriver):
 
     def _evict(self, group: ParamGroup) -> None:
         self._shards.evict(group)
-        self._in.pop(group, None)
+        self.fetched.pop(group, None)
         group.forget_moment()
 
     # Gradients.
 
-    def take(self, record: ParamState, gradient: torch.Tensor) -> bool:
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Copy a gradient into its group's buffer; the last one lets the reduce-scatter begin."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
@@ -299,7 +299,7 @@ class ShardedDriver(OnDemandDriver):
             self._negotiator.wait(earlier)
         self._make_room_for(self._in_flight.sum_bytes(group))
         step = self._in_flight.sum(group, position, gives=group in self._in_flight.staged)
-        if self._keeps and group in self._in:
+        if self._keeps and group in self.fetched:
             self._evict(group)
         return step
 
@@ -316,7 +316,7 @@ class ShardedDriver(OnDemandDriver):
         finally:
             self._on = self._backward = False
             self._shards.note_end()
-            for group in list(self._in):
+            for group in list(self.fetched):
                 self._evict(group)
             for group in list(self._in_flight.ahead):
                 self._evict(group)

@@ -19,7 +19,8 @@ from ps_core._program import Kind
 from ps_core.engine._gradients.store import GradientStore, measured, measured_spans
 from ps_core.engine._memory.room import make_room
 from ps_core.engine._memory.slot import Chunk, Slot
-from ps_core.engine._optim.group_step import SettingsOf, numbers
+from ps_core.engine._optim.clip_or_skip import numbers
+from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.state import ParamGroup, ParamState
 from ps_core.engine._parameters.transitions import GradientPlace, SlotContents

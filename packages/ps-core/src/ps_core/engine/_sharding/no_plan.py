@@ -23,7 +23,7 @@ class ShardedScheduler(NoPlanScheduler):
         self._largest = {trains: LargestBatch() for trains in (True, False)}
         self._most_forwards = 0
 
-    def prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The root module is called with these."""
         residency, trains = self._residency, torch.is_grad_enabled()
         forwards = residency.note_forward(trains=trains)

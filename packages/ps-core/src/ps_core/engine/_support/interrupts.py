@@ -1,4 +1,4 @@
-"""Ctrl-C, kept waiting while the engine's books are between two states.
+"""Defer Ctrl-C while the engine's state is between two consistent ones.
 
 A Python signal handler may run between any two instructions, and that for Ctrl-C raises `KeyboardInterrupt` there. What
 the engine does between two of the model's operations is over soon, so it is let finish first.
@@ -11,7 +11,7 @@ set theirs anew for every cell. The state is the process's, as handlers are; onl
 [Note: when it waits]
 While a `defer_interrupts` function runs; at its very first instruction, where it does not count as running yet (so that
 what tidies up after one interrupt is not broken off by the next); and within a `callback`, whose exceptions Python
-prints and forgets: there an interrupt would be lost. It then comes at the end of the next undisturbed function.
+prints and forgets: there an interrupt would be lost. It then comes at the end of the next `defer_interrupts` function.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 _MAIN = threading.main_thread().ident
-_FIRST: set[CodeType] = set()
-"""What begins an undisturbed function, or is about to deliver what came."""
-_WITHIN: set[CodeType] = {weakref.finalize.__call__.__code__}
-"""Callbacks."""
+_ENTRY_CODE: set[CodeType] = set()
+"""Code of functions that defer interrupts, or deliver deferred ones: at its first instruction it does not run yet."""
+_CALLBACK_CODE: set[CodeType] = {weakref.finalize.__call__.__code__}
+"""Code of callbacks, whose exceptions Python prints and forgets."""
 
 
 class _State:
-    """What the handler has to know."""
+    """The state that the signal handler reads."""
 
     __slots__ = ("before", "came", "depth", "put", "users")
 
     def __init__(self) -> None:
         self.depth = 0
         self.users = 0
-        """What ours is to be in for."""
+        """How many passes, and functions that install it, need our handler."""
         self.put = False
-        """Whether ours was put in, and has not been taken out since."""
+        """True if our handler was put in, and has not been taken out since."""
         self.came: list[FrameType | None] = []
         self.before: Callable[[int, FrameType | None], Any] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Called by Python when the signal came."""
+        """Handle the signal: defer it, or pass it on to the handler that was there before ours."""
         if self.depth or _has_to_wait(frame):
             self.came.append(frame)
         elif self.before is not None:
+            self.came.clear()  # one that still waits (see [Note: when it waits]) comes with this one
             self.before(number, frame)
 
-    def settle(self) -> None:
-        """Have what came meanwhile come now, and the handler go if nobody needs it."""
+    def deliver(self) -> None:
+        """Raise the interrupt that was deferred, if one was; take our handler out if nothing needs it any more."""
         self.depth += 1  # or an interrupt could come between lines that belong together
         try:
             if self.put and not self.users:
@@ -73,11 +74,11 @@ class _State:
 
 
 def _has_to_wait(frame: FrameType | None) -> bool:
-    """See [Note: when it waits]."""
-    if frame is not None and frame.f_code in _FIRST:
+    """Return True where an interrupt has to be deferred; see [Note: when it waits]."""
+    if frame is not None and frame.f_code in _ENTRY_CODE:
         return True
     while frame is not None:
-        if frame.f_code in _WITHIN:
+        if frame.f_code in _CALLBACK_CODE:
             return True
         frame = frame.f_back
     return False
@@ -88,7 +89,7 @@ _HANDLER = _STATE.handle
 
 
 def install() -> None:
-    """Have interrupts ask first, until `uninstall`. Only a handler that is Python's can be asked for."""
+    """Put our handler in, until `uninstall`; only a handler that is Python's can be replaced."""
     _STATE.users += 1
     try:
         if threading.get_ident() == _MAIN:
@@ -111,18 +112,20 @@ def interrupt_waits() -> bool:
 
 
 def uninstall() -> None:
-    """One of those it was put in for has ended; with the last, the handler is given back that was there."""
+    """End one need of our handler; with the last one, put the handler back that was there."""
     _STATE.users -= 1
     if threading.get_ident() == _MAIN:
-        _settle()
+        _deliver_outermost()
 
 
-def _begins(function: Any) -> None:  # any: functools' type for what it wraps does not say that it is a function
-    _FIRST.add(function.__code__)
+def _defers_from_entry(
+    function: Any,
+) -> None:  # any: functools' type for what it wraps does not say that it is a function
+    _ENTRY_CODE.add(function.__code__)
 
 
 def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that an interrupt does not break off; the interrupt comes when it has returned."""
+    """Make a function that an interrupt does not break off: the interrupt is raised when the function has returned."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -134,14 +137,14 @@ def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _STATE.depth -= 1
             if not _STATE.depth and (_STATE.came or not _STATE.users):
-                _STATE.settle()
+                _STATE.deliver()
 
-    _begins(call)
+    _defers_from_entry(call)
     return call
 
 
 def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
-    """As `defer_interrupts`, for what is called rarely and perhaps outside of a pass: the handler is put in for it."""
+    """As `defer_interrupts`, for functions that are called rarely and outside of passes: install the handler, too."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -155,21 +158,21 @@ def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
         finally:
             _STATE.users -= 1
             _STATE.depth -= 1
-            _settle()
+            _deliver_outermost()
 
-    _begins(call)
+    _defers_from_entry(call)
     return call
 
 
-def _settle() -> None:
+def _deliver_outermost() -> None:
     if not _STATE.depth:
-        _STATE.settle()
+        _STATE.deliver()
 
 
-_FIRST |= {_settle.__code__, _State.settle.__code__}
+_ENTRY_CODE |= {_deliver_outermost.__code__, _State.deliver.__code__}
 
 
 def callback(function: F) -> F:
-    """For what Python calls where an exception goes nowhere, as when an object dies; see [Note: when it waits]."""
-    _WITHIN.add(function.__code__)
+    """Mark a function whose exceptions Python prints and forgets; see [Note: when it waits]."""
+    _CALLBACK_CODE.add(function.__code__)
     return function

@@ -50,23 +50,6 @@ class PassRecording:
     overrun: bool = False
     """A moment took more of the compute tier than its plan had left for it."""
 
-    def begin(
-        self, *, backward: bool, reads: list[ParamGroup], gains: list[ParamGroup], held: list[ParamState]
-    ) -> MomentRecord:
-        """A moment begins."""
-        if not backward and self.beats and self.beats[-1].backward:
-            self.regular = False
-        first = (reads or gains)[0]
-        beat = MomentRecord(
-            backward,
-            tuple(group.index for group in reads),
-            tuple(group.index for group in gains),
-            tuple(record.index for record in held),
-            f"{'backward' if backward else 'forward'} of {first.name}",
-        )
-        self.beats.append(beat)
-        return beat
-
     @property
     def ends_backward(self) -> bool:
         """Whether its last moment so far is one of backward."""

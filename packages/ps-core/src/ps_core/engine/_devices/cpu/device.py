@@ -33,6 +33,8 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.lazy, self.beside = True, False
         self.machine = None
+        self.synchronous = True
+        """Until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
 
@@ -78,6 +80,7 @@ class CpuDevice:
 
     def attach(self, file: DiskFile) -> None:
         """Add a disk tier; threads of its own read and write it."""
+        self.synchronous = False
         self._disk.attach(file)
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:

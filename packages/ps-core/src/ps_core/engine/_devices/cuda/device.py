@@ -70,6 +70,7 @@ class CudaDevice:
         self.torch_device = runtime.torch_device
         self.lazy = False
         self.beside = True
+        self.synchronous = False
         self._runtime = runtime
         self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
         self._last: dict[Queue, CudaEvent | None] = dict.fromkeys((Queue.H2D, Queue.D2H))

@@ -104,9 +104,10 @@ class AllocatorBytesTracker:
             self._base_bytes = min(self._base_bytes, self._others(self._runtime.allocated().now))
             self._runtime.reset_peak()
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Count no more."""
         self._on = False
+        return True
 
     def count(self, tensor: torch.Tensor) -> None:
         """The allocator has counted it."""

@@ -1,0 +1,142 @@
+"""One segment of a plan by queue, and in which order its instructions are issued.
+
+[Note: issuing]
+An instruction is issued as soon as all it waits for has been: it is then put on its queue's stream behind the events
+of what it waits for on other queues. So moves are issued as early as the plan allows, whatever moment they are for.
+A moment is special: it is issued when the model begins it, and is over when the next one begins. Work of the CPU's
+queue is done by the host thread when its turn comes.
+
+So what is issued before which moment is known from the plan alone, and worked out once. Only where there is a disk does
+it depend on what the disk has done by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import Instr, Queue, Run, Step
+from ps_core._program import SegmentName
+from ps_core.engine._devices.disk.streams import DISK_QUEUES
+from ps_core.engine._parameters.state import ParamGroup
+
+
+class SlotUse(NamedTuple):
+    """What a planned moment does to one slot of the compute tier."""
+
+    group: ParamGroup
+    slot: int
+    """The plan's number of the slot."""
+    holds_weight: bool
+    """False: the slot is for gradients only, apart from the weights."""
+    read: bool
+    """True: the slot must hold the newest contents. False: what the slot holds is written over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMoment:
+    """One moment of a segment, with all that can be known before it begins."""
+
+    instr: Instr
+    visit: int
+    """The moment's number in the recorded pass."""
+    name: str
+    reads: frozenset[int]
+    """Groups that the moment may read, by the engine's numbers."""
+    gains: frozenset[int]
+    """Groups that may get gradients, by the engine's numbers."""
+    uses: tuple[SlotUse, ...]
+    nonmodel_bytes: int
+
+
+@dataclass(frozen=True)
+class SegmentQueues:
+    """One segment, ready to be issued."""
+
+    name: SegmentName
+    by_queue: dict[Queue, tuple[Instr, ...]]
+    moments: tuple[PlannedMoment, ...]
+    waits: dict[int, tuple[int, ...]]
+    """By instruction: the instructions on other queues that its queue has to wait for, if there are any."""
+    recorded: frozenset[int]
+    """Instructions that another queue waits for, so that an event is recorded behind each."""
+    count: int
+    lends_homes: bool
+    """True if home slots are given back on the way; see `_execution.lent_homes`."""
+    prefetch: int | None
+    """How many moments ahead groups are fetched at the most."""
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Instr, ...], ...]:
+        """What is issued before each moment, and at the end, where nothing has to be waited for on the way."""
+        order = IssueOrder(self, lambda instr: False)
+        return tuple([tuple(order.before(moment)) for moment in (*self.moments, None)])
+
+
+class IssueOrder:
+    """Issues each instruction as soon as all it waits for was; see [Note: issuing]."""
+
+    def __init__(self, segment: SegmentQueues, blocks: Callable[[Instr], bool]) -> None:
+        """``blocks``: True if the host thread would have to wait for the disk before it issues an instruction."""
+        self._segment, self._blocks = segment, blocks
+        self._at = dict.fromkeys(Queue, 0)
+        self._done: set[int] = set()
+        self._running: PlannedMoment | None = None
+        self._visit = -1
+
+    def before(self, moment: PlannedMoment | None) -> Iterator[Instr]:
+        """Yield what is to be issued before a moment begins, or until the segment ends (None)."""
+        if self._running is not None:
+            self._done.add(self._running.instr.id)
+        self._running = moment
+        self._visit = self._visit if moment is None else moment.visit
+        while True:
+            moved = False
+            for instr in self._sweep(patient=False):
+                moved = True
+                yield instr
+            if not moved and (moment is None or not self._is_next(moment)):
+                for instr in self._sweep(patient=True):
+                    moved = True
+                    yield instr
+            if not moved:
+                break
+        if moment is not None:
+            if not self._is_next(moment):
+                raise self._stuck(f"moment {moment.visit} waits for something that does not come")
+            self._at[Queue.COMPUTE] += 1
+        elif len(self._done) < self._segment.count:
+            raise self._stuck(f"{self._segment.count - len(self._done)} instructions never come")
+
+    def _sweep(self, *, patient: bool) -> Iterator[Instr]:
+        """Go once through all queues. A patient sweep yields one instruction, even if the disk must be waited for."""
+        for queue, line in self._segment.by_queue.items():
+            while self._at[queue] < len(line) and self._may_issue(line[self._at[queue]], patient=patient):
+                instr = line[self._at[queue]]
+                yield instr
+                self._at[queue] += 1
+                self._done.add(instr.id)
+                if patient:
+                    return
+                if queue is Queue.CPU or (queue is Queue.COMPUTE and isinstance(instr.op, Step)):
+                    break  # the host has worked for a while, and copies may wait for what it did
+
+    def _may_issue(self, instr: Instr, *, patient: bool) -> bool:
+        if isinstance(instr.op, Run) or not self._done.issuperset(instr.after):
+            return False
+        if not patient and instr.queue not in DISK_QUEUES and self._blocks(instr):
+            return False
+        prefetch = self._segment.prefetch
+        if prefetch is None or instr.queue not in (Queue.H2D, Queue.DISK_R) or not self._segment.moments:
+            return True
+        return instr.visit <= self._visit + prefetch
+
+    def _is_next(self, moment: PlannedMoment) -> bool:
+        line, at = self._segment.by_queue[Queue.COMPUTE], self._at[Queue.COMPUTE]
+        return at < len(line) and line[at] is moment.instr and self._done.issuperset(moment.instr.after)
+
+    def _stuck(self, why: str) -> PlanMismatch:
+        return PlanMismatch(f"{self._segment.name.value}: {why}")

@@ -1,0 +1,87 @@
+"""Answer for one engine's parameters while the model's state dicts are made, or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ps_core.engine._parameters.masters import Masters
+from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.state_copies import StateCopies
+
+
+class StateDicts:
+    """Gives copies of parameters while a state dict is made; writes to parameters while one is loaded."""
+
+    def __init__(
+        self,
+        masters: Masters,
+        *,
+        read: Callable[[ParamState], torch.Tensor],
+        write: Callable[[ParamState, torch.Tensor], None],
+        end_pass: Callable[[], None],
+        check_writes: Callable[[], None],
+    ) -> None:
+        """``read`` copies a parameter as it is computed with; ``write`` replaces its master; see also `Engine`."""
+        self._masters, self._read, self._write = masters, read, write
+        self._end_pass, self._check_writes = end_pass, check_writes
+        self.copies = StateCopies()
+        self._making = 0
+        """State dicts being made, one within another: parameters answer with copies."""
+        self._loading = False
+        """True while a state dict is loaded: parameters are written through `load`."""
+        self.open = False
+        """True while a state dict is made or loaded, or if one was broken off: then `forget` has something to do."""
+
+    def begin_making(self) -> None:
+        """Begin a module's state dict, perhaps within another one: parameters answer with copies."""
+        if not self._making:
+            self._end_pass()
+            self._check_writes()
+            self.copies.finish()
+        self._making += 1
+        self.open = True
+
+    def end_making(self) -> None:
+        """End a module's state dict; with the outermost one, forget the copies."""
+        self._making = max(0, self._making - 1)
+        if not self._making:
+            self.copies.finish()
+            self.open = self._loading
+
+    def begin_loading(self) -> None:
+        """Begin to load a state dict: parameters may be copied to."""
+        self._end_pass()
+        self.forget()  # whatever became of an earlier one
+        self.copies.forget()
+        self._loading = self.open = True
+
+    def end_loading(self) -> None:
+        """Refuse changes in place again."""
+        self._loading, self.open = False, self._making > 0
+        self._masters.weights_loaded()
+
+    def forget(self) -> None:
+        """End a state dict, made or loaded, whatever became of it: nothing of it is answered with any more."""
+        self._making, self._loading, self.open = 0, False, False
+        self.copies.finish()
+
+    def copy_of(self, record: ParamState) -> torch.Tensor | None:
+        """Return a copy for the state dict that is being made; None: none is."""
+        if self._making <= 0:
+            return None
+        copy = self.copies.get(record)
+        return self.copies.add(record, self._read(record)) if copy is None else copy
+
+    def load(self, record: ParamState, value: torch.Tensor) -> bool:
+        """Replace a parameter by its value in the state dict that is loaded; False: none is.
+
+        A master that rounds to the value stays.
+        """
+        if not self._loading:
+            return False
+        master = self._masters.weight(record, value)
+        if master is not None:
+            self._write(record, master)
+        return True
