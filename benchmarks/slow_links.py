@@ -70,6 +70,7 @@ class SlowDevice(CpuDevice):
 
     def __init__(self, links: ThrottledLinks) -> None:
         super().__init__(name="emulated")
+        self.synchronous = False
         self._links = links
 
     def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
