@@ -62,7 +62,8 @@ ALLOWED = {
     **dict.fromkeys(("Tide", "tide", "tide_svg"), "public names of ps_core.report"),
     "remedies": "a public attribute of DoesNotFit",
     **dict.fromkeys(("wire_bytes", "WIRE"), "a public field of ps_dist.Statistics; a kind of a plan's format"),
-    "HuggingFace": "a proper name",
+    **dict.fromkeys(("HuggingFace", "HUGGING_FACE", "hugging_face"), "a proper name"),
+    "_draw_in_turn": "in turn is plain English",
     "roll_back_chunked": "to roll back is what databases call it, too",
 }
 """Names that have such a word and stay, with the reason."""
@@ -78,7 +79,7 @@ METAPHORS_NOT_YET = {
     "ps_core/engine/_gradients": {"payload", "remedy"},
     "ps_core/engine/_memory": {"risen", "settle", "stamp", "tide"},
     "ps_core/engine/_optim": {"payload", "stamp"},
-    "ps_core/engine/_parameters": {"face", "keeper", "payload", "remedy", "settle", "stamp", "tide", "turn"},
+    "ps_core/engine/_parameters": {"face", "keeper", "payload", "remedy", "settle", "stamp", "tide"},
     "ps_core/engine/_sharding": {
         *("payload", "risen", "risers", "settle", "settled", "stamp", "talks", "tide", "turn", "turns"),
         "wire",
