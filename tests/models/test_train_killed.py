@@ -78,7 +78,7 @@ def test_killed_before_any_use_of_a_file(zygote: Zygote, whole: tuple[Path, int]
     chance, kills, out, said = random.Random(7), 0, tmp_path / "run", tmp_path / "said"
     while kills < 20:
         newest = max(complete(out), default=0)
-        answer = zygote.run(words(out), said, watch=out, after=chance.randint(1, uses * 2 // 3))
+        answer = zygote.run(words(out), said, watch=out, after=chance.randint(1, uses * 4 // 5))
         if answer["status"] == KILLED:
             kills += 1
             assert went_on_from(said) in (newest, 0), "0: killed before it said so"
