@@ -1,7 +1,7 @@
-"""Serving a pass moment by moment, without a plan: the first one, and whatever no plan foresaw.
+"""Serve a pass moment by moment, without a plan: the first pass, and whatever no plan foresaw.
 
-The least recently used group leaves first. Until the tide is known nothing is kept that the moment does not need, so
-that a pass fits whenever one can; later the room below the highest known tide serves as a cache.
+The least recently used group is evicted first. Until the peak of non-model bytes is known, only the moment's own groups
+are kept, so that a pass fits whenever one can. Later the room below that peak serves as a cache.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ps_core.engine._parameters.transitions import SlotContents
 
 
 class OnDemandDriver:
-    """The compute tier, run by demand."""
+    """Fetches groups to the compute tier when a moment needs them."""
 
     tracked = True
-    """Whether the tide has to be watched while this drives."""
+    """True: non-model bytes have to be counted while this drives."""
 
     def __init__(self, residency: Residency, gradients: GradientStore) -> None:
         self._residency = residency
@@ -30,9 +30,9 @@ class OnDemandDriver:
         self.fetched: dict[ParamGroup, None] = {}
         """Groups with a copy on the compute tier, least recently used first."""
         self.highest_nonmodel_bytes: int | None = None
-        """None: not known yet."""
+        """The peak of the next passes; None: not known yet."""
         self.training = True
-        """Whether the pass that is on is to have a backward pass."""
+        """True if the pass that is on is to have a backward pass."""
 
     def begin_pass(self, *, training: bool) -> None:
         """Note whether the pass that begins is to have a backward pass."""
@@ -47,7 +47,7 @@ class OnDemandDriver:
         return 0
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
-        """Have these parameters and the groups of these gradients on the compute tier."""
+        """Fetch the groups of these parameters, and of these gradients, to the compute tier."""
         self._residency.transfers.check_disk()
         for record in reads:
             if record.contents is not SlotContents.WEIGHT:
@@ -87,11 +87,11 @@ class OnDemandDriver:
             raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """There is no place for gradients but where they go by themselves."""
+        """Return False: gradients go where they go by themselves."""
         return False
 
     def finish(self) -> None:
-        """Bring everything home that can leave."""
+        """Evict every group that has no live aliases; save the others' newest bytes in their home slots."""
         for group in list(self.fetched):
             if self._residency.evict(group):
                 del self.fetched[group]
@@ -100,5 +100,5 @@ class OnDemandDriver:
                 self._residency.expose(group)
 
     def adopt(self, groups: list[ParamGroup]) -> None:
-        """Take over what a plan left on the compute tier."""
+        """Take over the copies that a plan left on the compute tier."""
         self.fetched = {group: None for group in groups if 0 in group.weight_chunk.copies}

@@ -1,4 +1,4 @@
-"""What drives a pass, and what decides who does."""
+"""Protocols of what drives a pass, and of what decides which driver does."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ from ps_core.engine._tracing.moments import PassRecording
 
 
 class PassDriver(Protocol):
-    """What brings groups to the compute tier during a pass."""
+    """Brings groups to the compute tier during a pass."""
 
     tracked: bool
-    """Whether the tide has to be watched meanwhile."""
+    """True if non-model bytes have to be counted meanwhile."""
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
-        """The next moment needs these parameters, and brings gradients of these groups."""
+        """Begin a moment that reads these parameters, and gets gradients of these groups."""
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the driver has room for it; False: it has none."""
 
     def finish(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
 
 class Hooks(Protocol):
-    """What the engine hangs onto its model."""
+    """Installs the engine's hooks on its model."""
 
     @property
     def name(self) -> str:
-        """The class of the model, for messages."""
+        """Return the name of the model's class, for messages."""
 
     @property
     def has_compiled_blocks(self) -> bool:
-        """Whether ``torch.compile`` made a part of the model one piece."""
+        """Return True if ``torch.compile`` made a part of the model one piece."""
 
     def install(self) -> None:
-        """Hang everything on the model."""
+        """Install every hook on the model."""
 
     def remove(self) -> None:
-        """Take everything off the model, if anything is on."""
+        """Remove every hook from the model, if there is any."""
 
 
 class Scheduler(Protocol):
-    """Decides who drives a pass."""
+    """Chooses the driver of each pass, and makes plans."""
 
     @property
     def training(self) -> bool:
-        """Whether there is an optimizer."""
+        """Return True if there is an optimizer."""
 
     @property
     def moments(self) -> int:
-        """Moments of the planned pass; 0 without a plan."""
+        """Return how many moments the planned pass has; 0 without a plan."""
 
     @property
     def planned_step_s(self) -> float:
-        """The predicted time of a step; 0 without a plan."""
+        """Return the predicted seconds of a step; 0 without a plan."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force."""
+        """Return the plan in force."""
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Hear that the root module is called with these arguments."""
+        """Look at the arguments that the root module is called with."""
 
     def driver_for_pass(self, training: bool) -> PassDriver:
-        """Who drives the pass that begins now."""
+        """Choose the driver of the pass that begins now."""
 
     def plan_abandoned(self) -> None:
-        """The plan that was followed was left amid the pass; homes may be elsewhere now."""
+        """Note that the pass left its plan: home slots may be elsewhere now."""
 
     def observe(self, recording: PassRecording) -> None:
-        """A pass ran to its end."""
+        """Learn from a pass that was watched, or broke off."""
 
     def maybe_replan(self) -> None:
-        """A step is asked for, and nothing is changed yet: time to plan."""
+        """Plan, if a pass was recorded that needs a plan; called before a step changes anything."""
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """Carry out a step by a plan, if there is one for it."""
+        """Carry out a step by the plan; False, and nothing done, if the plan is not for it."""

@@ -1,4 +1,4 @@
-"""Decides who drives a pass: a plan where there is one for it, demand otherwise; and makes the plan.
+"""Choose the driver of each pass: a plan where there is one for it, else moves on demand; and make the plan.
 
 [Note: what a plan is good for]
 A plan is made from one recorded pass and serves every batch whose tensors are no larger, training and evaluation
@@ -48,7 +48,7 @@ _WATCHED_EVERY = 32
 
 
 class PlanScheduler:
-    """The planning side of one engine."""
+    """Plans for one engine, and chooses the driver of its passes."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class PlanScheduler:
     # Passes.
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The root module is called with these."""
+        """Look at the arguments of the root module's call; foresee the first pass from them."""
         if not self._engine.store.synchronous:
             self._recover()
         self._batch = self._batch_of(args, kwargs)
@@ -189,7 +189,7 @@ class PlanScheduler:
             log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
     def driver_for_pass(self, training: bool) -> PassDriver:
-        """A replay of the plan where it serves, else demand."""
+        """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._plan
         self._served, self._batch = self._batch, None
         if engine.still:
@@ -230,7 +230,7 @@ class PlanScheduler:
         return PlanDriver(plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked)
 
     def _is_watched(self) -> bool:
-        """Whether a pass by the plan has its tide watched."""
+        """Return True if a pass by the plan has its non-model bytes counted."""
         self._replayed += 1
         return self._estimated or self._replayed % _WATCHED_EVERY == 0
 
@@ -264,12 +264,12 @@ class PlanScheduler:
         return ""
 
     def plan_abandoned(self) -> None:
-        """The plan in force was left amid a pass."""
+        """Note that a pass left the plan in force."""
         if self._plan is not None:
             self._homes.plan_abandoned(self._plan)
 
     def observe(self, recording: PassRecording) -> None:
-        """Remember what to plan from."""
+        """Remember a recorded pass, if a plan is to be made from it."""
         batch, self._served = self._served, None
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
             self._tried = False  # the next pass is a first one again

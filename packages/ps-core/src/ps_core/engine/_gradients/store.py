@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import attrgetter
 
 import torch
 
@@ -28,6 +29,8 @@ SMALL_NUMEL = 2**14
 
 CONCATENATED_NUMEL = 2**16
 """The most elements of small gradients that are concatenated: no budget counts the copy."""
+
+_PLACE = attrgetter("gradient")
 
 _PIECE_NUMEL = 2**14
 """Elements of a gradient that are copied down at a time, where there is no room for all of it."""
@@ -238,7 +241,7 @@ class GradientStore:
         for record in records:
             if record.factor != 1.0:
                 self.apply_factor(record)
-        if len(records) == len(group.tensors) and len({record.gradient for record in records}) == 1:
+        if len(records) == len(group.tensors) and len(set(map(_PLACE, records))) == 1:
             self._add_run(group.tensors, flat[: group.numel], slot, queue)
             return
         for record in records:
