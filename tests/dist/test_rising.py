@@ -243,11 +243,11 @@ def ran_out(each: Together) -> None:
     one.settle()
     assert all(Kind.P32 in high for high in one.up().values())
     _, most = one.held()
-    device.short_bytes = lambda: 1  # type: ignore[method-assign]
+    device.take_failed_bytes = lambda: 1  # type: ignore[method-assign]
     with torch.no_grad():
         one.model(torch.ones(4, WIDTH))
     assert not any(one.up().values()), "all of it made way"
-    del device.short_bytes
+    del device.take_failed_bytes
     one.settle()
     store = hooks_of(one.model).engine.store
     assert most - store.ledger.promoted_bytes - store.ledger.peak_besides_bytes >= most // 20, (

@@ -151,7 +151,7 @@ class FakeRuntime:
         finally:
             self._current.stream = before
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         self.adopted.add(current_thread().name)
 
     def event(self) -> FakeEvent:

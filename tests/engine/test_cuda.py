@@ -388,7 +388,7 @@ def test_the_tide_is_the_allocators_less_what_is_the_engines() -> None:
     with runtime:
         before = torch.zeros(1000, dtype=torch.uint8)  # of others
         device = CudaDevice(runtime)
-        tide = device.tide()
+        tide = device.nonmodel_bytes()
         assert isinstance(tide, AllocatorBytesTracker)
         arena = device.arena(5000)
         tide.start()

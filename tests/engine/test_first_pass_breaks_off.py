@@ -33,6 +33,9 @@ class Fuse:
     def __init__(self, error: type[BaseException], *, also_fake: bool) -> None:
         self.error, self.also_fake, self.lit = error, also_fake, False
 
+    def __deepcopy__(self, memo: Any) -> Fuse:
+        return self  # there is one, also where a model that it hooks is copied for a fake pass
+
     def burn(self, module: Any, *values: Any) -> None:
         tensors = [each for value in (module, *values) for each in (value if isinstance(value, tuple) else (value,))]
         if self.lit and (self.also_fake or not any(isinstance(each, FakeTensor) for each in tensors)):

@@ -244,4 +244,4 @@ def _is_managed(engine: Engine) -> Callable[[], bool]:
 
 def _constant_bytes(model: nn.Module, device: Device) -> int:
     """Non-model data that is always there; where the tide sees it, it is not counted twice."""
-    return sum(buffer.nbytes for buffer in model.buffers()) if device.lazy else 0
+    return sum(buffer.nbytes for buffer in model.buffers()) if device.overcommits else 0

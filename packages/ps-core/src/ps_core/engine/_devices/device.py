@@ -61,10 +61,10 @@ class Device(Protocol):
     """``emulated``, ``cpu``, ``cuda``."""
     torch_device: torch.device
     """Where tensors of tier 0 live."""
-    lazy: bool
+    overcommits: bool
     """Whether an arena takes memory only where it is touched, so that it may be as large as the budget."""
 
-    beside: bool
+    has_collective_stream: bool
     """Whether ``Queue.COLL`` is a stream of its own, for another thread to launch on; else collectives are the
     processor's work."""
 
@@ -75,13 +75,13 @@ class Device(Protocol):
     def machine(self) -> Machine | None:
         """The rates to plan with, where nobody gives others; None: those of a small computer."""
 
-    def tide(self) -> NonModelBytes:
+    def nonmodel_bytes(self) -> NonModelBytes:
         """A gauge of this device."""
 
     def memory_bytes(self) -> tuple[int, int] | None:
         """What is free of tier 0, and all of it; None: as much as a budget says."""
 
-    def short_bytes(self) -> int:
+    def take_failed_bytes(self) -> int:
         """By how much memory fell short since the last call; 0: it did not."""
 
     def arena(self, size_bytes: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Device(Protocol):
         ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.
         """
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         """This thread will launch on `Queue.COLL`."""
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:

@@ -132,7 +132,7 @@ class EnginePlan:
             visit=op.visit,
             name=recorded.name,
             reads=frozenset(recorded.reads),
-            gains=frozenset(recorded.gains),
+            gains=frozenset(recorded.grad_groups),
             uses=tuple(rows),
             nonmodel_bytes=op.nonmodel_bytes,
         )

@@ -53,7 +53,7 @@ class HomePlacement:
         with torch.inference_mode(False):  # or nobody else could write to these slots
             for chunk, tier in chain((first,), moves):
                 move(engine, chunk, tier)
-        if not store.device.lazy:
+        if not store.device.overcommits:
             store.arena.resize(0)
         self.elsewhere, self.displaced = True, False
 

@@ -51,7 +51,7 @@ class PassTracker:
         """The backward pass that is on, as autograd numbers them."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
-        self.tide = self._store.device.tide()
+        self.tide = self._store.device.nonmodel_bytes()
         self.demand = parts.demand
         self.driver: PassDriver = self.demand
         self.scheduler = scheduler
@@ -180,7 +180,7 @@ class PassTracker:
             tuple(map(_INDEX, held)),
             f"{'backward' if backward else 'forward'} of {first.name}",
         )
-        recording.beats.append(moment)
+        recording.moments.append(moment)
         self.current = moment
         self.moment += 1
         with torch.no_grad():
@@ -239,7 +239,7 @@ class PassTracker:
         if self.tracked:
             self._check_budget(moment, strict=strict)
         if self.observer is not None and self.recording is not None:
-            self.observer(moment, len(self.recording.beats) == 1)
+            self.observer(moment, len(self.recording.moments) == 1)
         held = []
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
@@ -297,7 +297,7 @@ class PassTracker:
         self.current = None
         if self._still:
             self.current = MomentRecord(False, (), (), name="a pass")
-            self.recording.beats.append(self.current)
+            self.recording.moments.append(self.current)
         if self.tracked:
             self.counting = True
             self.tide.start()
@@ -318,7 +318,7 @@ class PassTracker:
                 ):
                     self.begin_moment([], [record.group])
                 if self._gradients.write_over_weight(record):
-                    self.recording.beats[-1].grads[record.index] = None
+                    self.recording.moments[-1].grads[record.index] = None
             if self._gradients.pending:
                 self._gradients.end_overwrites()
         self.finish(strict=True)
@@ -347,7 +347,7 @@ class PassTracker:
         self._store.ledger.set_nonmodel(0)
         recording.regular = recording.regular and not _has_saved(self._records)
         self._counters.passed(replayed=self.driver is not self.demand)
-        self.gradient_passes += recording.training and any(map(_GRADS, recording.beats))
+        self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
         if self.tracked or self.broke_off:  # else there is nothing to be learned from it
             self.scheduler.observe(recording)
 

@@ -39,21 +39,21 @@ class PlanRequest:
         groups = [group for group in engine.groups if not group.pinned]
         constant = engine.constant_bytes + self._waiting_bytes(recording)
         trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
-        if not engine.store.device.lazy:
+        if not engine.store.device.overcommits:
             trace = with_constant_peak(trace, spare_bytes)
         layout, order = lay_groups(groups, records, trace)
         try:
             planned = self._find(trace, layout)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, order, recording.beats, self._prefetch)
+        return EnginePlan(planned, order, recording.moments, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """What earlier passes of a step leave on the compute tier: gradients of what never leaves it.
 
         A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
         """
-        if recording.beats[0].work is None or not self._setup.training or self._setup.accumulate == 1:
+        if recording.moments[0].work is None or not self._setup.training or self._setup.accumulate == 1:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 

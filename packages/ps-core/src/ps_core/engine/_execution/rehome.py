@@ -24,7 +24,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
             residency.unbind(record)
         group.forget_moment()
     residency.transfers.join_queues()
-    if not store.device.lazy:
+    if not store.device.overcommits:
         for record in engine.records:
             residency.unbind(record)
         store.arena.resize(plan.arena_end)

@@ -156,7 +156,7 @@ class PlanScheduler:
     @defer_interrupts_installing
     def _recover(self) -> None:
         """Where memory ran out since the last pass, plan anew with more left for everything else."""
-        store, missing_bytes = self._engine.store, self._engine.store.device.short_bytes()
+        store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off
             self._engine.finish_pass()
@@ -286,7 +286,7 @@ class PlanScheduler:
         if not self._engine.passes.tracked or not recording.complete:
             return
         if recording.training is not self._setup.training:
-            peak = max(beat.nonmodel_bytes for beat in recording.beats) + self._engine.constant_bytes
+            peak = max(moment.nonmodel_bytes for moment in recording.moments) + self._engine.constant_bytes
             self._evaluated = batch, peak
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):

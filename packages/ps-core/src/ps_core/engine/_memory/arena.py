@@ -36,7 +36,7 @@ class Arena:
         """In order of address."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if exists:
-            self._memory = self._block(capacity_bytes if device.lazy else 0)
+            self._memory = self._block(capacity_bytes if device.overcommits else 0)
 
     # Slots.
 
@@ -129,7 +129,7 @@ class Arena:
 
     def resize(self, end: int) -> None:
         """Make the block end at an address, between passes; the bytes of slots wait in host memory meanwhile."""
-        if not self.exists or self._device.lazy or self._memory.numel() == max(128, end):
+        if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
             return
         saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
         for slot, _ in saved:

@@ -38,7 +38,7 @@ class TierStore:
         self.synchronous = device.synchronous
         """Nothing is ever under way when a call returns."""
         disk_queues = DISK_QUEUES if file is not None else ()
-        waits_for_collectives = shared and not device.beside  # see [Note: two threads] in `_sharding.streams`
+        waits_for_collectives = shared and not device.has_collective_stream  # [Note: two threads] in `_sharding`
         collective_queues = (Queue.COLL,) if waits_for_collectives else ()
         self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *disk_queues, *collective_queues)
         """Queues on which work may be under way."""
@@ -169,7 +169,7 @@ class TierStore:
     @property
     def held_bytes(self) -> int:
         """Bytes of the compute tier that nobody else can have: all of an arena that has taken its memory for good."""
-        return self.ledger.used_bytes[0] if not self.arena.exists or self.device.lazy else self.arena.taken_bytes
+        return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
     def fits_slots(self, sizes: list[int]) -> bool:
         """True if the compute tier has room for slots of these sizes, reserved one after the other."""

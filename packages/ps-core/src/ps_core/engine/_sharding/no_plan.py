@@ -29,7 +29,7 @@ class ShardedScheduler(NoPlanScheduler):
         forwards = residency.note_forward(trains=trains)
         grows = self._largest[trains].grows(batch_of(args, kwargs)) or forwards > self._most_forwards
         self._most_forwards = max(self._most_forwards, forwards)
-        missing_bytes = residency.store.device.short_bytes()
+        missing_bytes = residency.store.device.take_failed_bytes()
         if grows or missing_bytes:
             self._make_way(missing_bytes)
             residency.note_larger_batch()

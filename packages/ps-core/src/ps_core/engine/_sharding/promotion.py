@@ -62,7 +62,7 @@ class ShardPromoter:
 
     def _margin_bytes(self) -> int:
         """Return the bytes to leave free: for fragmentation, and for what the device ran out of before."""
-        lost = 0 if self._store.device.lazy else int(self._store.ledger.highest_nonmodel_bytes * FRAGMENTATION)
+        lost = 0 if self._store.device.overcommits else int(self._store.ledger.highest_nonmodel_bytes * FRAGMENTATION)
         return lost + self._spare_bytes
 
     def _not_promoted(self) -> Iterator[_Unit]:

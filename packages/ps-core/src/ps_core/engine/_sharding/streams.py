@@ -122,7 +122,7 @@ class StreamCollectives:
 
     def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """Let the collective stream wait for the events."""
-        self._device.adopt()
+        self._device.bind_thread()
         for event in ready:
             self._device.wait(Queue.COLL, event)
         return session.on_device(self._carrier)
@@ -175,6 +175,6 @@ def collective_ordering(residency: Residency, together: AsyncCollectives) -> Col
     store = residency.store
     return (
         StreamCollectives(store, residency.groups, together)
-        if store.device.beside
+        if store.device.has_collective_stream
         else BlockingCollectives(residency, together)
     )

@@ -49,7 +49,7 @@ class _FakeMoment:
     """Units it was begun for."""
     held: frozenset[int]
     """Parameters that were still held on to when it began."""
-    gains: set[int] = field(default_factory=set)
+    grad_groups: set[int] = field(default_factory=set)
     """Units gradients arrived for."""
     touched: dict[int, None] = field(default_factory=dict)
     """Parameters, in order."""
@@ -85,7 +85,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         self._storages = [parameter.untyped_storage() for parameter in self._parameters]
         self._owners = {storage._cdata: index for index, storage in enumerate(self._storages)}
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
-        self._beats: list[_FakeMoment] = []
+        self._moments: list[_FakeMoment] = []
         self._before = _FakeMoment(False, "", frozenset(), frozenset())
         """Takes what comes before the first moment."""
         each: Any  # no longer what its type says
@@ -99,41 +99,41 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         """Something reads these parameters."""
         read = dict.fromkeys(self._indices[id(parameter)] for parameter in parameters)
         units = frozenset(self._units[index] for index in read)
-        beat = self._beats[-1] if self._beats else None
-        if beat is None or beat.backward is not _in_backward() or not units <= beat.reads:
-            beat = self._begin(next(iter(read)), units)
-        beat.touched.update(read)
+        moment = self._moments[-1] if self._moments else None
+        if moment is None or moment.backward is not _in_backward() or not units <= moment.reads:
+            moment = self._begin(next(iter(read)), units)
+        moment.touched.update(read)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """A gradient came; the engine takes it away at once."""
         index = self._indices[id(parameter)]
         unit = self._units[index]
-        beat = self._beats[-1] if self._beats else None
-        if beat is None or not beat.backward or unit not in beat.reads | beat.gains:
-            beat = self._begin(index, frozenset())
-        beat.gains.add(unit)
-        beat.grads[index] = None
+        moment = self._moments[-1] if self._moments else None
+        if moment is None or not moment.backward or unit not in moment.reads | moment.grad_groups:
+            moment = self._begin(index, frozenset())
+        moment.grad_groups.add(unit)
+        moment.grads[index] = None
         parameter.grad = None
 
     def _begin(self, first: int, reads: frozenset[int]) -> _FakeMoment:
         held = self.close()
         backward = _in_backward()
         name = f"{'backward' if backward else 'forward'} of {_owner(self._names[first]) or self._names[first]}"
-        beat = _FakeMoment(backward, name, reads, held)
-        if not self._beats:
-            beat.amounts = self._before.amounts
-        self._beats.append(beat)
-        return beat
+        moment = _FakeMoment(backward, name, reads, held)
+        if not self._moments:
+            moment.amounts = self._before.amounts
+        self._moments.append(moment)
+        return moment
 
     def close(self) -> frozenset[int]:
         """The moment is over; the parameters of it that somebody holds on to."""
-        if not self._beats:
+        if not self._moments:
             return frozenset()
-        beat = self._beats[-1]
-        beat.nonmodel_bytes = self.take_peak()
+        moment = self._moments[-1]
+        moment.nonmodel_bytes = self.take_peak()
         counts = (torch._C._storage_Use_Count(storage._cdata) for storage in self._storages)
         aliased = (index for index, (count, uses) in enumerate(zip(counts, self._uses, strict=True)) if count > uses)
-        units = beat.reads | {self._units[index] for index in beat.held}
+        units = moment.reads | {self._units[index] for index in moment.held}
         return frozenset(index for index in aliased if self._units[index] in units)
 
     def release(self) -> list[weakref.ref[torch.UntypedStorage]]:
@@ -148,25 +148,25 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     def moments(self) -> tuple[Moment, ...]:
         """All that was recorded."""
         found: list[Moment] = []
-        for beat in self._beats:
+        for moment in self._moments:
             before = found[-1].reads if found else ()
             found.append(
                 Moment(
-                    name=beat.name,
-                    phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
-                    reads=tuple(self._reads(beat)),
-                    grads=tuple(beat.grads),
-                    holds=tuple(sorted(beat.held.intersection(before))),
-                    nonmodel_bytes=beat.nonmodel_bytes,
-                    **beat.amounts._asdict(),
+                    name=moment.name,
+                    phase=Phase.BACKWARD if moment.backward else Phase.FORWARD,
+                    reads=tuple(self._reads(moment)),
+                    grads=tuple(moment.grads),
+                    holds=tuple(sorted(moment.held.intersection(before))),
+                    nonmodel_bytes=moment.nonmodel_bytes,
+                    **moment.amounts._asdict(),
                 )
             )
         return tuple(found)
 
-    def _reads(self, beat: _FakeMoment) -> dict[int, None]:
+    def _reads(self, moment: _FakeMoment) -> dict[int, None]:
         """What it touched or kept, and the first parameter of each unit that it was begun for without touching it."""
-        reads = dict.fromkeys((*beat.touched, *sorted(beat.held)))
-        kept = beat.reads - {self._units[index] for index in reads}
+        reads = dict.fromkeys((*moment.touched, *sorted(moment.held)))
+        kept = moment.reads - {self._units[index] for index in reads}
         reads.update(dict.fromkeys(self._units.index(unit) for unit in sorted(kept)))
         return reads
 
@@ -201,8 +201,8 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is not NotImplemented:
             self._check(func, result)
-            beat = self._beats[-1] if self._beats else self._before
-            beat.amounts = beat.amounts.plus(amounts_of(func, args, kwargs, result))
+            moment = self._moments[-1] if self._moments else self._before
+            moment.amounts = moment.amounts.plus(amounts_of(func, args, kwargs, result))
         return result
 
     def _check(self, func: Any, result: Any) -> None:

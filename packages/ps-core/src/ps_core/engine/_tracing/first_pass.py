@@ -73,20 +73,20 @@ def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecordi
         reads = [record for index in moment.reads if (record := found[index]) is not None]
         grads = [record for index in moment.grads if (record := found[index]) is not None]
         groups = dict.fromkeys(record.group.index for record in reads if not record.group.pinned)
-        gains = dict.fromkeys(record.group.index for record in grads if not record.group.pinned)
+        grad_groups = dict.fromkeys(record.group.index for record in grads if not record.group.pinned)
         if (
-            not groups and not gains
+            not groups and not grad_groups
         ):  # what is always there begins no moment: all this is the last one's, or the first's
             above = max(above, moment.nonmodel_bytes)
             besides = besides.plus(moment.amounts)
-            if recording.beats:
-                above, besides = _add(recording.beats[-1], above, besides)
+            if recording.moments:
+                above, besides = _add(recording.moments[-1], above, besides)
             continue
-        recording.beats.append(
+        recording.moments.append(
             MomentRecord(
                 moment.phase is Phase.BACKWARD,
                 tuple(groups),
-                tuple(gains),
+                tuple(grad_groups),
                 tuple(record.index for index in moment.holds if (record := found[index]) is not None),
                 name=f"{moment.phase.value} of {(reads or grads)[0].name}",
                 touched=dict.fromkeys(record.index for record in reads),
@@ -95,34 +95,34 @@ def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecordi
                 work=moment.amounts,
             )
         )
-        above, besides = _add(recording.beats[-1], above, besides)
+        above, besides = _add(recording.moments[-1], above, besides)
     return recording
 
 
-def _add(beat: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
+def _add(moment: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
     """More of a moment; nothing is left of it."""
-    assert beat.work is not None, "a fake pass counts it"
-    beat.nonmodel_bytes, beat.work = max(beat.nonmodel_bytes, nonmodel_bytes), beat.work.plus(work)
+    assert moment.work is not None, "a fake pass counts it"
+    moment.nonmodel_bytes, moment.work = max(moment.nonmodel_bytes, nonmodel_bytes), moment.work.plus(work)
     return 0, Amounts()
 
 
-def matches_estimate(recording: PassRecording, beats: list[MomentRecord]) -> bool:
+def matches_estimate(recording: PassRecording, moments: list[MomentRecord]) -> bool:
     """Whether a pass went as fake tensors said, and held no more besides."""
-    ran, foreseen = map(_outline, recording.beats), map(_outline, beats)
-    peak = max((beat.nonmodel_bytes for beat in recording.beats), default=0)
-    return list(ran) == list(foreseen) and peak <= max((beat.nonmodel_bytes for beat in beats), default=0)
+    ran, foreseen = map(_outline, recording.moments), map(_outline, moments)
+    peak = max((moment.nonmodel_bytes for moment in recording.moments), default=0)
+    return list(ran) == list(foreseen) and peak <= max((moment.nonmodel_bytes for moment in moments), default=0)
 
 
-def begins_like_estimate(recording: PassRecording, beats: list[MomentRecord]) -> bool:
+def begins_like_estimate(recording: PassRecording, moments: list[MomentRecord]) -> bool:
     """Whether a pass went so until it ended, before its time."""
-    count = len(recording.beats)
-    if not 0 < count < len(beats):
+    count = len(recording.moments)
+    if not 0 < count < len(moments):
         return False
-    ran, foreseen = recording.beats[-1], beats[count - 1]
+    ran, foreseen = recording.moments[-1], moments[count - 1]
     last = ran.backward is foreseen.backward and ran.touched.keys() <= {*foreseen.touched, *foreseen.held}
-    return last and matches_estimate(PassRecording(recording.beats[:-1]), beats[: count - 1])
+    return last and matches_estimate(PassRecording(recording.moments[:-1]), moments[: count - 1])
 
 
-def _outline(beat: MomentRecord) -> tuple[bool, set[int], set[int], set[int]]:
+def _outline(moment: MomentRecord) -> tuple[bool, set[int], set[int], set[int]]:
     """What a moment does, however high the tide."""
-    return beat.backward, {*beat.touched, *beat.held}, set(beat.held), set(beat.grads)
+    return moment.backward, {*moment.touched, *moment.held}, set(moment.held), set(moment.grads)

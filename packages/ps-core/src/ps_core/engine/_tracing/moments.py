@@ -23,8 +23,8 @@ class MomentRecord:
 
     backward: bool
     reads: tuple[int, ...]
-    """Groups whose weight the moment was begun for."""
-    gains: tuple[int, ...]
+    """Groups whose payload the moment was begun for."""
+    grad_groups: tuple[int, ...]
     """Groups it was begun for because a gradient arrived."""
     held: tuple[int, ...] = ()
     """Parameters whose memory somebody has held on to since the moment before."""
@@ -42,7 +42,7 @@ class MomentRecord:
 class PassRecording:
     """The moments of one pass."""
 
-    beats: list[MomentRecord] = field(default_factory=list)
+    moments: list[MomentRecord] = field(default_factory=list)
     regular: bool = True
     """One forward, then one backward, and nothing in between."""
     training: bool = True
@@ -50,16 +50,33 @@ class PassRecording:
     overrun: bool = False
     """A moment took more of the compute tier than its plan had left for it."""
 
+    def begin(
+        self, *, backward: bool, reads: list[ParamGroup], grad_groups: list[ParamGroup], held: list[ParamState]
+    ) -> MomentRecord:
+        """A moment begins."""
+        if not backward and self.moments and self.moments[-1].backward:
+            self.regular = False
+        first = (reads or grad_groups)[0]
+        moment = MomentRecord(
+            backward,
+            tuple(group.index for group in reads),
+            tuple(group.index for group in grad_groups),
+            tuple(record.index for record in held),
+            f"{'backward' if backward else 'forward'} of {first.name}",
+        )
+        self.moments.append(moment)
+        return moment
+
     @property
     def ends_backward(self) -> bool:
         """Whether its last moment so far is one of backward."""
-        return bool(self.beats) and self.beats[-1].backward
+        return bool(self.moments) and self.moments[-1].backward
 
     @property
     def complete(self) -> bool:
         """Whether it can be planned from."""
-        ended = bool(self.beats) and self.ends_backward is self.training
-        return self.regular and ended and (not self.training or any(beat.grads for beat in self.beats))
+        ended = bool(self.moments) and self.ends_backward is self.training
+        return self.regular and ended and (not self.training or any(moment.grads for moment in self.moments))
 
     def trace(
         self, model: str, records: list[ParamState], groups: list[ParamGroup], constant_bytes: int, tokens: int
@@ -70,21 +87,21 @@ class PassRecording:
         )
         place = {record.index: number for number, record in enumerate(records)}
         moments: list[Moment] = []
-        for beat, guess in zip(self.beats, self._work(records, tokens), strict=True):
-            amounts = beat.work or Amounts(guess)
-            read = [place[index] for index in dict.fromkeys((*beat.touched, *beat.held)) if index in place]
-            for group in beat.reads:
+        for moment, guess in zip(self.moments, self._work(records, tokens), strict=True):
+            amounts = moment.work or Amounts(guess)
+            read = [place[index] for index in dict.fromkeys((*moment.touched, *moment.held)) if index in place]
+            for group in moment.reads:
                 if not any(place[record.index] in read for record in groups[group].tensors):
                     read.append(place[groups[group].tensors[0].index])
             before = moments[-1].reads if moments else ()
             moments.append(
                 Moment(
-                    name=beat.name,
-                    phase=Phase.BACKWARD if beat.backward else Phase.FORWARD,
+                    name=moment.name,
+                    phase=Phase.BACKWARD if moment.backward else Phase.FORWARD,
                     reads=tuple(read),
-                    grads=tuple(place[index] for index in beat.grads if index in place),
-                    holds=tuple(place[index] for index in beat.held if place.get(index) in before),
-                    nonmodel_bytes=beat.nonmodel_bytes + constant_bytes,
+                    grads=tuple(place[index] for index in moment.grads if index in place),
+                    holds=tuple(place[index] for index in moment.held if place.get(index) in before),
+                    nonmodel_bytes=moment.nonmodel_bytes + constant_bytes,
                     **amounts._asdict(),
                 )
             )
@@ -96,12 +113,12 @@ class PassRecording:
         What backward holds on to was recomputed there: 2 more.
         """
         of = {record.index: record for record in records}
-        backward = [beat for beat in self.beats if beat.backward]
-        held = [(of[index].group.index, beat) for beat in backward for index in beat.held if index in of]
-        recomputed = {group for group, beat in held if group not in beat.reads}
+        backward = [moment for moment in self.moments if moment.backward]
+        held = [(of[index].group.index, moment) for moment in backward for index in moment.held if index in of]
+        recomputed = {group for group, moment in held if group not in moment.reads}
         seen: set[tuple[bool, int]] = set()
-        for beat in self.beats:
-            new = {(beat.backward, index) for index in (*beat.touched, *beat.grads) if index in of} - seen
+        for moment in self.moments:
+            new = {(moment.backward, index) for index in (*moment.touched, *moment.grads) if index in of} - seen
             seen |= new
             yield tokens * sum(
                 of[index].numel * (2.0 + 2.0 * backward + 2.0 * (backward and of[index].group.index in recomputed))

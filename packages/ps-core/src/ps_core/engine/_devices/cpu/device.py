@@ -31,21 +31,21 @@ class CpuDevice:
     def __init__(self, *, name: str = "emulated") -> None:
         self.name = name
         self.torch_device = torch.device("cpu")
-        self.lazy, self.beside = True, False
+        self.overcommits, self.has_collective_stream = True, False
         self.machine = None
         self.synchronous = True
         """Until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
 
-    def tide(self) -> TensorBytesTracker:
+    def nonmodel_bytes(self) -> TensorBytesTracker:
         """Return a tracker of the tensors on the CPU."""
         return TensorBytesTracker()
 
     def memory_bytes(self) -> None:
         """Return None: a budget says how much memory there is."""
 
-    def short_bytes(self) -> int:
+    def take_failed_bytes(self) -> int:
         """Return 0: where memory runs out, the system ends the process."""
         return 0
 
@@ -102,7 +102,7 @@ class CpuDevice:
         if queue in DISK_QUEUES:
             self._disk.await_host_work(queue)
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         """Do nothing: threads are alike."""
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:

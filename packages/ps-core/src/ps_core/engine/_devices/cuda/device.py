@@ -68,8 +68,8 @@ class CudaDevice:
     def __init__(self, runtime: CudaRuntime, *, pin: bool = True) -> None:
         self.name = "cuda"
         self.torch_device = runtime.torch_device
-        self.lazy = False
-        self.beside = True
+        self.overcommits = False
+        self.has_collective_stream = True
         self.synchronous = False
         self._runtime = runtime
         self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
@@ -86,7 +86,7 @@ class CudaDevice:
 
     # Memory.
 
-    def tide(self) -> AllocatorBytesTracker:
+    def nonmodel_bytes(self) -> AllocatorBytesTracker:
         """What the allocator has given to others."""
         return AllocatorBytesTracker(self._runtime, lambda: self._owned.bytes)
 
@@ -115,7 +115,7 @@ class CudaDevice:
         """Host memory, pinned if that was not refused."""
         return self._host.take(size_bytes)
 
-    def short_bytes(self) -> int:
+    def take_failed_bytes(self) -> int:
         """How much was asked for in vain since the last call; at least 1 if anything was."""
         failures = self._runtime.allocated().failures
         missing, self._missing_bytes[0] = self._missing_bytes[0], 0
@@ -162,9 +162,9 @@ class CudaDevice:
         else:
             self._disk.await_host_work(queue)
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         """A thread that knows of no device would begin to use the first one."""
-        self._runtime.adopt()
+        self._runtime.bind_thread()
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:
         """Have PyTorch launch on that queue's stream."""

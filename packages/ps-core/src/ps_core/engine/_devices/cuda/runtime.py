@@ -62,7 +62,7 @@ class CudaRuntime(Protocol):
     def using(self, stream: Stream) -> AbstractContextManager[object]:
         """Launch on this one instead."""
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         """Let this device be the thread's own."""
 
     def event(self) -> RawEvent:
@@ -122,7 +122,7 @@ class TorchRuntime:
         """Launch on this one instead."""
         return torch.cuda.stream(stream)
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         """Let this device be the thread's own."""
         torch.cuda.set_device(self.torch_device)
 
