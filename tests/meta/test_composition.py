@@ -39,7 +39,6 @@ ALLOWED = {
     ),
     "the way a weak reference is told not to run when Python ends": (r"weakref\.finalize\(.*\)", r"atexit"),
     "of this thread alone (threading.local)": (r"_buffers", r"memory"),
-    "members of an enum are made in its __new__": (r"member", r"\w+"),
 }
 """By the reason why: the names of objects, and which of their attributes may be written from outside."""
 

@@ -21,28 +21,28 @@ from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 
 
 class Event(Protocol):
-    """Everything that had been launched on a queue when the event was recorded, and all that this had waited for."""
+    """Marks a place in a queue: all that was launched there before, and all that this had waited for."""
 
     @property
     def queue(self) -> Queue:
-        """The queue it was recorded on."""
+        """The queue that the event was recorded on."""
 
 
 class NonModelBytes(Protocol):
-    """Counts the bytes of tier 0 that are not the engine's: the tide."""
+    """Counts non-model bytes: those of tier 0 that are not the engine's."""
 
     @property
     def current_bytes(self) -> int:
-        """What is alive now."""
+        """The bytes alive now."""
 
     def start(self) -> None:
-        """Begin to count (again)."""
+        """Start, or start again, to count."""
 
     def stop(self) -> bool:
-        """Count no more; as often as you like. Return True if nothing is left that another call could undo."""
+        """Stop counting; a second call does nothing. Return True if nothing is left that another call could undo."""
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count this tensor too, which it may not have seen being made."""
+        """Count a tensor that may have been made while nothing was counted."""
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Stop counting this tensor, where tensors are counted one by one."""
@@ -51,7 +51,7 @@ class NonModelBytes(Protocol):
         """Leave out what the engine makes meanwhile."""
 
     def take_peak(self) -> int:
-        """The most at once since the last call."""
+        """Return the most bytes alive at once since the last call, and start anew."""
 
 
 class Device(Protocol):
@@ -62,39 +62,38 @@ class Device(Protocol):
     torch_device: torch.device
     """Where tensors of tier 0 live."""
     overcommits: bool
-    """Whether an arena takes memory only where it is touched, so that it may be as large as the budget."""
+    """True if an arena takes memory only where it is touched; then it is made as large as the budget."""
 
     has_collective_stream: bool
-    """Whether ``Queue.COLL`` is a stream of its own, for another thread to launch on; else collectives are the
-    processor's work."""
+    """True if ``Queue.COLL`` is a stream that another thread launches on; else the CPU does collectives."""
 
     synchronous: bool
     """True if all work is done when its call returns, so that nothing has to be waited for, or declared."""
 
     @property
     def machine(self) -> Machine | None:
-        """The rates to plan with, where nobody gives others; None: those of a small computer."""
+        """The rates to plan with by default; None: those of a small computer."""
 
     def nonmodel_bytes(self) -> NonModelBytes:
-        """A gauge of this device."""
+        """Make a counter of this device's non-model bytes."""
 
     def memory_bytes(self) -> tuple[int, int] | None:
-        """What is free of tier 0, and all of it; None: as much as a budget says."""
+        """Return the free bytes of tier 0, and all of them; None: as many as the budget says."""
 
     def take_failed_bytes(self) -> int:
-        """By how much memory fell short since the last call; 0: it did not."""
+        """Return how many bytes could not be allocated since the last call; 0: memory did not run out."""
 
     def arena(self, size_bytes: int) -> torch.Tensor:
-        """Memory of tier 0: uint8, 128-byte aligned, placed when first touched, given back with its last view."""
+        """Allocate memory of tier 0: uint8, 128-byte aligned; it is freed with its last view."""
 
     def host(self, size_bytes: int) -> torch.Tensor:
-        """Host memory of the same kind, pinned where that exists."""
+        """Allocate host memory of the same kind, pinned where that exists."""
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy: the same shape and dtype, contiguous, no overlap. On ``Queue.CPU`` it is done on return."""
 
     def attach(self, file: DiskFile) -> None:
-        """Have a disk tier: what `read` and `write` are about from now on."""
+        """Add a disk tier: the file that `read` and `write` use."""
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
         """Launch a read on ``Queue.DISK_R``: bytes of host memory from a slot's bytes behind ``start``.
@@ -103,10 +102,10 @@ class Device(Protocol):
         """
 
     def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
-        """Launch a write on ``Queue.DISK_W``, the other way."""
+        """Launch a write on ``Queue.DISK_W``: bytes of host memory to a slot's bytes behind ``start``."""
 
     def trim(self, memory: torch.Tensor) -> None:
-        """Nobody wants these bytes of an arena any more: where it is host memory, let others have the pages."""
+        """Return the pages of an arena's unused bytes to the system, if the arena is host memory."""
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Declare which memory is touched by the work that is launched on a queue from here to its next event.
@@ -115,19 +114,19 @@ class Device(Protocol):
         """
 
     def bind_thread(self) -> None:
-        """This thread will launch on `Queue.COLL`."""
+        """Prepare the calling thread to launch on `Queue.COLL`."""
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:
-        """PyTorch's work of the host thread goes on that queue meanwhile."""
+        """Launch PyTorch's work of this thread on a queue, within the context."""
 
     def record(self, queue: Queue) -> Event:
-        """An event behind everything launched on a queue so far."""
+        """Record an event behind everything launched on a queue so far."""
 
     def wait(self, queue: Queue, event: Event) -> None:
-        """What is launched on a queue from here on runs after the event; on ``Queue.CPU`` the host thread blocks."""
+        """Run what is launched on a queue from here on after the event; on ``Queue.CPU``, block this thread."""
 
     def synchronize(self) -> None:
         """Block until everything launched on any queue is done."""
 
     def close(self) -> None:
-        """Finish what was launched and let go of all resources but the tensors handed out; twice does nothing."""
+        """Finish what was launched, and release all but the tensors handed out; a second call does nothing."""

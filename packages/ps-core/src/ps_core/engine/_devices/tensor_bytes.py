@@ -1,13 +1,13 @@
-"""The tide: how many bytes of tensors live besides the engine's own, and how high they rose.
+"""Counts non-model bytes on the CPU: tensors besides the engine's own, now and at the peak.
 
 Under a `TorchDispatchMode` every operator's outputs pass by. An output whose storage no argument shares is new: its
 bytes count from then until the C++ storage dies, whoever holds it (a Python tensor, the autograd graph, a cache).
 
 [Note: the mode lies at the bottom of the stack]
-Autograd runs backward under the modes that were on the stack when `backward()` was called, so the tide is pushed before
-the forward pass and stays through whatever the user does in between. Torch's modes leave by popping the top of the
-stack, whichever mode that is. A tide on top would be popped in a user's mode's stead, and the user's would stay for
-ever. So the tide goes underneath all the user's modes, where no properly nested mode can pop it, and is taken out from
+Autograd runs backward under the modes that were on the stack when `backward()` was called, so this mode is pushed
+before the forward pass and stays through whatever the user does in between. Torch's modes leave by popping the top of the
+stack, whichever mode that is. On top, this mode would be popped in a user's mode's stead, and the user's would stay for
+ever. So it goes underneath all the user's modes, where no properly nested mode can pop it, and is taken out from
 there. It then also sees what really runs, after the modes above have had their say.
 
 [Note: what no dispatch mode sees]
@@ -91,7 +91,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     # ---- on and off
 
     def start(self) -> None:
-        """Begin to count (again). Does nothing under a fake-tensor, functionalising or tracing mode."""
+        """Start, or start again, to count. Do nothing under a fake-tensor, functionalising or tracing mode."""
         if not self._sees_fakes() and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRASTRUCTURE):
             return
         self._on = True
@@ -100,7 +100,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             _put_at_bottom(self)
 
     def stop(self) -> bool:
-        """Count no more; call it as often as you like, from wherever. Return True if this took the mode off the stack.
+        """Stop counting; a second call does nothing. Return True if this took the mode off the stack.
 
         On another thread than `start`, inside a backward pass (whose end restores the stack of its beginning), or in an
         `inference_mode` that was entered since (whose end has operators look for a mode if there was one before), the
@@ -120,13 +120,13 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
     def paused(self) -> _Pause:
-        """``with tide.paused(): ...`` for what the engine makes itself."""
+        """Return a context within which nothing is counted: for what the engine makes itself."""
         return self._pause
 
     # ---- what counts
 
     def take_peak(self) -> int:
-        """The most bytes alive at once since the last call."""
+        """Return the most bytes alive at once since the last call, and start anew."""
         peak, self._peak_bytes = self._peak_bytes, self.current_bytes
         return peak
 

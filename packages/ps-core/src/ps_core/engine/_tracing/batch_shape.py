@@ -1,4 +1,4 @@
-"""What a model is called with, as far as plans go."""
+"""Describes what a model is called with: a plan serves all batches that are no larger."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BatchShape:
 
 
 class LargestBatch:
-    """How large batches have been at most."""
+    """Remembers the largest batches."""
 
     def __init__(self) -> None:
         self._numel = 0
@@ -64,7 +64,7 @@ class LargestBatch:
 
 
 def batch_of(args: Any, kwargs: Any) -> BatchShape:
-    """Of the arguments of a call."""
+    """Return the shape of a call's arguments."""
     tensors = list(tensors_of((args, kwargs)))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     return BatchShape(shapes, max((_tokens(tensor) for tensor in tensors), default=0))
@@ -83,14 +83,14 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _tokens(tensor: torch.Tensor) -> int:
-    """Roughly, how many rows pass through the model's matrices."""
+    """Estimate how many rows pass through the model's matrices."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return tensor.numel()
     return tensor.numel() // max(1, tensor.shape[-1])
 
 
 def within_a_module() -> bool:
-    """Whether the caller runs within a module's call; parameters that are read outside of any are in no batch."""
+    """Return True if the caller runs within a module's call; parameters read outside of any are in no batch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _MODULE_CALLS:

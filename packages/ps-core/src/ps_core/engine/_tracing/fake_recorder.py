@@ -4,7 +4,7 @@
 They are the engine's (`_tracing.moments`), with a *unit* for its groups: by default, the module that owns the
 parameter. A moment begins when a function is called on a parameter, or a backward node takes one out of what was saved,
 whose unit the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor
-brought gradients for. A parameter somebody still holds an alias of (a checkpoint's recomputed block) is read by the
+brought gradients for. A parameter that has live aliases (a checkpoint's recomputed block) is read by the
 next moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies
 between the last touch of forward and the first of backward (the loss) to the former.
 """
@@ -48,7 +48,7 @@ class _FakeMoment:
     reads: frozenset[int]
     """Units it was begun for."""
     held: frozenset[int]
-    """Parameters that were still held on to when it began."""
+    """Parameters that had live aliases when the moment began."""
     grad_groups: set[int] = field(default_factory=set)
     """Units gradients arrived for."""
     touched: dict[int, None] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _FakeMoment:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A saved view of a parameter, which must not look like an alias that somebody holds."""
+    """A view of a parameter that autograd saves; it is not an alias, which would count as one."""
 
     index: int
     shape: torch.Size
@@ -69,7 +69,7 @@ class _Handle:
 
 
 class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """The tide of fake tensors, cut into moments."""
+    """Counts the bytes and operations of a fake pass, moment by moment."""
 
     def __init__(
         self, named: Mapping[str, torch.Tensor], unit_of: Callable[[str], int] | None, timeout_s: float
@@ -96,7 +96,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     # Moments.
 
     def touch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Something reads these parameters."""
+        """Note that something reads these parameters."""
         read = dict.fromkeys(self._indices[id(parameter)] for parameter in parameters)
         units = frozenset(self._units[index] for index in read)
         moment = self._moments[-1] if self._moments else None
@@ -105,7 +105,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         moment.touched.update(read)
 
     def arrive(self, parameter: torch.Tensor) -> None:
-        """A gradient came; the engine takes it away at once."""
+        """Note a gradient, and drop it, as the engine does at once."""
         index = self._indices[id(parameter)]
         unit = self._units[index]
         moment = self._moments[-1] if self._moments else None
@@ -126,7 +126,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return moment
 
     def close(self) -> frozenset[int]:
-        """The moment is over; the parameters of it that somebody holds on to."""
+        """End the moment; return those of its parameters that have live aliases."""
         if not self._moments:
             return frozenset()
         moment = self._moments[-1]
@@ -146,7 +146,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return found
 
     def moments(self) -> tuple[Moment, ...]:
-        """All that was recorded."""
+        """Return the moments recorded."""
         found: list[Moment] = []
         for moment in self._moments:
             before = found[-1].reads if found else ()
@@ -164,7 +164,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return tuple(found)
 
     def _reads(self, moment: _FakeMoment) -> dict[int, None]:
-        """What it touched or kept, and the first parameter of each unit that it was begun for without touching it."""
+        """Return what a moment touched or held, and one parameter of each other unit that it was begun for."""
         reads = dict.fromkeys((*moment.touched, *sorted(moment.held)))
         kept = moment.reads - {self._units[index] for index in reads}
         reads.update(dict.fromkeys(self._units.index(unit) for unit in sorted(kept)))
@@ -173,14 +173,14 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     # What autograd saves.
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
-        """Of a parameter, as in the engine, no alias is kept."""
+        """Save a handle in place of a parameter's alias, as the engine does."""
         index = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if index is None or tensor.dtype is not self._parameters[index].dtype:
             return tensor
         return _Handle(index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
-        """A backward node takes what it saved, before any of its operators runs."""
+        """Return what a backward node saved, before any of its operators runs."""
         if isinstance(packed, torch.Tensor):
             return packed
         parameter = self._parameters[packed.index]
@@ -192,7 +192,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator; note what it made and what it cost."""
+        """Run an operator; note what it made and what it cost."""
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", func)
         if packet in _UNKNOWN_SIZES and torch.is_grad_enabled():
@@ -234,7 +234,7 @@ class FakeParameter(FakeTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note it, then call it."""
+        """Note the parameters that a function is given, then call it."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _NO_TOUCH:
@@ -252,7 +252,7 @@ def _has_device(kind: str) -> bool:
 
 
 def _owner(name: str) -> str:
-    """The module a parameter belongs to."""
+    """Return the name of the module that a parameter belongs to."""
     return name.rpartition(".")[0]
 
 

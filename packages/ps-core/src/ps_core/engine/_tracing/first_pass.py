@@ -100,21 +100,21 @@ def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecordi
 
 
 def _add(moment: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
-    """More of a moment; nothing is left of it."""
+    """Add bytes and work to a moment; return that nothing is left to add."""
     assert moment.work is not None, "a fake pass counts it"
     moment.nonmodel_bytes, moment.work = max(moment.nonmodel_bytes, nonmodel_bytes), moment.work.plus(work)
     return 0, Amounts()
 
 
 def matches_estimate(recording: PassRecording, moments: list[MomentRecord]) -> bool:
-    """Whether a pass went as fake tensors said, and held no more besides."""
+    """Return True if a pass went as estimated and needed no more non-model bytes; its plan then stays in force."""
     ran, foreseen = map(_outline, recording.moments), map(_outline, moments)
     peak = max((moment.nonmodel_bytes for moment in recording.moments), default=0)
     return list(ran) == list(foreseen) and peak <= max((moment.nonmodel_bytes for moment in moments), default=0)
 
 
 def begins_like_estimate(recording: PassRecording, moments: list[MomentRecord]) -> bool:
-    """Whether a pass went so until it ended, before its time."""
+    """Return True if a pass that broke off had gone as estimated until then; the plan is then used again."""
     count = len(recording.moments)
     if not 0 < count < len(moments):
         return False
@@ -124,5 +124,5 @@ def begins_like_estimate(recording: PassRecording, moments: list[MomentRecord]) 
 
 
 def _outline(moment: MomentRecord) -> tuple[bool, set[int], set[int], set[int]]:
-    """What a moment does, however high the tide."""
+    """Return what a moment does, whatever its non-model bytes."""
     return moment.backward, {*moment.touched, *moment.held}, set(moment.held), set(moment.grads)

@@ -1,11 +1,10 @@
-"""Moments as they happen: which groups each one touched, which gradients came, how high the tide was.
+"""Records moments as they happen: which groups each one touched, which gradients came, non-model bytes.
 
 [Note: moments]
 A moment begins when a call touches a group that the moment before did not read, or a gradient arrives for a group that
 it neither read nor brought gradients for. So a moment is a run of work on one group or a few, about a layer; the same
-model on the same kind of batch makes the same moments again. Parameters whose memory somebody still holds on to (a
-checkpoint's recomputed block) are *held*: they belong to the moment although it does not touch them, and where they
-lie they stay.
+model on the same kind of batch makes the same moments again. Parameters whose memory has live aliases (a checkpoint's
+recomputed block) are *held*: they belong to the moment although it does not touch them, and they are not moved.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class MomentRecord:
 
     backward: bool
     reads: tuple[int, ...]
-    """Groups whose payload the moment was begun for."""
+    """Groups whose weights the moment was begun for."""
     grad_groups: tuple[int, ...]
     """Groups it was begun for because a gradient arrived."""
     held: tuple[int, ...] = ()
-    """Parameters whose memory somebody has held on to since the moment before."""
+    """Parameters whose memory has had live aliases since the moment before."""
     name: str = ""
     touched: dict[int, None] = field(default_factory=dict)
     """Tensors, in order."""
@@ -35,7 +34,7 @@ class MomentRecord:
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
     work: Amounts | None = None
-    """As a fake pass counted it; None: to be guessed."""
+    """Operations as a fake pass counted them; None: to be guessed."""
 
 
 @dataclass(slots=True)
@@ -46,14 +45,14 @@ class PassRecording:
     regular: bool = True
     """One forward, then one backward, and nothing in between."""
     training: bool = True
-    """Whether it was to have a backward pass."""
+    """True if the pass was to have a backward pass."""
     overrun: bool = False
     """A moment took more of the compute tier than its plan had left for it."""
 
     def begin(
         self, *, backward: bool, reads: list[ParamGroup], grad_groups: list[ParamGroup], held: list[ParamState]
     ) -> MomentRecord:
-        """A moment begins."""
+        """Begin a moment."""
         if not backward and self.moments and self.moments[-1].backward:
             self.regular = False
         first = (reads or grad_groups)[0]
@@ -69,19 +68,19 @@ class PassRecording:
 
     @property
     def ends_backward(self) -> bool:
-        """Whether its last moment so far is one of backward."""
+        """True if the last moment so far is one of backward."""
         return bool(self.moments) and self.moments[-1].backward
 
     @property
     def complete(self) -> bool:
-        """Whether it can be planned from."""
+        """True if a plan can be made from the recording."""
         ended = bool(self.moments) and self.ends_backward is self.training
         return self.regular and ended and (not self.training or any(moment.grads for moment in self.moments))
 
     def trace(
         self, model: str, records: list[ParamState], groups: list[ParamGroup], constant_bytes: int, tokens: int
     ) -> Trace:
-        """The trace of this pass over these parameters; ``constant_bytes`` of non-model data are always there."""
+        """Return the trace of this pass; ``constant_bytes`` of non-model data are always there."""
         tensors = tuple(
             Tensor(name=record.name, numel=record.numel, trainable=record.group.trainable) for record in records
         )
@@ -108,7 +107,7 @@ class PassRecording:
         return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)
 
     def _work(self, records: list[ParamState], tokens: int) -> Iterator[float]:
-        """Operations of each moment: 2 a token and element in forward, 4 in backward, wherever that comes first.
+        """Yield the operations of each moment: 2 a token and element in forward, 4 in backward, each counted once.
 
         What backward holds on to was recomputed there: 2 more.
         """

@@ -1,4 +1,4 @@
-"""What an operator computes: products and attention by their arithmetic, all others by what they read and write."""
+"""Counts what an operator computes: products and attention by arithmetic, others by elements read and written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAY_BE_TANH = (_aten.gelu, _aten.gelu_backward)
 
 
 def amounts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> Amounts:
-    """What one call of an operator computes."""
+    """Count what one call of an operator computes."""
     packet = getattr(func, "overloadpacket", func)
     formula = _FLOPS.get(packet)
     if formula is not None:

@@ -11,10 +11,10 @@ nothing is remembered of it here between two calls; what both threads use (event
 known of memory) changes in steps that no other thread can come between.
 
 [Note: memory on a CUDA device]
-The arena is one allocation, as long as the tide leaves room for at its highest; it is made when that is known, and
+The arena is one allocation, as long as non-model bytes leave room for at their peak; it is made when that is known, and
 made anew only when a plan wants it longer or shorter. A slot beyond it (before there is a plan, kept in fp32, or in a
-step, when the tide is low) is an allocation of its own. Both come from PyTorch's allocator, so that it can give what
-it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so the copy streams
+step, when there are few non-model bytes) is an allocation of its own. Both come from PyTorch's allocator, so that it can
+give what it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so the copy streams
 wait for that one before they use one, and are noted as its users: when it is freed it is not handed out before they
 are done.
 """
@@ -87,7 +87,7 @@ class CudaDevice:
     # Memory.
 
     def nonmodel_bytes(self) -> AllocatorBytesTracker:
-        """What the allocator has given to others."""
+        """Make a counter by PyTorch's allocator."""
         return AllocatorBytesTracker(self._runtime, lambda: self._owned.bytes)
 
     @property
@@ -113,10 +113,10 @@ class CudaDevice:
 
     def host(self, size_bytes: int) -> torch.Tensor:
         """Host memory, pinned if that was not refused."""
-        return self._host.take(size_bytes)
+        return self._host.allocate(size_bytes)
 
     def take_failed_bytes(self) -> int:
-        """How much was asked for in vain since the last call; at least 1 if anything was."""
+        """Return how many bytes could not be allocated since the last call; at least 1 if memory ran out."""
         failures = self._runtime.allocated().failures
         missing, self._missing_bytes[0] = self._missing_bytes[0], 0
         if failures == self._failures:
@@ -128,7 +128,7 @@ class CudaDevice:
     # The disk.
 
     def attach(self, file: DiskFile) -> None:
-        """Have a disk tier; its threads read into pinned memory and write from it."""
+        """Add a disk tier; its threads read into pinned memory and write from it."""
         self._disk.attach(file)
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
@@ -140,7 +140,7 @@ class CudaDevice:
         self._disk.streams.write(place, start, source)
 
     def trim(self, memory: torch.Tensor) -> None:
-        """The arena is not the system's to have pages of."""
+        """Do nothing: the arena has no pages of the system."""
 
     # Work.
 
@@ -156,18 +156,18 @@ class CudaDevice:
         self._given(queue)
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """Nothing is checked; but if PyTorch's stream changed, this is where it is noticed."""
+        """Check nothing; but notice here if PyTorch's current stream changed."""
         if queue is Queue.COMPUTE:
             self._stream(queue)
         else:
             self._disk.await_host_work(queue)
 
     def bind_thread(self) -> None:
-        """A thread that knows of no device would begin to use the first one."""
+        """Make this device the calling thread's own; it would use the first one."""
         self._runtime.bind_thread()
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:
-        """Have PyTorch launch on that queue's stream."""
+        """Launch PyTorch's work on a queue's stream, within the context."""
         stream = self._streams.get(queue)
         if stream is None:
             return nullcontext()
@@ -193,7 +193,7 @@ class CudaDevice:
     # Events.
 
     def record(self, queue: Queue) -> CudaEvent | DiskEvent:
-        """An event behind everything launched on a queue so far."""
+        """Record an event behind everything launched on a queue so far."""
         if self._disk.serve(queue):
             return self._disk.streams.record(queue)
         return self._recorded(queue)
@@ -218,7 +218,7 @@ class CudaDevice:
             return self._runtime.event()
 
     def wait(self, queue: Queue, event: Event) -> None:
-        """What is launched on a queue from here on runs after the event."""
+        """Run what is launched on a queue from here on after the event."""
         if isinstance(event, DiskEvent):
             self._disk.wait(queue, event)  # which blocks for a stream; the engine comes once it is over, or in need
             return
@@ -239,18 +239,18 @@ class CudaDevice:
         self._given(queue)
 
     def _after_copies(self) -> Callable[[], None]:
-        """What blocks until the copies launched so far are done; on any thread, so its events are nobody else's."""
+        """Return a call, for any thread, that blocks until the copies launched so far are done."""
         events = []
         for queue, stream in self._streams.items():
             raw = self._event()
             raw.record(stream)
             events.append(CudaEvent(queue, raw, self._pool))
 
-        def settle() -> None:
+        def wait() -> None:
             for event in events:
                 self.wait(Queue.CPU, event)
 
-        return settle
+        return wait
 
     def synchronize(self) -> None:
         """Block until everything launched is done."""
@@ -258,7 +258,7 @@ class CudaDevice:
         self._disk.synchronize()
 
     def close(self) -> None:
-        """Finish what was launched, and let go of memory kept in reserve, and of the disk."""
+        """Finish what was launched; free memory kept for later, and close the disk."""
         self.synchronize()
         self._host.close()
         self._disk.close()

@@ -1,4 +1,4 @@
-"""Memory beside the arena on a CUDA machine: host memory that is pinned once, and the gauge of all other tensors."""
+"""Memory outside of the arena on a CUDA machine: pinned host memory, and the counter of all other tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPARES = 8
 
 
 class EngineAllocations:
-    """What of the device's memory is the engine's. Tensors end on any thread, so each is entered by itself."""
+    """Counts the device memory that is the engine's. Tensors end on any thread, so each has an entry of its own."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -31,7 +31,7 @@ class EngineAllocations:
         return sum(list(self._sizes.values()))
 
     def add(self, memory: torch.Tensor, size_bytes: int) -> None:
-        """Until a tensor's memory ends."""
+        """Count so many bytes until a tensor's memory ends."""
         key = next(self._count)
         self._sizes[key] = size_bytes
         weakref.finalize(memory.untyped_storage(), self._sizes.pop, key).atexit = False
@@ -49,37 +49,37 @@ class PinnedBlockCache:
         self._runtime, self._mark, self._pin = runtime, mark, pin
         self._spares: deque[tuple[PinnedArena, Callable[[], None]]] = deque()
 
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """A block, which comes back by itself with the last tensor on it."""
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return a block; it comes back by itself with the last tensor on it."""
         arena = self._spare(size_bytes) or self._runtime.host(size_bytes, pin=self._pin)
         memory = arena.tensor(0, size_bytes, torch.uint8)
-        weakref.finalize(memory.untyped_storage(), self._give_back, arena).atexit = False
+        weakref.finalize(memory.untyped_storage(), self._keep, arena).atexit = False
         return memory
 
     def _spare(self, size_bytes: int) -> PinnedArena | None:
         for spare in list(self._spares):  # others may come back meanwhile, on any thread
-            arena, settle = spare
+            arena, wait_for_copies = spare
             if arena.bytes == size_bytes:
                 self._spares.remove(spare)
-                settle()
+                wait_for_copies()
                 return arena
         return None
 
-    def _give_back(self, arena: PinnedArena) -> None:
+    def _keep(self, arena: PinnedArena) -> None:
         self._spares.append((arena, self._mark()))
         if len(self._spares) > _SPARES:
-            _, settle = self._spares.popleft()
-            settle()
+            _, wait_for_copies = self._spares.popleft()
+            wait_for_copies()
 
     def close(self) -> None:
-        """Keep nothing in reserve."""
+        """Free all blocks that are kept for later."""
         with suppress(IndexError):
             while True:
                 self._spares.popleft()[1]()
 
 
 class AllocatorBytesTracker:
-    """The tide as PyTorch's allocator knows it: whatever is allocated besides the engine's own.
+    """Counts non-model bytes by PyTorch's allocator: whatever it has allocated besides the engine's own.
 
     What was allocated before the engine came does not count; if some of that goes, as a model that is packed does, the
     mark below which nothing counts goes down with it. Everything is known on the host: reading waits for nothing.
@@ -98,25 +98,25 @@ class AllocatorBytesTracker:
         return self._above(self._runtime.allocated().now)
 
     def start(self) -> None:
-        """Begin to count (again)."""
+        """Start, or start again, to count."""
         if not self._on:
             self._on = True
             self._base_bytes = min(self._base_bytes, self._others(self._runtime.allocated().now))
             self._runtime.reset_peak()
 
     def stop(self) -> bool:
-        """Count no more."""
+        """Stop counting."""
         self._on = False
         return True
 
     def count(self, tensor: torch.Tensor) -> None:
-        """The allocator has counted it."""
+        """Do nothing: the allocator has counted it."""
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Do nothing: the allocator counts every tensor, whenever it was made."""
 
     def take_peak(self) -> int:
-        """The most at once since the last call."""
+        """Return the most bytes alive at once since the last call, and start anew."""
         found = self._note()
         peak, self._peak_bytes = self._peak_bytes, self._above(found.now)
         self._runtime.reset_peak()
