@@ -25,8 +25,24 @@ from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 X = torch.ones(2, 4)
 
 
-def fakes() -> list[FakeTensor]:
+def every_fake() -> list[FakeTensor]:
     return [each for each in gc.get_objects() if issubclass(type(each), FakeTensor)]
+
+
+OTHERS: list[FakeTensor] = []
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Fake tensors that other tests left are not counted."""
+    OTHERS.extend(every_fake())
+    yield
+    OTHERS.clear()
+
+
+def fakes() -> list[FakeTensor]:
+    known = set(map(id, OTHERS))
+    return [each for each in every_fake() if id(each) not in known]
 
 
 @pytest.fixture
