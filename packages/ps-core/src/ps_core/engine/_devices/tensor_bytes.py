@@ -5,10 +5,10 @@ bytes count from then until the C++ storage dies, whoever holds it (a Python ten
 
 [Note: the mode lies at the bottom of the stack]
 Autograd runs backward under the modes that were on the stack when `backward()` was called, so this mode is pushed
-before the forward pass and stays through whatever the user does in between. Torch's modes leave by popping the top of the
-stack, whichever mode that is. On top, this mode would be popped in a user's mode's stead, and the user's would stay for
-ever. So it goes underneath all the user's modes, where no properly nested mode can pop it, and is taken out from
-there. It then also sees what really runs, after the modes above have had their say.
+before the forward pass and stays through whatever the user does in between. Torch's modes leave by popping the top of
+the stack, whichever mode that is. On top, this mode would be popped in a user's mode's stead, and the user's would
+stay for ever. So it goes underneath all the user's modes, where no properly nested mode can pop it, and is taken out
+from there. It then also sees what really runs, after the modes above have had their say.
 
 [Note: what no dispatch mode sees]
 Scratch memory within one operator's kernel; what compiled code allocates inside itself; `untyped_storage().resize_()`

@@ -13,10 +13,10 @@ known of memory) changes in steps that no other thread can come between.
 [Note: memory on a CUDA device]
 The arena is one allocation, as long as non-model bytes leave room for at their peak; it is made when that is known, and
 made anew only when a plan wants it longer or shorter. A slot beyond it (before there is a plan, kept in fp32, or in a
-step, when there are few non-model bytes) is an allocation of its own. Both come from PyTorch's allocator, so that it can
-give what it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so the copy streams
-wait for that one before they use one, and are noted as its users: when it is freed it is not handed out before they
-are done.
+step, when there are few non-model bytes) is an allocation of its own. Both come from PyTorch's allocator, so that it
+can give what it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so
+the copy streams wait for that one before they use one, and are noted as its users: when it is freed it is not handed
+out before they are done.
 """
 
 from __future__ import annotations
