@@ -23,7 +23,8 @@ ALLOWED = {
         r"slot",
         r"memory|offset|place|bounds|extent|version",
     ),
-    "what a pass did, or would do, is written down moment by moment": (r"beat|moment|recording", r"\w+"),
+    "what a pass did, or would do, is written down moment by moment": (r"moment|recording", r"\w+"),
+    "a fake tensor that a model's code stored somewhere is removed there": (r"holder|owner", r"cell_contents|name"),
     "a collective on its way has its memory and its result filled in by those who make it ready": (
         r"step|old|known",
         r"\w+",

@@ -41,7 +41,6 @@ from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate
 from ps_core._simulate.costs import Costs
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.played import LAUNCHED, play
 from ps_core._trace import Moment, Phase, Tensor, Trace
 
 NUMEL = 64  # 16-bit: one slot of 128 bytes
@@ -455,25 +454,6 @@ def held_up(one: Segment) -> bool:
     """Whether it has moments, and work for the processor."""
     works = any(each.queue is Queue.CPU and not isinstance(each.op, Reserve | Release) for each in one.instrs)
     return works and any(isinstance(each.op, Run) for each in one.instrs)
-
-
-def test_the_host_thread_launches_nothing_while_it_works() -> None:
-    # It waits for the first moment, until 4, and the copy of 2 s, works for 3 s, and only then launches the second
-    # moment, which depends on nothing. Without a moment after it, what it launches before is not held up.
-    copy = Copy(Extent(Kind.GRAD, 0), 0, 1, 2, 128)
-    held = segment(
-        SegmentName.MICRO_LAST,
-        (Queue.COMPUTE, Run(0, (0,), 0), ()),
-        (Queue.D2H, copy, (0,)),
-        (Queue.CPU, Accumulate(0, 1, 2, first=True), (1,)),
-        (Queue.COMPUTE, Run(1, (0,), 0), ()),
-    )
-    seconds = [4.0, 2.0, 3.0, 8.0]
-    ends, last = play(held, seconds, [0.0, 0.0, 3.0, 0.0], LAUNCHED)
-    assert (ends, last) == ([4.0, 6.0, 9.0, 17.0], 17.0)
-    moved = replace(held, instrs=(*held.instrs[:2], replace(held.instrs[3], id=2), replace(held.instrs[2], id=3)))
-    ends, last = play(moved, [4.0, 2.0, 8.0, 3.0], [0.0, 0.0, 0.0, 3.0], LAUNCHED)
-    assert (ends, last) == ([4.0, 6.0, 17.0, 9.0], 17.0)  # its queue comes first: the thread would do it all the same
 
 
 @settings(max_examples=40)
