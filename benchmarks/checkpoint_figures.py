@@ -77,7 +77,7 @@ def figures(folder: Path, millions: float, rounds: int) -> dict[str, float]:
     files = [each for each in path.iterdir() if each.suffix == ".safetensors"]
     size = sum(each.stat().st_size for each in files)
     count = f"count={max(1, round(size / 2**23))}"
-    chunk = largest_chunk_bytes(model[0].weight._keeper)  # type: ignore[union-attr]  # it is managed
+    chunk = largest_chunk_bytes(model[0].weight._owner)  # type: ignore[union-attr]  # it is managed
     contenders: dict[str, Callable[[], object]] = {
         "dd conv=fsync": lambda: dd("if=/dev/zero", f"of={zeros}", count, "conv=fsync"),
         "dd oflag=direct conv=fsync": lambda: dd("if=/dev/zero", f"of={zeros}", count, "oflag=direct", "conv=fsync"),

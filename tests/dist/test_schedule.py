@@ -149,7 +149,7 @@ def alone(ranks: int, passes: list[Pass]) -> tuple[list[list[float]], dict[str, 
 
 def gradient(parameter: Any) -> Tensor:
     record = parameter._record
-    flat = parameter._keeper.gradients.gradient_vector(record)
+    flat = parameter._owner.gradients.gradient_vector(record)
     return flat.as_strided(record.shape, record.stride, flat.storage_offset()).clone()
 
 

@@ -203,7 +203,7 @@ def train(
         for index in range(steps):
             run.losses.append(train_step(made, optimizer, index, micro_batches))
             run.norms.append(optimizer.last_norm)
-        engine = made.table.weight._keeper
+        engine = made.table.weight._owner
         run.on_device = sum(
             chunk.home.tier == 0 for group in engine.groups for kind, chunk in group.chunks.items() if kind.value == "m"
         )

@@ -51,7 +51,7 @@ def train(made: tuple[nn.Module, Any], rows: int) -> Tensor:
 
 
 def homes_above(model: nn.Module) -> int:
-    engine = next(model.parameters())._keeper  # type: ignore[attr-defined]
+    engine = next(model.parameters())._owner  # type: ignore[attr-defined]
     return sum(chunk.bytes for group in engine.groups for chunk in group.chunks.values() if chunk.home.tier == 0)
 
 

@@ -161,7 +161,7 @@ def test_types_are_converted(tmp_path: Path, dtype: torch.dtype, training: bool)
     weights = plain_weights(dtype)
     with Run("emulated", "fp16", build=lambda: Language(tied=True), **({} if training else {"spec": None})) as run:
         load_weights(run.model, by_itself(tmp_path / "a.safetensors", weights))
-        engine = run.model.table.weight._keeper
+        engine = run.model.table.weight._owner
         for record in engine.records:
             kind = Kind.P32 if training else record.group.weight
             assert torch.equal(
@@ -187,14 +187,14 @@ def test_a_checkpoint_gives_its_weights(tmp_path: Path) -> None:
             weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     with Run("cpu", "fp32", seed=3) as run:
         run.train(1)
-        steps = [record.steps for record in run.model.table.weight._keeper.records]
+        steps = [record.steps for record in run.model.table.weight._owner.records]
         load_weights(run.model, tmp_path / "a")
         found = run.model.state_dict()
         masters = safetensors.torch.load_file(tmp_path / "a" / "masters.safetensors")
         assert all(torch.equal(found[name], value) for name, value in masters.items())
         for name in ("norm.running_mean", "blocks.1.wide.weight"):
             assert torch.equal(found[name], weights[name].float())
-        assert steps == [record.steps for record in run.model.table.weight._keeper.records]
+        assert steps == [record.steps for record in run.model.table.weight._owner.records]
         run.train(1)
 
 

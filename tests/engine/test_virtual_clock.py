@@ -82,7 +82,7 @@ def train(folder: Path, budget: str, *, precision: str, micro_batches: int = 1, 
             optimizer.zero_grad()
         found = statistics(model)
         assert found.planned_passes >= (STEPS - 1) * micro_batches
-        predicted = model.table.weight._keeper.passes.scheduler.planned.prediction
+        predicted = model.table.weight._owner.passes.scheduler.planned.prediction
         release(model)
     begin, end = (device.moments_s[place] for place in firsts[-2:])
     busy: dict[str, float] = {}

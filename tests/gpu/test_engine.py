@@ -156,7 +156,7 @@ def too_much(runtime: Any, model: Any, where: str) -> Iterator[None]:
 
 def test_host_memory_is_pinned() -> None:
     with on.managed(on.Model(), ADAMW, on.tight(), precision="bf16") as (model, _, _):
-        engine: Any = model.table.weight._keeper
+        engine: Any = model.table.weight._owner
         homes = [chunk.home.memory for group in engine.groups for chunk in group.chunks.values() if chunk.home.tier]
         assert homes
         assert on.FAKE or all(memory.is_pinned() for memory in homes)

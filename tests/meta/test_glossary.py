@@ -21,32 +21,8 @@ OF_TORCH = {"TCPStore"}
 
 # Classes and functions.
 
-SAME_CLASS_NOT_YET: set[str] = {"_Foreseen"}
-"""Classes of the engine that still share their name with another."""
 VAGUE = {"settle", "take", "have", "let", "give", "leave"}
 """Words that do not say what a function does."""
-VAGUE_NOT_YET = {
-    "ps_core/_planner/arena.py": {"take"},
-    "ps_core/engine/_devices/cuda/device.py": {"settle"},
-    "ps_core/engine/_devices/cuda/memory.py": {"take"},
-    "ps_core/engine/_execution/activation_offload.py": {"settle"},
-    "ps_core/engine/_execution/engine.py": {"leave"},
-    "ps_core/engine/_execution/instructions.py": {"take"},
-    "ps_core/engine/_execution/on_demand.py": {"take"},
-    "ps_core/engine/_execution/passes.py": {"take"},
-    "ps_core/engine/_execution/protocols.py": {"take"},
-    "ps_core/engine/_execution/replay.py": {"take"},
-    "ps_core/engine/_execution/resident.py": {"take"},
-    "ps_core/engine/_memory/activation_slots.py": {"leave", "settle"},
-    "ps_core/engine/_memory/slot_cache.py": {"take"},
-    "ps_core/engine/_memory/store.py": {"settle"},
-    "ps_core/engine/_parameters/meta_init/initial_values.py": {"take"},
-    "ps_core/engine/_sharding/collective_order.py": {"leave"},
-    "ps_core/engine/_sharding/driver.py": {"take"},
-    "ps_core/engine/_sharding/negotiation.py": {"settle"},
-    "ps_core/engine/_support/interrupts.py": {"settle"},
-}
-"""Functions that are still called so, by module."""
 
 # Words within names.
 
@@ -61,33 +37,12 @@ NO_CLASS = {"Home", "Homes"}
 ALLOWED = {
     **dict.fromkeys(("Tide", "tide", "tide_svg"), "public names of ps_core.report"),
     "remedies": "a public attribute of DoesNotFit",
-    **dict.fromkeys(("wire_bytes", "WIRE"), "a public field of ps_dist.Statistics; a kind of a plan's format"),
+    **dict.fromkeys(("wire_bytes", "WIRE", "WIRE_BYTES"), "public in ps_dist; a kind in a plan's format"),
     **dict.fromkeys(("HuggingFace", "HUGGING_FACE", "hugging_face"), "a proper name"),
     "_draw_in_turn": "in turn is plain English",
     "roll_back_chunked": "to roll back is what databases call it, too",
 }
 """Names that have such a word and stay, with the reason."""
-METAPHORS_NOT_YET = {
-    "ps_core/engine": {"front", "payload", "pilot", "stamp"},
-    "ps_core/engine/_calibration": {"pilot"},
-    "ps_core/engine/_checkpoint": {"payload"},
-    "ps_core/engine/_devices": {"settle"},
-    "ps_core/engine/_execution": {
-        *("astray", "beat", "face", "keeper", "payload", "pilot", "remedy", "settle", "stamp", "surgery"),
-        *("tide", "turn"),
-    },
-    "ps_core/engine/_gradients": {"payload", "remedy"},
-    "ps_core/engine/_memory": {"risen", "settle", "stamp", "tide"},
-    "ps_core/engine/_optim": {"payload", "stamp"},
-    "ps_core/engine/_parameters": {"face", "keeper", "payload", "remedy", "settle", "stamp", "tide"},
-    "ps_core/engine/_sharding": {
-        *("payload", "risen", "risers", "settle", "settled", "stamp", "talks", "tide", "turn", "turns"),
-        "wire",
-    },
-    "ps_core/engine/_support": {"settle", "turn"},
-    "ps_core/engine/_tracing": {"beat"},
-}
-"""Words that are still in names, by package of the engine."""
 
 
 @cache
@@ -178,13 +133,12 @@ def test_no_two_classes_of_the_engine_have_one_name(root: Path) -> None:
             for name in classes_in(tree):
                 places[name].append(path)
     twice = {name: paths for name, paths in places.items() if len(paths) > 1}
-    assert twice.keys() <= SAME_CLASS_NOT_YET, twice
+    assert not twice
 
 
 def test_functions_say_what_they_do(root: Path) -> None:
     found = {path: functions_in(tree) & VAGUE for path, tree in modules(root).items()}
-    wrong = {path: names for path, names in found.items() if names - VAGUE_NOT_YET.get(path, set())}
-    assert not wrong
+    assert not {path: names for path, names in found.items() if names}
 
 
 def test_names_have_no_metaphors(root: Path) -> None:
@@ -192,8 +146,7 @@ def test_names_have_no_metaphors(root: Path) -> None:
     for path, tree in modules(root).items():
         if path.startswith(("ps_core/engine/", "ps_dist/", "ps_models/")):
             found[room_of(path)] |= metaphors_in(path, tree)
-    wrong = {room: words - METAPHORS_NOT_YET.get(room, set()) for room, words in found.items()}
-    assert not {room: words for room, words in wrong.items() if words}
+    assert not {room: words for room, words in found.items() if words}
 
 
 def test_what_is_allowed_is_there(root: Path) -> None:

@@ -18,7 +18,7 @@ def fill(arena, *rows):
     pieces = {}
     for owner, size in rows:
         window = arena.find(size, nobody_asked)
-        pieces[owner], _ = arena.take(window, size, owner)
+        pieces[owner], _ = arena.allocate(window, size, owner)
     return pieces
 
 
@@ -33,7 +33,7 @@ def stays_not(_):
 def test_a_fresh_arena_is_taken_from_its_start():
     arena = Arena(128, 1024)
     window = arena.find(256, nobody_asked)
-    piece, freed = arena.take(window, 256, A)
+    piece, freed = arena.allocate(window, 256, A)
     assert (piece.offset, piece.end, freed) == (128, 384, ())
     assert [part.owner for part in arena.owned()] == [A]
 
@@ -49,7 +49,7 @@ def test_of_free_windows_the_one_idle_longest_is_taken():
     arena.free(pieces[A], 9)
     arena.free(pieces[C], 4)
     window = arena.find(128, nobody_asked)
-    piece, freed = arena.take(window, 128, D)
+    piece, freed = arena.allocate(window, 128, D)
     assert (piece.offset, freed) == (256, (4,))
 
 
@@ -58,13 +58,13 @@ def test_a_window_over_several_pieces_waits_for_all_of_them_and_leaves_a_rest():
     pieces = fill(arena, (A, 128), (B, 256), (C, 128))
     arena.free(pieces[A], 3)
     arena.free(pieces[B], 5)
-    piece, freed = arena.take(arena.find(256, nobody_asked), 256, D)
+    piece, freed = arena.allocate(arena.find(256, nobody_asked), 256, D)
     assert (piece.offset, sorted(freed)) == (128, [5])  # idle since 5 either way: one piece, not two
     arena.free(pieces[C], 7)
     arena.free(piece, 8)
-    piece, freed = arena.take(arena.find(450, nobody_asked), 450, A)
+    piece, freed = arena.allocate(arena.find(450, nobody_asked), 450, A)
     assert (piece.offset, piece.end, sorted(freed)) == (0, 450, [3, 7, 8])
-    rest, freed = arena.take(arena.find(62, nobody_asked), 62, B)
+    rest, freed = arena.allocate(arena.find(62, nobody_asked), 62, B)
     assert (rest.offset, rest.end, freed) == (450, 512, (7,))
 
 
@@ -150,7 +150,7 @@ def test_it_finds_what_trying_all_windows_finds(seed):
             for owner in window.victims:
                 arena.free(live.pop(owner), now)
             owner = Extent(Kind.P16, next(numbers))
-            live[owner], _ = arena.take(window, size, owner)
+            live[owner], _ = arena.allocate(window, size, owner)
             worth[owner] = rng.choice((None, 1.0, 2.0, 3.0, STALE))
             arena.rate(live[owner], worth[owner], now)
         for owner, piece in live.items():

@@ -99,7 +99,7 @@ class Arena:
             yield piece
             begin = piece.end
 
-    def take(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
+    def allocate(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
         """Give a window (all of it free by now) to ``owner``, to stay until rated; also what released its bytes."""
         first, last = window.pieces[0], window.pieces[-1]
         for part in window.pieces:

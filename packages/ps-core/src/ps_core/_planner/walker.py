@@ -139,7 +139,7 @@ class Walker:
             raise NoRoom(tier, self.now, size)
         for victim in window.victims:
             self.evict(victim, tier, queue)
-        taken, freed = arena.take(window, size, extent)
+        taken, freed = arena.allocate(window, size, extent)
         slot = self._slots
         self._slots += 1
         self._owners[slot] = extent

@@ -82,7 +82,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     given = UserLimits(budget, options, joining.sharers)
     shared = collectives is not None
     store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
-    engine, front = wishes.engine(store, packing)
+    engine, chunked_optimizer = wishes.engine(store, packing)
     try:
         copy_in_values(packing.records, joining.values(initial_values(model)), engine)
         move_unmanaged(model, where.torch_device)
@@ -93,8 +93,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     mark_used(budget, type(model).__name__, _is_managed(engine))
     if collectives is None or collectives.process == 0:
         names = [name for tied in all_names(model).values() for name in tied]
-        log_unmatched_patterns(type(model).__name__, names, options, front)
-    return model, front
+        log_unmatched_patterns(type(model).__name__, names, options, chunked_optimizer)
+    return model, chunked_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class _Wishes:
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
         """Homes, the engine over them, and the optimizer's face."""
-        sums = self.training and not self.overwrites and not store.still
+        sums = self.training and not self.overwrites and not store.resident
         reserve_homes(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters()
@@ -158,10 +158,10 @@ class _Wishes:
         )
         if self.optimizer is None:
             return engine, None
-        front = ChunkedOptimizer(
+        made = ChunkedOptimizer(
             engine, engine.records, self.optimizer, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
-        return engine, front
+        return engine, made
 
     def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:
         """What works on groups: all of them in this process, or a shard of each."""

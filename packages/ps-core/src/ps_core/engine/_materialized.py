@@ -60,7 +60,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         engine.check_writes()
         install()
         self._engine = engine
-        self._take(engine, wanted)
+        self._bring_in(engine, wanted)
 
     @defer_interrupts
     def _finish(self) -> None:
@@ -72,7 +72,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         finally:
             uninstall()
 
-    def _take(self, engine: Engine, wanted: list[ParamState]) -> None:
+    def _bring_in(self, engine: Engine, wanted: list[ParamState]) -> None:
         for record in wanted:
             value = plain_value(record, engine.read)
             engine.residency.unbind(record)

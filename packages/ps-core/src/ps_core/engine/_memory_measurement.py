@@ -40,7 +40,7 @@ class MemoryMeasurement:
     def passes(self) -> Iterator[None]:
         """Measure the passes of this block; of several micro-batches the last one's moments are kept."""
         passes = self._engine.passes
-        passes.observe(None if self._store.still else self._add_moment)
+        passes.observe(None if self._store.resident else self._add_moment)
         try:
             yield
         finally:

@@ -21,14 +21,14 @@ _LIKE = 0.75
 
 
 def log_unmatched_patterns(
-    model: str, names: Collection[str], options: Options, front: ChunkedOptimizer | None
+    model: str, names: Collection[str], options: Options, optimizer: ChunkedOptimizer | None
 ) -> None:
     """A line for each pattern of ``keep_fp32``, and for each `Group`, that no parameter of the model is of."""
     for pattern in options.keep_fp32:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             nearest = "".join(f"; did you mean {near!r}?" for near in _nearest(pattern, names))
             log_line(f"{model}: keep_fp32 has {pattern!r}, which is the whole name of no parameter{nearest}")
-    for index, group in enumerate([] if front is None else front.param_groups[1:]):
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups[1:]):
         if not group["params"]:
             before = " that no group before it has" if index else ""
             log_line(f"{model}: groups[{index}] has no parameter: its match is true for none{before}")

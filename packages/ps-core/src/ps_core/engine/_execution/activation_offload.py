@@ -74,15 +74,15 @@ def _engine_of(module: nn.Module) -> Engine | None:
     """Who manages it; None: nobody, or nothing ever moves there."""
     for parameter in module.parameters():
         if isinstance(parameter, ManagedParameter):
-            keeper = parameter._keeper
-            assert isinstance(keeper, Engine), "engines are the only keepers"
-            return keeper if keeper.store.tiers[0].name == "device" else None
+            owner = parameter._owner
+            assert isinstance(owner, Engine), "engines are the only keepers"
+            return owner if owner.store.tiers[0].name == "device" else None
     return None
 
 
 def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route | None:
     if any(isinstance(each, FakeTensor) for each in tensors):
-        return _Foreseen()
+        return _TracedOffload()
     if engine is None:
         return _Copied() if any(each.is_cuda for each in tensors) else None
     if engine.store.file is not None:
@@ -109,7 +109,7 @@ class _Copied:
         return away[1].to(away[0])
 
 
-class _Foreseen:
+class _TracedOffload:
     """Of fake tensors, which have no bytes: what is away is not there, what comes back is new."""
 
     def offload(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -25,7 +25,7 @@ from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
 from ps_core.engine._support.module_call import Call, ModuleCallWrapper, compiled_call
 
-REMEDY = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
+SUGGESTION = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
 
 OPTIMIZED_MODULE = "OptimizedModule"
 """The class of what ``torch.compile(module)`` returns, by name: importing it takes long."""
@@ -44,7 +44,7 @@ class CompiledBlock:
         self.around = ModuleCallWrapper(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if self._running or self._engine.surgery:  # or its parameters are plain already
+        if self._running or self._engine.materializing:  # or its parameters are plain already
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
         engine.touch(self._records)
@@ -121,7 +121,7 @@ def refuse_compiled(model: nn.Module) -> None:
     if is_compiled(model):
         name = type(getattr(model, "_orig_mod", model)).__name__
         raise UnsupportedParameter(
-            f"this {name} is compiled as a whole, so all of it would be fetched at once: {REMEDY}"
+            f"this {name} is compiled as a whole, so all of it would be fetched at once: {SUGGESTION}"
         )
 
 

@@ -55,7 +55,7 @@ class Engine:
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
-        self.still = store.still
+        self.resident = store.resident
         """Nothing ever moves."""
         self.loss_scale = loss_scale
         self.constant_bytes = constant_bytes
@@ -67,7 +67,7 @@ class Engine:
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners, self.passes.count)
-        self.activations = ActivationSlots(store, counters, self.passes.tide)
+        self.activations = ActivationSlots(store, counters, self.passes.nonmodel)
         """Where activations wait in the host's memory."""
         self.tables = HostTables(
             self.passes,
@@ -87,7 +87,7 @@ class Engine:
         """The owner of the hooks."""
         self.released = False
         """Nobody may use it any more."""
-        self.surgery = False
+        self.materializing = False
         """Parameters are ordinary ones for a while; nothing may be trained."""
         self.half_loaded = ""
         """What failed amid replacing values; nothing may be trained until it has been done."""
@@ -138,7 +138,7 @@ class Engine:
         """Note whose memory a call gave away; in backward, only what shows memory as such."""
         always = function in OPENING
         if always or torch._C._current_graph_task_id() == -1:
-            with self.passes.tide.paused():
+            with self.passes.nonmodel.paused():
                 for record in records:
                     if record.bound is not None and (always or record.bound.aliased):
                         self.residency.exposed.add(record)
@@ -194,7 +194,7 @@ class Engine:
 
     def mark_materialized(self, *, on: bool) -> None:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
-        self.surgery = on
+        self.materializing = on
         self._note_refusals()
 
     def mark_half_loaded(self, what: str) -> None:
@@ -208,7 +208,7 @@ class Engine:
         self._note_refusals()
 
     def _note_refusals(self) -> None:
-        self._refuses = self.released or self.surgery or bool(self.half_loaded) or self.store.file is not None
+        self._refuses = self.released or self.materializing or bool(self.half_loaded) or self.store.file is not None
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
         """Return a copy for a state dict that is being made; None: none is."""
@@ -262,7 +262,7 @@ class Engine:
             self.check_usable()
         passes = self.passes
         passes.attach()
-        if self.still:
+        if self.resident:
             self._touch_resident(records)
             return
         moment = passes.moment
@@ -303,7 +303,7 @@ class Engine:
                 self.arrive(record, gradient)
             return
         in_moment = passes.moment in (group.last_read_moment, group.last_grad_moment)
-        if not (self.still or group.fixed_tier is not None or in_moment):
+        if not (self.resident or group.fixed_tier is not None or in_moment):
             passes.begin_moment([], [group])
         group.last_grad_moment = passes.moment
         if not passes.place_gradient(record, gradient):
@@ -322,7 +322,7 @@ class Engine:
             self.store.check_process()
         if self.released:
             self._check_kept()
-        if self.surgery:
+        if self.materializing:
             raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
         if self.half_loaded and not loading:
             raise InvalidInput(
@@ -348,9 +348,9 @@ class Engine:
         if torch.is_grad_enabled():
             self.saved.push()
 
-    def leave(self) -> None:
+    def end_root_forward(self) -> None:
         """End the root module's forward; interrupts are deferred meanwhile."""
-        self.passes.leave_forward()
+        self.passes.end_forward()
 
     @defer_interrupts
     def finish_pass(self) -> None:
@@ -398,7 +398,7 @@ class Engine:
             self.tables.forget()
         moment = self.passes.current
         found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
-        if moment is None or moment.backward or self.still or found:
+        if moment is None or moment.backward or self.resident or found:
             self.finish_pass()  # else a forward pass is on, whose gradients are still to come
         with torch.no_grad():
             found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
@@ -424,7 +424,7 @@ class Engine:
         if self.together is not None:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        if self.gradients.unplanned_sums:
+        if self.gradients.unplanned_sums or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:
@@ -474,14 +474,14 @@ def accept_gradient(parameter: ManagedParameter) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
-    record, keeper = parameter._record, parameter._keeper
-    assert isinstance(keeper, Engine), "engines are the only keepers"
+    record, owner = parameter._record, parameter._owner
+    assert isinstance(owner, Engine), "engines are the only keepers"
     if gradient is None:
-        keeper.tables.deliver(record)
+        owner.tables.deliver(record)
     elif record.trainable:
         if gradient.requires_grad:
             raise graph_of_gradient(record.name)
-        keeper.arrive(record, gradient)
+        owner.arrive(record, gradient)
     else:
         record.dropped = True
 

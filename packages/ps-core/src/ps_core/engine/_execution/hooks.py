@@ -121,7 +121,7 @@ class ModelHooks:
                     self.engine.forget_version(record)
                     self.engine.residency.unbind(record)
                 if not forked:
-                    self._give_back(group)
+                    self._release_kept(group)
             self.engine.passes.stop_counting()  # the last backward pass may have left its mode on
             if self.engine.passes.recording is not None:
                 uninstall()
@@ -155,7 +155,7 @@ class ModelHooks:
         try:
             self._enter()
             result = self._call(call, args, kwargs)
-            self._leave(depth)
+            self._end_forward(depth)
         except BaseException:
             self._break_off(depth)
             raise
@@ -167,10 +167,10 @@ class ModelHooks:
         self.engine.enter()
 
     @defer_interrupts
-    def _leave(self, depth: int) -> None:
+    def _end_forward(self, depth: int) -> None:
         self._running = False
         self.engine.saved.pop_to(depth)
-        self.engine.leave()
+        self.engine.end_root_forward()
 
     @defer_interrupts
     def _break_off(self, depth: int) -> None:
@@ -252,13 +252,13 @@ class ModelHooks:
                 value = plain_value(record, engine.read)
                 engine.residency.unbind(record)
                 unmanage(record.parameter, value)
-            self._give_back(group)
+            self._release_kept(group)
         model = self._model()
         if model is not None:
             move_unmanaged(model, torch.device("cpu"))
         engine.store.close()
 
-    def _give_back(self, group: ParamGroup) -> None:
+    def _release_kept(self, group: ParamGroup) -> None:
         """A group's memory is not needed any more."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
@@ -328,8 +328,8 @@ def hooks_of(model: nn.Module) -> ModelHooks:
         raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
     for parameter in model.parameters():
         if isinstance(parameter, ManagedParameter):
-            keeper = parameter._keeper
-            assert isinstance(keeper, Engine), "engines are the only keepers"
-            if isinstance(keeper.management, ModelHooks):
-                return keeper.management
+            owner = parameter._owner
+            assert isinstance(owner, Engine), "engines are the only keepers"
+            if isinstance(owner.management, ModelHooks):
+                return owner.management
     raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")

@@ -107,7 +107,7 @@ class _Managed:
         self._engine.tables.gain(self._record, ids, gradient, padding)
 
 
-class _Foreseen:
+class _TracedTable:
     """The same in a fake pass: on the accelerator there are rows, and nothing of the table."""
 
     __slots__ = ("_dtype", "_width")
@@ -126,11 +126,11 @@ class _Foreseen:
 def _table_of(weight: Tensor) -> _Table | None:
     """Where the weight is a table on the host, while it is managed or foreseen."""
     if type(weight) is ManagedParameter:
-        keeper = weight._keeper
-        assert isinstance(keeper, Engine), "engines are the only keepers"
-        return _Managed(keeper, weight._record) if weight._record.group.on_host else None
+        owner = weight._owner
+        assert isinstance(owner, Engine), "engines are the only keepers"
+        return _Managed(owner, weight._record) if weight._record.group.on_host else None
     kind: type[Any] = type(weight)  # a fake pass changes classes
-    return _Foreseen(weight) if kind is FakeParameter and getattr(weight, "_away", False) else None
+    return _TracedTable(weight) if kind is FakeParameter and getattr(weight, "_away", False) else None
 
 
 class _Lookup(Function):

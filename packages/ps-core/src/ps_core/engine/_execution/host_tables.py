@@ -56,7 +56,7 @@ class HostTables:
         self._check_usable()
         self._passes.attach()
         if record.contents is not SlotContents.WEIGHT:
-            with self._passes.tide.paused(), torch.no_grad():
+            with self._passes.nonmodel.paused(), torch.no_grad():
                 self._gradients.restore_weights(record.group)
         slot = record.group.weight_chunk.home
         self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
@@ -78,7 +78,7 @@ class HostTables:
                 "which autograd does not see: use nn.Embedding, or register_post_accumulate_grad_hook"
             )
         task = torch._C._current_graph_task_id()
-        with self._passes.tide.paused(), torch.no_grad():
+        with self._passes.nonmodel.paused(), torch.no_grad():
             rows = gradient.to("cpu")
             whole = torch.ops.aten.embedding_dense_backward(rows, ids, record.shape[0], padding, False)
             before = self.pending.get(record)
@@ -92,7 +92,7 @@ class HostTables:
         """All of this backward pass have come."""
         pending = self.pending.pop(record, None)
         if pending is not None and pending[0] == torch._C._current_graph_task_id():
-            with self._passes.tide.paused():
+            with self._passes.nonmodel.paused():
                 self._accept(record, pending[1])
 
     def forget(self) -> None:

@@ -28,6 +28,6 @@ _ROOMY = 0.9
 """Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
 
 
-def emulated_on(homes_bytes: int, tide_bytes: int, capacity_bytes: int) -> Machine:
+def emulated_on(homes_bytes: int, nonmodel_bytes: int, capacity_bytes: int) -> Machine:
     """What a plan is made for that has all of these homes and this tide on a device, or not room enough for them."""
-    return ONE_THREAD if homes_bytes + tide_bytes <= _ROOMY * capacity_bytes else SMALL_COMPUTER
+    return ONE_THREAD if homes_bytes + nonmodel_bytes <= _ROOMY * capacity_bytes else SMALL_COMPUTER

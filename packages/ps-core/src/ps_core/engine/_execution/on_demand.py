@@ -83,8 +83,8 @@ class OnDemandDriver:
         make_room(lambda: cache and has_room(self._store, sizes, nonmodel_bytes=nonmodel), evict_next)
         total = self._store.ledger.used_bytes[0] + sum(sizes) + self._store.ledger.nonmodel_bytes
         if total > capacity:
-            groups, tide = self._residency.groups, self._store.ledger.nonmodel_bytes
-            raise compute_tier_too_small(self._store, groups, name, total, tide, proven=True)
+            groups, nonmodel = self._residency.groups, self._store.ledger.nonmodel_bytes
+            raise compute_tier_too_small(self._store, groups, name, total, nonmodel, proven=True)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Return False: gradients go where they go by themselves."""

@@ -46,12 +46,12 @@ class PassTracker:
         self._record_of = {record.index: record for record in records}
         self._counters = counters
         self._constant_bytes = constant_bytes
-        self._still = self._store.still
+        self._resident = self._store.resident
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
-        self.tide = self._store.device.nonmodel_bytes()
+        self.nonmodel = self._store.device.nonmodel_bytes()
         self.demand = parts.demand
         self.driver: PassDriver = self.demand
         self.scheduler = scheduler
@@ -88,14 +88,14 @@ class PassTracker:
     def stop_counting(self) -> None:
         """Stop counting non-model bytes; see `TensorBytesTracker.stop` for where this has to be done again later."""
         if self.counting:
-            off = self.tide.stop()
+            off = self.nonmodel.stop()
             self.counting = not off or torch._C._current_graph_task_id() != -1
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count it among non-model bytes, although no operator was seen to make it."""
         watched = self.tracked and self.recording is not None
         if watched and tensor.untyped_storage()._cdata not in self._residency.owners:
-            self.tide.count(tensor)
+            self.nonmodel.count(tensor)
 
     # The root module's forward.
 
@@ -113,7 +113,7 @@ class PassTracker:
             if unfinished or not _has_saved(self._records):
                 self.finish()
                 for tensor in tensors_of(inputs):
-                    self.tide.forget(tensor)
+                    self.nonmodel.forget(tensor)
 
     def enter_forward(self) -> None:
         """Begin the root module's forward; what is left open was ended by `end_open`."""
@@ -128,7 +128,7 @@ class PassTracker:
         """Note that an exception ended the root module's forward."""
         self.outside = True
 
-    def leave_forward(self) -> None:
+    def end_forward(self) -> None:
         """End the root module's forward."""
         self.outside = True
         within_backward = torch._C._current_graph_task_id() != -1
@@ -185,7 +185,7 @@ class PassTracker:
         self.moment += 1
         with torch.no_grad():
             if self.counting:
-                with self.tide.paused():
+                with self.nonmodel.paused():
                     self._drive(records, gains, moment.name)
             else:
                 self._drive(records, gains, moment.name)
@@ -223,7 +223,7 @@ class PassTracker:
             finally:
                 self.demand.adopt(self._groups)
                 self.counting = True
-                self.tide.start()
+                self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
         """End the moment that is on; return the parameters with live aliases. ``strict``: keep to the budget."""
@@ -252,7 +252,7 @@ class PassTracker:
 
     def _check_budget(self, moment: MomentRecord, *, strict: bool) -> None:
         """Measure what a moment took of the compute tier. Where that is too much, leave the plan, or raise."""
-        needed = self._measure_tide(moment)
+        needed = self._measure_nonmodel(moment)
         over = needed - self._store.tiers[0].capacity_bytes
         if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
             if not isinstance(self.driver, PlanDriver):
@@ -261,20 +261,20 @@ class PassTracker:
                 self.recording.overrun = True
             self._diverge(Diverged(f"{moment.name} takes more than was planned"))
 
-    def _measure_tide(self, moment: MomentRecord) -> int:
+    def _measure_nonmodel(self, moment: MomentRecord) -> int:
         """The most that the moment took of the compute tier."""
-        peak = self.tide.take_peak()
+        peak = self.nonmodel.take_peak()
         moment.nonmodel_bytes = max(moment.nonmodel_bytes, peak)
         store = self._store
         store.ledger.end_moment(peak + self._constant_bytes, backward=moment.backward)
         needed = (
             store.held_bytes if isinstance(self.driver, PlanDriver) else store.ledger.used_bytes[0]
         ) + store.ledger.nonmodel_bytes
-        store.ledger.set_nonmodel(self.tide.current_bytes + self._constant_bytes)
+        store.ledger.set_nonmodel(self.nonmodel.current_bytes + self._constant_bytes)
         return needed
 
     def _too_large(self, moment: MomentRecord, needed: int) -> DoesNotFit:
-        if self._still:
+        if self._resident:
             return everything_too_large(self._store, self._groups, needed, so_far=True)
         nonmodel_bytes = moment.nonmodel_bytes
         return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
@@ -288,20 +288,20 @@ class PassTracker:
             raise changed_in_place(record.name)
         install()
         self._store.ledger.note_left_over(0)
-        if self.broke_off and self.tide.current_bytes:
+        if self.broke_off and self.nonmodel.current_bytes:
             _free_broken_pass()
-            self._store.ledger.note_left_over(self.tide.current_bytes)
+            self._store.ledger.note_left_over(self.nonmodel.current_bytes)
         training = backward or torch.is_grad_enabled()
         self.recording = PassRecording(regular=not backward, training=training)
-        self.driver = self.demand if backward and not self._still else self.scheduler.driver_for_pass(training)
+        self.driver = self.demand if backward and not self._resident else self.scheduler.driver_for_pass(training)
         self.current = None
-        if self._still:
+        if self._resident:
             self.current = MomentRecord(False, (), (), name="a pass")
             self.recording.moments.append(self.current)
         if self.tracked:
             self.counting = True
-            self.tide.start()
-            self.tide.take_peak()
+            self.nonmodel.start()
+            self.nonmodel.take_peak()
 
     @defer_interrupts
     def _backward_done(self) -> None:
@@ -312,7 +312,7 @@ class PassTracker:
             for record in self._gradients.pending_overwrites() if self._gradients.pending else ():
                 if record.busy:
                     continue
-                if not self._still and self.moment not in (
+                if not self._resident and self.moment not in (
                     record.group.last_read_moment,
                     record.group.last_grad_moment,
                 ):

@@ -85,8 +85,8 @@ class PlanRequest:
             return group_too_large(store, groups, tier, error, error.needed_bytes + kept[tier])
         if error.tier != store.tiers[0].name:
             return everything_too_large(store, groups, error.needed_bytes + sum(kept))
-        tide, needed = trace.peak_nonmodel_bytes, error.needed_bytes + kept[0]
-        return compute_tier_too_small(store, groups, error.moment, needed, tide, proven=error.proven, whole=True)
+        nonmodel, needed = trace.peak_nonmodel_bytes, error.needed_bytes + kept[0]
+        return compute_tier_too_small(store, groups, error.moment, needed, nonmodel, proven=error.proven, whole=True)
 
     def _tiers(self) -> tuple[Tier, ...]:
         """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""

@@ -136,7 +136,7 @@ class PlanScheduler:
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self.maybe_replan()
-        elif not (self._tried or self._engine.still) and torch.is_grad_enabled():
+        elif not (self._tried or self._engine.resident) and torch.is_grad_enabled():
             if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
                 self._foresee(module, args, kwargs)
             self._tried = True  # now: who interrupted it may want it at the next attempt
@@ -192,7 +192,7 @@ class PlanScheduler:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._plan
         self._served, self._batch = self._batch, None
-        if engine.still:
+        if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
         demand = engine.passes.demand
         if plan is None:
@@ -276,7 +276,7 @@ class PlanScheduler:
             self._engine.store.ledger.note_foreseen(0)
         if batch is None:
             return
-        if self._engine.still:
+        if self._engine.resident:
             if self._engine.passes.tracked and recording.training is self._setup.training:
                 self._measured = not recording.training or self._passes_of_step >= self._setup.accumulate
                 self._planned_for = batch

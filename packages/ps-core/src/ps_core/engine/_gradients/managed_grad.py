@@ -26,7 +26,7 @@ MEMORY = frozenset(
     | {"__array__", "__dlpack__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
 )
 
-REMEDY = (
+SUGGESTION = (
     "clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ (norm_type=2); in place of an optimizer of "
     "torch.optim step the one that chunked(model, AdamW(...)) returns; or release(model) to work on plain gradients"
 )
@@ -71,10 +71,10 @@ class ManagedGrad(torch.Tensor):
             self._refuse("an operation, after it was forgotten or stepped,")
         self._gradients.scale_gradient(self._record, factor)
 
-    def _refuse(self, what: str, remedy: str = REMEDY) -> NoReturn:
+    def _refuse(self, what: str, suggestion: str = SUGGESTION) -> NoReturn:
         raise InvalidInput(
             f"{what} on the gradient of {self._record.name!r}: it is in a chunk, and here it has a norm and can be "
-            f"multiplied by a number, no more; {remedy}"
+            f"multiplied by a number, no more; {suggestion}"
         )
 
     # Any: torch passes whatever the caller did.

@@ -58,7 +58,7 @@ class GradientStore:
         self._residency = residency
         self._store = residency.store
         self._overwrites = overwrites
-        self._one_tier = residency.store.still
+        self._one_tier = residency.store.resident
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients go over their weights later; some may have gone elsewhere since."""
         self.unplanned_sums = False

@@ -43,8 +43,8 @@ class OffloadedActivation:
 class ActivationSlots:
     """The slots of one engine; see [Note: offloaded activations]."""
 
-    def __init__(self, store: TierStore, watcher: TransferObserver, tide: NonModelBytes) -> None:
-        self._store, self._watcher, self._tide = store, watcher, tide
+    def __init__(self, store: TierStore, watcher: TransferObserver, nonmodel: NonModelBytes) -> None:
+        self._store, self._watcher, self._nonmodel = store, watcher, nonmodel
         self._returned: deque[Slot] = deque()
         """Slots whose activations are gone; destructors append at any time, also while this code runs."""
         self._free: list[Slot] = []
@@ -66,7 +66,7 @@ class ActivationSlots:
     def offload(self, tensor: torch.Tensor) -> OffloadedActivation:
         """Launch a copy of a contiguous tensor to the host; the tensor must live until `finish_offloads`."""
         device, size = self._store.device, tensor.nbytes
-        with self._tide.paused(), torch.no_grad():
+        with self._nonmodel.paused(), torch.no_grad():
             slot = self._slot(align_up(size))
             for queue in (Queue.COMPUTE, Queue.H2D):
                 device.wait(Queue.D2H, device.record(queue))
@@ -77,22 +77,22 @@ class ActivationSlots:
     @defer_interrupts
     def finish_offloads(self) -> None:
         """Have the compute queue wait for all copies to the host: the tensors' memory may be used again then."""
-        self._let_compute_wait(Queue.D2H, "after activations left")
+        self._make_compute_wait(Queue.D2H, "after activations left")
 
     @defer_interrupts
     def restore(self, away: OffloadedActivation) -> torch.Tensor:
         """Copy an activation back into new memory of the device."""
         device = self._store.device
         tensor = torch.empty(away.shape, dtype=away.dtype, device=device.torch_device)
-        with self._tide.paused(), torch.no_grad():
+        with self._nonmodel.paused(), torch.no_grad():
             for queue in (Queue.COMPUTE, Queue.D2H):
                 device.wait(Queue.H2D, device.record(queue))
             device.copy(Queue.H2D, _bytes_of(tensor), away.slot.memory[: tensor.nbytes])
-            self._let_compute_wait(Queue.H2D, "with activations back")
+            self._make_compute_wait(Queue.H2D, "with activations back")
         self._watcher.moved(_HOST, _DEVICE, tensor.nbytes)
         return tensor
 
-    def _let_compute_wait(self, queue: Queue, what: str) -> None:
+    def _make_compute_wait(self, queue: Queue, what: str) -> None:
         device = self._store.device
         device.wait(Queue.COMPUTE, device.record(queue))
         device.work(Queue.COMPUTE, what, (), ())

@@ -44,7 +44,7 @@ class TierStore:
         """Queues on which work may be under way."""
         self.tiers = tiers
         self.given = given or UserLimits()
-        self.still = len(tiers) == 1 and not shared
+        self.resident = len(tiers) == 1 and not shared
         """True if nothing ever moves: parameters are bound to home slots."""
         self.poison = poison
         self.ledger = ByteLedger(len(tiers))

@@ -103,7 +103,7 @@ class ManagedParameter(nn.Parameter):
     """A parameter whose memory comes and goes."""
 
     _record: ParamState
-    _keeper: ParameterOwner
+    _owner: ParameterOwner
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class ManagedParameter(nn.Parameter):
                 return special(first, func, args, kwargs)
         if changes_in_place(func):
             for target in managed((args[0],) if args else kwargs.values()):
-                return target._keeper.overwrite(target._record, func, args)
+                return target._owner.overwrite(target._record, func, args)
         return _call(found, func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -141,8 +141,8 @@ class ManagedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickled", "save model.state_dict(), or release(model) first")
 
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
-        raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {remedy}")
+    def _refuse(self, what: str, suggestion: str) -> NoReturn:
+        raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {suggestion}")
 
 
 def managed(values: Iterable[Any]) -> list[ManagedParameter]:
@@ -182,22 +182,22 @@ def changes_in_place(func: Function) -> bool:
 
 
 def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
-    keeper, records = found[0]._keeper, []
+    owner, records = found[0]._owner, []
     for parameter in found:
-        if parameter._keeper is not keeper:
+        if parameter._owner is not owner:
             return _call_of_several(found, func, args, kwargs)
         records.append(parameter._record)
-    return keeper.call(records, func, args, kwargs)
+    return owner.call(records, func, args, kwargs)
 
 
 def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
     """The same with parameters of more than one engine."""
     keepers: dict[ParameterOwner, list[ParamState]] = {}
     for parameter in found:
-        keepers.setdefault(parameter._keeper, []).append(parameter._record)
+        keepers.setdefault(parameter._owner, []).append(parameter._record)
     inner, *others = keepers.items()
-    for keeper, records in others:
-        func = _brought_by(keeper, records, func)
+    for owner, records in others:
+        func = _brought_by(owner, records, func)
     return inner[0].call(inner[1], func, args, kwargs)
 
 
@@ -214,9 +214,9 @@ def _as_edges(values: Any) -> list[Any]:
         ]
 
 
-def _brought_by(keeper: ParameterOwner, records: list[ParamState], func: Function) -> Function:
+def _brought_by(owner: ParameterOwner, records: list[ParamState], func: Function) -> Function:
     """The function, calling which makes another engine bring its own parameters in as well."""
-    return lambda *args, **kwargs: keeper.call(records, func, args, kwargs)
+    return lambda *args, **kwargs: owner.call(records, func, args, kwargs)
 
 
 # Functions that the engine answers itself.
@@ -225,11 +225,11 @@ def _brought_by(keeper: ParameterOwner, records: list[ParamState], func: Functio
 def _get_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
     if parameter._record.dropped and sys._getframe(2).f_code.co_name == "zero_grad":
         parameter._record.dropped = False  # whoever asks is about to forget it
-    return parameter._keeper.get_gradient(parameter._record)
+    return parameter._owner.get_gradient(parameter._record)
 
 
 def _set_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
-    parameter._keeper.set_gradient(parameter._record, args[1] if len(args) > 1 else None)
+    parameter._owner.set_gradient(parameter._record, args[1] if len(args) > 1 else None)
 
 
 def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any)
             "made into another parameter, as parametrizations do it",
             "release(model), register what is to be registered, and call chunked again",
         )
-    copy = parameter._keeper.detached(parameter._record)
+    copy = parameter._owner.detached(parameter._record)
     return _call([parameter], func, args, kwargs) if copy is None else copy
 
 
@@ -307,7 +307,7 @@ def unmanage(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Make a managed parameter an ordinary one for good, with this value."""
     assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"
     make_plain(parameter)
-    del parameter._record, parameter._keeper
+    del parameter._record, parameter._owner
     set_data(parameter, value)
 
 

@@ -143,20 +143,20 @@ def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset:
 
 
 def copy_in_values(
-    records: dict[str, ParamState], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], keeper: Any
+    records: dict[str, ParamState], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], owner: Any
 ) -> None:
     """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
     for name, parameter, value in values:
         record = records.get(name)
         if record is not None:
-            _write(record, value, keeper)
+            _write(record, value, owner)
             del value
-            record.live_on(keeper.store.device.torch_device)
-            adopt(record, parameter, keeper)
+            record.live_on(owner.store.device.torch_device)
+            adopt(record, parameter, owner)
 
 
 @defer_interrupts_installing
-def _write(record: ParamState, value: torch.Tensor, keeper: Any) -> None:
+def _write(record: ParamState, value: torch.Tensor, owner: Any) -> None:
     group = record.group
     for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
         chunk, dtype = group.chunks[kind], group.dtype_of(kind)
@@ -165,16 +165,16 @@ def _write(record: ParamState, value: torch.Tensor, keeper: Any) -> None:
         else:
             flat = torch.empty(record.numel, dtype=dtype)
             flat.as_strided(record.shape, record.stride).copy_(value)
-            keeper.residency.replace(record, kind, flat)
+            owner.residency.replace(record, kind, flat)
 
 
 @defer_interrupts_installing
-def adopt(record: ParamState, parameter: nn.Parameter, keeper: Any) -> None:
+def adopt(record: ParamState, parameter: nn.Parameter, owner: Any) -> None:
     """Let a plain parameter be a managed one."""
     clear_grad(parameter)
     set_data(parameter, record.placeholder)
     parameter.__class__ = ManagedParameter
     assert isinstance(parameter, ManagedParameter), "its class has just been changed"
-    parameter._record, parameter._keeper = record, keeper
+    parameter._record, parameter._owner = record, owner
     record.parameter = parameter
     record.counted_version = version_of(parameter)

@@ -20,7 +20,7 @@ from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 _MODULES_OWN = vars(nn.Module()).keys()
 """Attributes that every module has; of these only buffers hold tensors that matter here."""
-_REMEDY = (
+_SUGGESTION = (
     "before chunked(...), share the Parameter itself (`a.weight = b.weight`), make the tensor a property that is "
     "computed from the parameter when it is read, or give it memory of its own (.clone())"
 )
@@ -74,7 +74,7 @@ def tied_by_memory(names: list[str], why: str) -> UnsupportedParameter:
 def _refused(what: str, other: _Named) -> UnsupportedParameter:
     return UnsupportedParameter(
         f"{what} shares memory with the parameter {other.name!r}, and would keep old values when training moves and "
-        f"changes {other.name!r}: {_REMEDY}"
+        f"changes {other.name!r}: {_SUGGESTION}"
     )
 
 

@@ -154,7 +154,7 @@ class CollectiveOrder:
         step.ready = self._ordering.ready()
         step.pending = self._together.start(partial(self._carry_out, step, self._round))
 
-    def leave(self, position: int) -> None:
+    def skip_gather(self, position: int) -> None:
         """Skip the gather at a position: the group was gathered out of order."""
         with self._lock:
             self._wants &= ~(1 << position)
@@ -200,11 +200,11 @@ class CollectiveOrder:
         with self._lock:
             self.known.ended = True
 
-    def settled(self, group: ParamGroup) -> bool:
+    def final(self, group: ParamGroup) -> bool:
         """True if no further gradients of the group can come on this rank."""
-        return bool(self._settled() >> group.index & 1)
+        return bool(self._final() >> group.index & 1)
 
-    def _settled(self) -> int:
+    def _final(self) -> int:
         known = self.known
         if known.ended:
             return (1 << self._groups) - 1
@@ -219,7 +219,7 @@ class CollectiveOrder:
             if kind is ProposalKind.FOLLOW:
                 arg = min(self.prepared, self.position + WINDOW)
                 wants = self._wants >> self.position & ((1 << WINDOW) - 1)
-            return Proposal(kind, arg, wants, known.staged, self._settled(), known.tensors, room, self.backward)
+            return Proposal(kind, arg, wants, known.staged, self._final(), known.tensors, room, self.backward)
 
     def _exchange(self, session: CollectiveSession, proposal: Proposal) -> tuple[Decision, list[Proposal]]:
         text = proposal.pack(self._groups, self._tensors)

@@ -187,7 +187,7 @@ class ShardedDriver(OnDemandDriver):
         collective, mine = self._order.schedule[position]
         group = self._shards.groups[collective.group]
         if collective.kind is ProposalKind.SUM:
-            if not self._order.settled(group):
+            if not self._order.final(group):
                 return None
             step = self._make_sum(group, position)
         else:

@@ -105,7 +105,7 @@ class InFlightCollectives:
             assert step.position is not None, "it waits for its place in the schedule"
             self.ahead.pop(step.group, None)
             step.group.weight_chunk.drop_copy(0)
-            self._order.leave(step.position)
+            self._order.skip_gather(step.position)
             slots = (step.slot,)
             step.whole = step.slot = None
             self.offer(step)

@@ -20,7 +20,7 @@ from ps_core.engine._sharding.schedule import (
     Proposal,
     ProposalKind,
     holders,
-    is_settled,
+    is_final,
 )
 
 
@@ -65,7 +65,7 @@ class Negotiator:
     def run_decision(self, decision: Decision, proposals: Sequence[Proposal]) -> None:
         """Run a collective out of order; those that were passed over come after it."""
         group = self._shards.groups[decision.arg]
-        if decision.kind is ProposalKind.SUM and not is_settled(proposals, decision.arg):
+        if decision.kind is ProposalKind.SUM and not is_final(proposals, decision.arg):
             self._order.send(ProposalKind.READY).wait()
             _, proposals = self._order.pop_decision()
         collective, left = Collective(decision.kind, decision.arg), list(self._in_flight.under_way)
@@ -110,7 +110,7 @@ class Negotiator:
         old.slots = ()
         if old.collective.kind is ProposalKind.GATHER:
             assert old.position is not None, "only such are left"
-            self._order.leave(old.position)
+            self._order.skip_gather(old.position)
             self._in_flight.ahead[old.group] = step
             self._in_flight.offer(old)
         else:

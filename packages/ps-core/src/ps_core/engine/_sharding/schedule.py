@@ -59,7 +59,7 @@ class Proposal:
     """FOLLOW: the gathers it will use, counted from the position that all are at."""
     staged: int = 0
     """Groups of which it has gradients that were not summed yet."""
-    settled: int = 0
+    final: int = 0
     """Groups of which no more will come than it has."""
     tensors: int = 0
     """The tensors whose gradients these are."""
@@ -70,7 +70,7 @@ class Proposal:
 
     def pack(self, groups: int, tensors: int) -> bytes:
         """As bytes, as many from each process."""
-        masks = ((self.staged, groups), (self.settled, groups), (self.tensors, tensors))
+        masks = ((self.staged, groups), (self.final, groups), (self.tensors, tensors))
         head = struct.pack(_HEAD, self.kind, self.room, self.backward, self.arg, self.wants)
         return head + b"".join(mask.to_bytes(_bytes(count), "little") for mask, count in masks)
 
@@ -82,8 +82,8 @@ class Proposal:
         for count in (groups, groups, tensors):
             masks.append(int.from_bytes(text[start : start + _bytes(count)], "little"))
             start += _bytes(count)
-        staged, settled, present = masks
-        return cls(ProposalKind(kind), arg, wants, staged, settled, present, room, backward)
+        staged, final, present = masks
+        return cls(ProposalKind(kind), arg, wants, staged, final, present, room, backward)
 
 
 def _bytes(bits: int) -> int:
@@ -115,11 +115,11 @@ def choose(proposals: Sequence[Proposal], ahead: int) -> Decision:
         ProposalKind.READY,
     ):
         return Decision(proposals[0].kind)
-    staged, settled = 0, -1
+    staged, final = 0, -1
     for proposal in proposals:
         staged |= proposal.staged
-        settled &= -1 if proposal.kind is ProposalKind.END else proposal.settled
-    due = staged & settled & ~ahead
+        final &= -1 if proposal.kind is ProposalKind.END else proposal.final
+    due = staged & final & ~ahead
     if due:
         return Decision(ProposalKind.SUM, _lowest(due))
     for kind in (ProposalKind.SUM, ProposalKind.GATHER):
@@ -136,9 +136,9 @@ def _behind(proposal: Proposal) -> tuple[bool, int]:
     return proposal.backward, -proposal.arg if proposal.backward else proposal.arg
 
 
-def is_settled(proposals: Sequence[Proposal], group: int) -> bool:
+def is_final(proposals: Sequence[Proposal], group: int) -> bool:
     """Return True if no rank expects further gradients of a group."""
-    return all(proposal.kind is ProposalKind.END or proposal.settled >> group & 1 for proposal in proposals)
+    return all(proposal.kind is ProposalKind.END or proposal.final >> group & 1 for proposal in proposals)
 
 
 def _lowest(mask: int) -> int:

@@ -171,7 +171,7 @@ def _traced(
             tokens=_tokens(*given),
         )
     finally:
-        isolation.leave()
+        isolation.restore()
         made += () if recorder is None else recorder.release()
         for module in () if copied is None else list(copied.modules()):
             vars(module).clear()  # its hooks may refer to it, and it is not to wait for the garbage collector

@@ -62,7 +62,7 @@ class Isolation:
         self._exits.callback(tracker.stop)
         tracker.start()
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Put everything back; do nothing where `enter` was not called."""
         self._exits.close()
 

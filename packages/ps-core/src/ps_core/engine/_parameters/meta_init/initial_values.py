@@ -35,7 +35,7 @@ def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
             seen.add(id(parameter))
             full = f"{prefix}.{name}" if prefix else name
             if parameter.is_meta:
-                _make_real(full, parameter, values.take(parameter), module)
+                _make_real(full, parameter, values.initial_value(parameter), module)
             yield full, parameter, parameter.detach()
         for tensors in (module._buffers, vars(module)):
             values.fill(tensors)
@@ -52,7 +52,7 @@ class _Values:
         self._replay.expect(each for each in rehearsal.sources.values() if isinstance(each, ViewSpec))
         self._filled: dict[int, Tensor] = {}
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def initial_value(self, tensor: Tensor) -> Tensor:
         """The value of a tensor without memory; once."""
         source = self._sources[id(tensor)]
         return self._replay.value(source) if isinstance(source, ViewSpec) else source.detach().clone()
@@ -62,7 +62,7 @@ class _Values:
         for name, tensor in list(tensors.items()):
             if isinstance(tensor, Tensor) and tensor.is_meta and not isinstance(tensor, nn.Parameter):
                 if id(tensor) not in self._filled:
-                    self._filled[id(tensor)] = self.take(tensor)
+                    self._filled[id(tensor)] = self.initial_value(tensor)
                 tensors[name] = self._filled[id(tensor)]
 
     def finish(self) -> None:

@@ -39,7 +39,7 @@ STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 """Their layers are copies of one."""
 BUILT_OTHERWISE = (nn.AdaptiveLogSoftmaxWithLoss,)
 """Their constructors do not call their initialisers."""
-REMEDY = "give the module a reset_parameters() that fills it, or build the module on the CPU"
+SUGGESTION = "give the module a reset_parameters() that fills it, or build the module on the CPU"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -65,7 +65,7 @@ class ConstructorRecorder:
             before.pop(each, None)  # built again just as it was
         for name, tensor in tensors_of(model):
             if tensor.is_meta:
-                self._settle(name, tensor)
+                self._check_filled(name, tensor)
         self._warn_of_changes(model, before)
 
     def _refuse_lazy(self, model: nn.Module) -> None:
@@ -91,12 +91,12 @@ class ConstructorRecorder:
                 stacklevel=2,
             )
 
-    def _settle(self, name: str, tensor: Tensor) -> None:
+    def _check_filled(self, name: str, tensor: Tensor) -> None:
         self._alive.append(tensor)
         source = self.sources.setdefault(id(tensor), place_of(tensor))
         if isinstance(source, ViewSpec) and not self.tape.contents.is_complete(source):
             what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
-            raise UnsupportedParameter(f"the {what} {name!r} is on meta and nothing initialises it: {REMEDY}")
+            raise UnsupportedParameter(f"the {what} {name!r} is on meta and nothing initialises it: {SUGGESTION}")
 
     # ---- the walk ----
 
