@@ -288,7 +288,8 @@ def test_a_pass_without_backward_leaves_nothing(device: str) -> None:
         for _ in range(3):
             model(torch.ones(4, 32))
             model.linear.weight.norm()
-        assert [each() for each in results] == [None] * 3
+        assert len(results) == (3 if device == "cpu" else 4), "the fake pass calls forward, too"
+        assert not any(each() is not None for each in results)
         model(torch.ones(4, 32)).backward()
         finish(optimizer)
 
@@ -411,7 +412,7 @@ def test_small_gradients_are_put_together_in_pieces(precision: str, monkeypatch:
 
     peak, pieces = train()
     for module in (_gradients, _stepping):
-        monkeypatch.setattr(module, "BESIDE_NUMEL", 2**30)
+        monkeypatch.setattr(module, "CONCATENATED_NUMEL", 2**30)
     whole_peak, whole = train()
     assert peak <= 2 * 2**16 * 4 + 2**15 < 40 * 2**13 * 4 <= whole_peak
     assert all(torch.equal(value, whole[name]) for name, value in pieces.items())

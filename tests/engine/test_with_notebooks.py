@@ -36,6 +36,9 @@ def as_python_starts() -> Iterator[None]:
 class Interrupt(Fuse):
     """Ctrl-C, once, when it is lit."""
 
+    def __deepcopy__(self, memo: Any) -> Interrupt:
+        return self  # there is one, also where a model that it hooks is copied for a fake pass
+
     def burn(self, *_: Any) -> None:
         if self.lit:
             self.lit = False
@@ -223,7 +226,7 @@ def test_running_a_cell_again_releases_the_earlier_engine(device: str) -> None:
     finally:
         gc.enable()
     first = stores[0]()
-    assert first is None or first._arena is None
+    assert first is None or not first.arena._memory.numel()
     live = stores[-1]()
     assert any(live.ledger.used_bytes)
 

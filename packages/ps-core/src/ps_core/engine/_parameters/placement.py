@@ -139,7 +139,7 @@ def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset:
         store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
     chunk = Chunk(group.extent(kind), size, slot, planned=True)
     chunk.mark_written(slot)
-    group.chunks[kind] = chunk
+    group.add_chunk(kind, chunk)
 
 
 def copy_in_values(

@@ -219,6 +219,8 @@ class ParamGroup:
     tensors: list[ParamState] = field(default_factory=list)
     numel: int = 0
     chunks: dict[Kind, Chunk] = field(default_factory=dict)
+    weight_chunk: Chunk = field(init=False)
+    """The chunk that parameters are bound to: the weight's, or with several ranks the gathered one."""
     last_read_moment: int = -1
     """Serial number of the last moment that reads the group; -1: the next use begins a moment."""
     last_grad_moment: int = -1
@@ -265,10 +267,11 @@ class ParamGroup:
         start, stop = (min(max(each - first, 0), numel) for each in (span.start, span.stop))
         return slice(start, stop)
 
-    @property
-    def weight_chunk(self) -> Chunk:
-        """The chunk that parameters are bound to: the weight's, or with several ranks the gathered one."""
-        return self.chunks[Kind.FULL if self.gathered else self.weight]
+    def add_chunk(self, kind: Kind, chunk: Chunk) -> None:
+        """Store the chunk of one kind of this group's data."""
+        self.chunks[kind] = chunk
+        if kind is (Kind.FULL if self.gathered else self.weight):
+            self.weight_chunk = chunk
 
     def extent(self, kind: Kind) -> Extent:
         """Return the extent of one kind of this group."""

@@ -49,7 +49,7 @@ class ShardedResidency(Residency):
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
             nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
-            group.chunks[Kind.FULL] = Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True)
+            group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
 
     def note_forward(self, *, trains: bool) -> int:
         """Note that a forward pass begins; return how many of this pass wait for backward."""

@@ -30,6 +30,7 @@ def remove_leftovers(mode: FakeTensorMode, made: list[weakref.ref[torch.UntypedS
     gc.collect()
     if not _any_alive(made):
         return []
+    gc.unfreeze()  # or the search would pass by what `gc.freeze` has hidden
     found = [each for each in gc.get_objects() if issubclass(type(each), FakeTensor) and each.fake_mode is mode]
     return sorted({name for each in found for name in _remove(each, _DEPTH, {id(found)})})
 
