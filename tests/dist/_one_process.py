@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import ps_dist
 from ps_core._program import Kind
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.transitions import GradientPlace
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace
 
 Sums: TypeAlias = dict[ParamState, Tensor]
 Run: TypeAlias = Callable[[int], Any]

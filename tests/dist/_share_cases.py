@@ -16,7 +16,7 @@ from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._parameters.transitions import GradientPlace
+from ps_core.engine._parameters.state_transitions import GradientPlace
 
 
 class Both:

@@ -10,8 +10,8 @@ import torch
 import _cuda_cases as cases
 from _crew import Crew, crew
 from _zero_cases import Way
-from ps_core.engine._sharding import join as joining
-from ps_core.engine._sharding.join import shared_card_error
+from ps_core.engine._sharding import join_ranks as joining
+from ps_core.engine._sharding.join_ranks import shared_card_error
 from ps_dist._connect import _choose_card
 
 

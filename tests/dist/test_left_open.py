@@ -7,7 +7,7 @@ import torch
 from _threads import Together, run
 from ps_core.engine import release
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from test_rising import WIDTH, front
 
 

@@ -21,8 +21,8 @@ from ps_core._program import Kind
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._memory.store import TierStore
-from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._tracing.batch_shape import LargestBatch, batch_of
 
 LAYERS, WIDTH = 6, 64

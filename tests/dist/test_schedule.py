@@ -17,8 +17,8 @@ from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._sharding.driver import ShardedDriver
-from ps_core.engine._sharding.schedule import ProposalKind
+from ps_core.engine._sharding.collective_schedule import ProposalKind
+from ps_core.engine._sharding.sharded_driver import ShardedDriver
 
 WIDTH, EXPERTS = 8, 4
 FEW_ULPS = 16 * torch.finfo(torch.float32).eps

@@ -15,7 +15,7 @@ import _transport_choice_cases as cases
 from _crew import Crew, crew
 from ps_core import Budget, InvalidInput
 from ps_core.engine import _chunked, chunked
-from ps_core.engine._sharding import join as joining
+from ps_core.engine._sharding import join_ranks as joining
 from ps_dist import _process_groups, _transport
 from ps_dist._abandonable import AbandonableCall
 from ps_dist._mesh import Mesh

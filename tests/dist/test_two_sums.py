@@ -15,9 +15,9 @@ from _threads import Together, run
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, release
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collective_order import CollectiveOp
-from ps_core.engine._sharding.schedule import Collective, ProposalKind
+from ps_core.engine._sharding.collective_schedule import Collective, ProposalKind
 
 WIDTH, STEPS = 16, 3
 PATIENCE_S = 30.0

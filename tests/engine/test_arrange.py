@@ -15,8 +15,8 @@ from ps_core import Budget, Options
 from ps_core._plan import Held, Tier
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._execution.rehome import move_homes_to_plan
-from ps_core.engine._memory.slot import Chunk
+from ps_core.engine._execution.move_home_slots import move_homes_to_plan
+from ps_core.engine._memory.chunk import Chunk
 
 ROOM = 64 * 1024
 

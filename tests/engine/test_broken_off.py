@@ -11,9 +11,9 @@ import torch
 from _states import loss_of, masters_of, ours, stack
 from ps_core import SGD, AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution import instructions
+from ps_core.engine._execution import instruction_executor
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._execution.instructions import InstructionExecutor
+from ps_core.engine._execution.instruction_executor import InstructionExecutor
 from ps_core.engine._optim import on_demand_step
 from test_does_not_fit import Words
 from test_left_plans import CASES, STEPS, batch, expected, masters, passes
@@ -72,7 +72,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Once:
         plain(*args)
 
     monkeypatch.setattr(on_demand_step, "step_group", beside)
-    monkeypatch.setattr(instructions, "step_group", beside)
+    monkeypatch.setattr(instruction_executor, "step_group", beside)
     return once
 
 

@@ -14,12 +14,12 @@ import torch
 from ps_core._simulate.machine import MACHINES, machine_from_toml
 from ps_core._trace import Amounts
 from ps_core.engine import _calibrate
-from ps_core.engine._calibration import bandwidths, blocks, bookkeeping, caches, operators, probes
-from ps_core.engine._calibration.blocks import OnADevice, OnTheCpu, Timed, fit
+from ps_core.engine._calibration import bandwidths, bookkeeping, cpu_caches, operators, probes, transformer_blocks
 from ps_core.engine._calibration.bookkeeping import Bookkeeping, Told, divide
-from ps_core.engine._calibration.caches import Cache, last_cache, stack_size
+from ps_core.engine._calibration.cpu_caches import Cache, last_cache, stack_size
 from ps_core.engine._calibration.operators import Attended, Operators, Slow, attention
 from ps_core.engine._calibration.probes import BUSY, SPREAD, Probe, collect, steadiness
+from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu, Timed, fit
 
 
 def taking(times: Sequence[float], *, waited_s: float = 0.0, name: str = "work") -> Probe:
@@ -36,10 +36,10 @@ def test_every_figure_is_measured(
     monkeypatch.setattr(bandwidths, "_PARAMETERS", 2**16)
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 2**16)
     monkeypatch.setattr(bandwidths, "_DISK_BYTES", 2**20)
-    monkeypatch.setattr(blocks, "_TOKENS", 64)
-    monkeypatch.setattr(caches, "_FEWEST", 1)
-    monkeypatch.setattr(caches, "_MOST", 1)
-    monkeypatch.setattr(blocks, "_WIDTHS", (32, 64, 128))
+    monkeypatch.setattr(transformer_blocks, "_TOKENS", 64)
+    monkeypatch.setattr(cpu_caches, "_FEWEST", 1)
+    monkeypatch.setattr(cpu_caches, "_MOST", 1)
+    monkeypatch.setattr(transformer_blocks, "_WIDTHS", (32, 64, 128))
     monkeypatch.setattr(operators, "_TOKENS", 64)
     monkeypatch.setattr(operators, "_LENGTHS", (16, 64))
     monkeypatch.setattr(operators, "_BENT", (8, 64))
@@ -160,8 +160,8 @@ def test_tangents_are_the_difference_between_two_forms() -> None:
 def test_what_attention_is_timed_with_is_counted_as_blocks_are() -> None:
     """A block in eight heads of 64, recomputed: twice there, once back, as long and as many as the probes'."""
     length = operators._LENGTHS[0]
-    model = blocks.Blocks(1, 512)
-    counted, _ = blocks._counted(model, torch.zeros(operators._TOKENS // length, length, 512))
+    model = transformer_blocks.Blocks(1, 512)
+    counted, _ = transformer_blocks._counted(model, torch.zeros(operators._TOKENS // length, length, 512))
     queries = operators._HEADS * operators._TOKENS
     assert (counted.queries, counted.queries_backward) == (2 * queries, queries)
     assert counted.attention_flops == (2 + 2 + 5) * 2.0 * queries * length * operators._HEAD
@@ -192,7 +192,7 @@ def test_the_last_level_of_cache_is_found(tmp_path: Path) -> None:
 def test_an_unknown_cache_is_assumed(tmp_path: Path) -> None:
     (tmp_path / "index0").mkdir()  # without a word on its size
     for folder in (tmp_path, tmp_path / "none"):
-        assert last_cache(folder) == Cache(caches.DEFAULT_BYTES, known=False)
+        assert last_cache(folder) == Cache(cpu_caches.DEFAULT_BYTES, known=False)
         assert str(last_cache(folder)) == "a cache of 32 MiB (assumed)"
 
 
@@ -206,10 +206,10 @@ def test_stacks_are_twice_the_cache(block_bytes: int, cache_bytes: int, blocks_w
 
 def test_all_widths_have_as_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half as many where numbers are twice as long."""
-    monkeypatch.setattr(blocks, "_TOKENS", 8)
-    monkeypatch.setattr(blocks, "_WIDTHS", (8, 16, 64))
-    each = 2 * 4 * sum(parameter.numel() for parameter in blocks.Block(64, 1).parameters())
-    monkeypatch.setattr(blocks, "last_cache", lambda: Cache(3 * each, known=True))
+    monkeypatch.setattr(transformer_blocks, "_TOKENS", 8)
+    monkeypatch.setattr(transformer_blocks, "_WIDTHS", (8, 16, 64))
+    each = 2 * 4 * sum(parameter.numel() for parameter in transformer_blocks.Block(64, 1).parameters())
+    monkeypatch.setattr(transformer_blocks, "last_cache", lambda: Cache(3 * each, known=True))
     full, half = OnTheCpu(torch.float32), OnTheCpu(torch.bfloat16)
     assert (full.blocks, half.blocks) == (6, 12)
     assert [probe.name for probe in full.probes] == [f"float32 blocks, {width} wide" for width in (8, 16, 64)]

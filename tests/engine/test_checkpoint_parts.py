@@ -15,7 +15,7 @@ from ps_core.engine._checkpoint.crc32 import joined
 from ps_core.engine._checkpoint.manifest import cut as cut_files
 from ps_core.engine._checkpoint.sections import entries, layout_of
 from ps_core.engine._checkpoint.shard_ranges import Layout, cut, plain_order, runs, same_order, spans
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 
 def section_of(groups: tuple[tuple[int, ...], ...], ranks: int) -> dict[str, tuple[ParamState, Kind]]:

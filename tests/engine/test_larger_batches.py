@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from _runs import let_go, tightest
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, statistics
-from ps_core.engine._execution import scheduler
+from ps_core.engine._execution import plan_scheduler
 
 SMALL, LARGE, HUGE = 8, 256, 2048
 
@@ -131,7 +131,7 @@ class Growing(nn.Module):
 def test_a_pass_that_holds_more_than_was_planned_is_noticed_and_planned_anew(
     needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_WATCHED_EVERY", 3)
+    monkeypatch.setattr(plan_scheduler, "_WATCHED_EVERY", 3)
     with model_under(needed + needed // 4, Growing()) as made:  # what the plan left of it is all that may grow unseen
         model, losses, divergences = made[0], [], []
         for index in range(12):

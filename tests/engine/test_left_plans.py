@@ -17,9 +17,9 @@ from _runs import let_go
 from _states import masters_of
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, statistics
-from ps_core.engine._execution import scheduler
+from ps_core.engine._execution import plan_scheduler
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._execution.instructions import Diverged, InstructionExecutor
+from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from test_does_not_fit import Words
 
 STEPS = 4
@@ -175,7 +175,7 @@ class Swelling(Words):
 @pytest.mark.parametrize("name", CASES)
 def test_a_moment_that_takes_more_than_was_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether demand has room for the rest or not: what the plan lent out is there, and released in the end."""
-    monkeypatch.setattr(scheduler, "_WATCHED_EVERY", 1)
+    monkeypatch.setattr(plan_scheduler, "_WATCHED_EVERY", 1)
     case = replace(CASES[name], kind=Swelling)
     right = list(expected(case, tmp_path))
     model, optimizer = case.begin(tmp_path)

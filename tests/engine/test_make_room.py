@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from _runs import stand_in
 from ps_core._plan import Tier
 from ps_core.engine._memory.room import has_room, make_room
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.tier_store import TierStore
 
 
 def test_sources_are_asked_in_order_and_as_long_as_they_give() -> None:

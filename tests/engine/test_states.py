@@ -16,9 +16,9 @@ from ps_core import IllegalTransition
 from ps_core._errors import PlanMismatch
 from ps_core._program import Extent, Kind
 from ps_core._states import Event, StateBook, Uses
-from ps_core.engine._memory.slot import Chunk, Slot
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import (
+from ps_core.engine._memory.chunk import Chunk, Slot
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
     GradientPlace,
     ParamEvent,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 OWNED = {
-    "_parameters/state.py": {"contents", "gradient", "own_gradient", "overwrite_pending"},
-    "_memory/slot.py": {"home", "copies", "version", "extent"},
+    "_parameters/param_state.py": {"contents", "gradient", "own_gradient", "overwrite_pending"},
+    "_memory/chunk.py": {"home", "copies", "version", "extent"},
     "_memory/usage.py": {"used_bytes", "peak_bytes", "highest_nonmodel_bytes", "promoted_bytes"},
 }
 """By the module that may write them: attributes of `ParamState`, of `Chunk` and `Slot`, and of `ByteLedger`."""
@@ -87,5 +87,5 @@ def test_states_change_in_their_own_modules_only(root: Path) -> None:
 )
 def test_the_guard_itself(source: str, count: int) -> None:
     assert len(faults("it.py", source)) == count
-    in_slots = any(f".{attribute}" in source for attribute in OWNED["_memory/slot.py"])
-    assert len(faults("_memory/slot.py", source)) == (0 if in_slots else count)
+    in_slots = any(f".{attribute}" in source for attribute in OWNED["_memory/chunk.py"])
+    assert len(faults("_memory/chunk.py", source)) == (0 if in_slots else count)

@@ -17,10 +17,10 @@ import torch
 
 from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._calibration.bandwidths import CopyRate, Links, NormRate, StepRate, disk_rates
-from ps_core.engine._calibration.blocks import OnADevice, OnTheCpu
 from ps_core.engine._calibration.bookkeeping import Bookkeeping
 from ps_core.engine._calibration.operators import Operators
 from ps_core.engine._calibration.probes import BUSY, Row, collect, steadiness
+from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu
 
 _ROUNDS = 12
 _OWN = {

@@ -22,24 +22,24 @@ from ps_core.engine._execution.components import Components, single_process_comp
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import ModelHooks
 from ps_core.engine._execution.host_embedding import host_tables
+from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._execution.protocols import Scheduler
-from ps_core.engine._execution.scheduler import PlanScheduler
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import roll_back_chunked
-from ps_core.engine._memory.store import TierStore
 from ps_core.engine._memory.suggestions import UserLimits
+from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.optimizer import FIXED, ChunkedOptimizer
+from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.placement import copy_in_values, reserve_homes
-from ps_core.engine._parameters.shared_memory import find_ties, tied_by_memory
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.driver import ShardedDriver, sharded_components
-from ps_core.engine._sharding.join import GroupJoin, SingleProcess
-from ps_core.engine._sharding.no_plan import ShardedScheduler
-from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
+from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 

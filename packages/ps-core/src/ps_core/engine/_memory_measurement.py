@@ -9,9 +9,9 @@ from torch import nn
 
 from ps_core._program import Kind
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._memory.slot import Slot
-from ps_core.engine._parameters.transitions import SlotContents
-from ps_core.engine._tracing.moments import MomentRecord
+from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._tracing.pass_recording import MomentRecord
 from ps_core.report.columns import CATEGORIES, Category, Column, Tide
 
 _CATEGORY = {

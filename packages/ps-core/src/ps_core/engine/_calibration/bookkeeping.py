@@ -8,11 +8,11 @@ import torch
 
 from ps_core._options import AdamW, Budget, Options
 from ps_core._simulate.costs import COUNTED, MOVES
-from ps_core.engine._calibration.blocks import Blocks
 from ps_core.engine._calibration.probes import Probe
+from ps_core.engine._calibration.transformer_blocks import Blocks
 from ps_core.engine._chunked import chunked
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._execution.scheduler import PlanScheduler
+from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._materialized import release
 
 _HIDDEN, _BLOCKS = 32, 8

@@ -33,7 +33,7 @@ from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, large
 from ps_core.engine._checkpoint.shard_ranges import plain_order
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.param_state import ParamState
 
 
 def save_weights(

@@ -3,7 +3,7 @@
 [Note: damage]
 ``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest; the manifest says which tensors each file
 has, from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
-What a writer with a bug left out has sound checksums too: see `complete`.
+What a writer with a bug left out has sound checksums too: see `completeness`.
 
 [Note: versions]
 What is written is of version 2, whether one rank saves or several: every file has a writer, files may have parts of
@@ -27,7 +27,7 @@ import torch
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
 from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS
-from ps_core.engine._checkpoint.complete import wrong_tensors, wrong_values
+from ps_core.engine._checkpoint.completeness import wrong_tensors, wrong_values
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.direct_io import open_new
 from ps_core.engine._checkpoint.json_values import decode

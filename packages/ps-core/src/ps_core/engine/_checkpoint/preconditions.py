@@ -19,7 +19,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._optim.optimizer import LOSS_SCALE, ChunkedOptimizer
-from ps_core.engine._parameters.transitions import GradientPlace
+from ps_core.engine._parameters.state_transitions import GradientPlace
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:

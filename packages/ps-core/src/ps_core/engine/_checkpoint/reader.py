@@ -27,7 +27,7 @@ from ps_core.engine._checkpoint.sections import (
 )
 from ps_core.engine._checkpoint.shard_ranges import FileRange, Layout, plain_order, runs, same_order, spans
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.param_state import ParamState
 
 Targets = Mapping[str, TensorSource | None]
 """By the name of a file's tensor (not of a part): where its values go; None: nowhere."""

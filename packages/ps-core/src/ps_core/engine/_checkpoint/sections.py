@@ -19,8 +19,8 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.state_format import MOMENTS
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
 TensorSource = tuple[ParamState, Kind] | torch.Tensor

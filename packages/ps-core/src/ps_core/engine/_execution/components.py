@@ -1,4 +1,4 @@
-"""What an engine is made of, for one process; `_sharding.driver` has it for several."""
+"""What an engine is made of, for one process; `_sharding.sharded_driver` has it for several."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ps_core.engine._execution.on_demand import OnDemandDriver
-from ps_core.engine._gradients.store import GradientStore
-from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._execution.on_demand_driver import OnDemandDriver
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup
 
 
 class Ranks(Protocol):

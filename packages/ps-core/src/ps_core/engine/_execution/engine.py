@@ -1,7 +1,8 @@
 """The engine of one model: what parameters, hooks and the optimizer turn to.
 
-It leaves the work to others: passes and their moments to `_execution.passes`, moves to a driver
-(`_execution.on_demand`, `_execution.replay`), gradients to `_gradients.store`, steps to `_optim.group_step`.
+It leaves the work to others: passes and their moments to `_execution.pass_tracker`, moves to a driver
+(`_execution.on_demand_driver`, `_execution.plan_driver`), gradients to `_gradients.gradient_store`, and steps to
+`_optim.group_step`.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._execution.components import Components, Ranks
 from ps_core.engine._execution.host_tables import HOST, HostTables
-from ps_core.engine._execution.passes import PassTracker
+from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.protocols import Hooks, Scheduler
 from ps_core.engine._execution.state_dict import StateDicts
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._memory.activation_slots import ActivationSlots
-from ps_core.engine._memory.slot import SlotView
+from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._optim.clip_or_skip import StepDecision, StepDecisions
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.settings import Outcome
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, not_trained, whole_table
+from ps_core.engine._parameters.fp32_masters import Masters
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
-from ps_core.engine._parameters.masters import Masters
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
-from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 

@@ -11,10 +11,10 @@ from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._trace import Trace
-from ps_core.engine._execution.segment import PlannedMoment, SegmentQueues, SlotUse
-from ps_core.engine._memory.slot import Chunk
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._tracing.moments import MomentRecord
+from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
+from ps_core.engine._memory.chunk import Chunk
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._tracing.pass_recording import MomentRecord
 
 
 def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace) -> tuple[Layout, list[ParamGroup]]:

@@ -24,7 +24,7 @@ from ps_core.engine._parameters.managed_parameter import (
     plain_value,
     unmanage,
 )
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper

@@ -15,7 +15,7 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core._plan import Tier
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.fake_recorder import FakeParameter
 

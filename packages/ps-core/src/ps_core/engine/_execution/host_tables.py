@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core.engine._execution.passes import PassTracker
-from ps_core.engine._gradients.store import GradientStore
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._execution.pass_tracker import PassTracker
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.errors import graph_of_gradient
-from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.transitions import SlotContents
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 

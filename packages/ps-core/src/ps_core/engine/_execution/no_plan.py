@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core.engine._execution.on_demand import OnDemandDriver
+from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._tracing.moments import PassRecording
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class ResidentDriver:

@@ -16,11 +16,11 @@ from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
-from ps_core.engine._execution.machines import SMALL_COMPUTER, emulated_on
+from ps_core.engine._execution.small_computer import SMALL_COMPUTER, emulated_on
 from ps_core.engine._memory.reserve import with_constant_peak
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, group_too_large
 from ps_core.engine._tracing.batch_shape import BatchShape
-from ps_core.engine._tracing.moments import PassRecording
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class PlanRequest:

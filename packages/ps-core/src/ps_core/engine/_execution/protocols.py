@@ -9,8 +9,8 @@ from torch import nn
 
 from ps_core._plan import Plan
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._tracing.moments import PassRecording
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class PassDriver(Protocol):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from ps_core.engine._parameters.masters import Masters
-from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.state_copies import StateCopies
+from ps_core.engine._parameters.fp32_masters import Masters
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.state_dict_copies import StateCopies
 
 
 class StateDicts:

@@ -16,7 +16,7 @@ from ps_core._errors import InvalidInput
 
 if TYPE_CHECKING:
     from ps_core.engine._gradients.loss_scale import LossScale
-    from ps_core.engine._parameters.state import ParamState
+    from ps_core.engine._parameters.param_state import ParamState
 
 aten = torch.ops.aten
 

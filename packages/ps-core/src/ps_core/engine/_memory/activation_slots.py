@@ -19,10 +19,10 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import Plan, Queue, Reserve
 from ps_core._units import align_up
 from ps_core.engine._devices.device import NonModelBytes
-from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.slot import Slot
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.suggestions import suggest_budget
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._support.interrupts import defer_interrupts
 
 _DEVICE, _HOST = 0, 1

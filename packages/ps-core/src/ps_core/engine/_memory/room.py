@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.tier_store import TierStore
 
 
 def has_room(store: TierStore, sizes: Iterable[int], *, nonmodel_bytes: int, besides: int = 0) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ps_core.engine._memory.slot import Slot
+from ps_core.engine._memory.chunk import Slot
 
 
 class SlotCache:

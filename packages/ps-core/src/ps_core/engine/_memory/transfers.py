@@ -1,8 +1,8 @@
 """Copy chunks between tiers, one at a time, in an order that is always safe.
 
 Every copy waits for all queues, and every queue that computes waits for the copy. Residency uses this on demand, and
-between passes. A plan's own moves are launched in `_execution.instructions`; both keep the same versions of chunks, so
-either can take over from the other between two moments.
+between passes. A plan's own moves are launched in `_execution.instruction_executor`; both keep the same versions of
+chunks, so either can take over from the other between two moments.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 import torch
 
 from ps_core._plan import Queue
-from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.slot import Chunk, Slot
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Chunk, Slot
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 
 _UNBUDGETED_BYTES = 2**16
 """Bytes of the buffer between two files, or between a file and the device, where the host tier has no room for one."""

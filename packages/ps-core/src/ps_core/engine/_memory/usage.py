@@ -14,7 +14,7 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
 from ps_core._planner.holds import Span, lowest
 from ps_core.engine._devices.device import Device
-from ps_core.engine._memory.slot import Slot
+from ps_core.engine._memory.chunk import Slot
 
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""

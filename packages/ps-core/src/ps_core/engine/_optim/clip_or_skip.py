@@ -13,9 +13,9 @@ from operator import attrgetter
 
 import torch
 
-from ps_core.engine._gradients.store import GradientStore
-from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.transitions import GradientPlace
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace
 
 _DEVICE = attrgetter("device")
 

@@ -16,11 +16,11 @@ import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._devices.device import Device
-from ps_core.engine._gradients.store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
-from ps_core.engine._memory.slot import Slot
+from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
+from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Settings, StepRule
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 
 SettingsOf = Callable[[ParamState], Settings]
 

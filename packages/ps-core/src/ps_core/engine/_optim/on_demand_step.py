@@ -9,12 +9,12 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.store import GradientStore
-from ps_core.engine._memory.slot import Chunk, Slot
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 

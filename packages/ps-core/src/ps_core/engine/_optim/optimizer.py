@@ -21,7 +21,7 @@ from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import ParamState
+    from ps_core.engine._parameters.param_state import ParamState
 
 # What torch's own optimizers keep in a group besides the numbers, as it is when they do what the engine does.
 SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}

@@ -14,7 +14,7 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import ParamState
+    from ps_core.engine._parameters.param_state import ParamState
 
 
 class StepRule(StrEnum):

@@ -27,7 +27,7 @@ from ps_core._program import Kind
 from ps_core.engine._optim.settings import OptimizerBackend, StepRule
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import ParamState
+    from ps_core.engine._parameters.param_state import ParamState
 
 MOMENTS = {StepRule.ADAM: {"exp_avg": Kind.M, "exp_avg_sq": Kind.V}, StepRule.SGD: {"momentum_buffer": Kind.M}}
 STEP, MASTER = "step", "master"

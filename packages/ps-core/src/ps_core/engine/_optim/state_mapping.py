@@ -18,7 +18,7 @@ from ps_core._errors import InvalidInput
 from ps_core.engine._optim.state_format import StateEntry, StateFormat
 
 if TYPE_CHECKING:
-    from ps_core.engine._parameters.state import ParamState
+    from ps_core.engine._parameters.param_state import ParamState
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # C's descriptor, a tensor to the stubs
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)

@@ -9,9 +9,9 @@ from torch import nn
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._memory.store import TierStore
 from ps_core.engine._memory.suggestions import options_as, size, suggest_budget
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 _ACTIVATIONS = ", and what activations take"
 _PARTS = {2: "half", 4: "a quarter of", 8: "an eighth of", 16: "a sixteenth of"}

@@ -19,7 +19,7 @@ from ps_core._errors import UnsupportedParameter
 from ps_core._options import Options
 from ps_core._program import Kind, Precision
 from ps_core._units import parse_bytes
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,11 +10,11 @@ from torch import nn
 
 from ps_core._program import Kind
 from ps_core.engine._devices.disk.file import blocks
-from ps_core.engine._memory.slot import Chunk
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Chunk
+from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, tables_too_large
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, clear_grad, set_data, version_of
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 _Extent: TypeAlias = tuple[ParamGroup, Kind]

@@ -7,13 +7,13 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.slot import Chunk, Slot, SlotView
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._memory.transfers import Transfers
 from ps_core.engine._parameters.managed_parameter import version_of
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import SlotContents
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._parameters.uncounted_writes import ExposedParameters
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 

@@ -19,8 +19,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from ps_core.engine._memory.slot import SlotView
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._memory.chunk import SlotView
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts
 
 

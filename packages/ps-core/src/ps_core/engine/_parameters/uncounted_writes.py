@@ -22,11 +22,11 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.slot import Slot, SlotView
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Slot, SlotView
+from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfers import Transfers
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import SlotContents
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.state_transitions import SlotContents
 
 _PIECE_NUMEL = 2**18
 """So many elements are compared at a time: where one side has to be rounded or fetched, the copy stays small."""

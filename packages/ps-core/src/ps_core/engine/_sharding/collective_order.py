@@ -1,8 +1,8 @@
 """Run collectives in one order on all ranks, on the thread that communicates with them.
 
-See [Note: one order of collectives] in `schedule`. The training thread prepares collectives; the communication thread
-runs them in order, as far as all ranks agree. Where another rank needs something else first, those that were not done
-yet are passed over, and the training thread finds the decision the next time it looks.
+See [Note: one order of collectives] in `collective_schedule`. The training thread prepares collectives. The other
+thread runs them in order, as far as all ranks agree. Where another rank needs something else first, those that were not
+done yet are passed over, and the training thread finds the decision the next time it looks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from threading import Lock
 import torch
 
 from ps_core.engine._devices.device import Event
-from ps_core.engine._memory.slot import Slot
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, CollectiveSession, Pending
-from ps_core.engine._sharding.schedule import (
+from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._sharding.collective_schedule import (
     WINDOW,
     Collective,
     CompletedCollective,
@@ -32,6 +31,7 @@ from ps_core.engine._sharding.schedule import (
     takers,
     tensors_of,
 )
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, CollectiveSession, Pending
 from ps_core.engine._sharding.streams import CollectiveOrdering
 
 

@@ -6,11 +6,11 @@ Only the decision after a first pass is shared between ranks (`headroom_after_fi
 from __future__ import annotations
 
 from ps_core.engine._memory.room import make_room
-from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._parameters.param_state import ParamGroup
+from ps_core.engine._sharding.collective_schedule import Headroom, ProposalKind
 from ps_core.engine._sharding.in_flight import InFlightCollectives
 from ps_core.engine._sharding.negotiation import Negotiator
-from ps_core.engine._sharding.residency import ShardedResidency
-from ps_core.engine._sharding.schedule import Headroom, ProposalKind
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 _MARGIN = 2
 """Groups stay gathered from forward to backward where there is so many times the room for all else: batches grow."""

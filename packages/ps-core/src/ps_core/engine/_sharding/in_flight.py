@@ -11,15 +11,15 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
-from ps_core.engine._memory.observer import TransferObserver
+from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.room import has_room, make_room
-from ps_core.engine._memory.slot import Slot
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._parameters.errors import compute_tier_too_small
-from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._sharding.collective_order import CollectiveOp, CollectiveOrder, StagedGradients
-from ps_core.engine._sharding.gradients import ShardedGradients
-from ps_core.engine._sharding.residency import ShardedResidency
-from ps_core.engine._sharding.schedule import Collective, ProposalKind
+from ps_core.engine._sharding.collective_schedule import Collective, ProposalKind
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 _ON_WAY = 2
 """Sums that may be on their way at once: each holds a group's memory."""

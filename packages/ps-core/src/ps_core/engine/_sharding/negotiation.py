@@ -1,6 +1,6 @@
 """Exchange proposals with the other ranks, and run what they decide out of the schedule's order.
 
-See [Note: one order of collectives] in `schedule`.
+See [Note: one order of collectives] in `collective_schedule`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import replace
 import torch
 
 from ps_core.engine._sharding.collective_order import CollectiveOp, CollectiveOrder
-from ps_core.engine._sharding.in_flight import InFlightCollectives
-from ps_core.engine._sharding.residency import ShardedResidency
-from ps_core.engine._sharding.schedule import (
+from ps_core.engine._sharding.collective_schedule import (
     Collective,
     Decision,
     Headroom,
@@ -22,6 +20,8 @@ from ps_core.engine._sharding.schedule import (
     holders,
     is_final,
 )
+from ps_core.engine._sharding.in_flight import InFlightCollectives
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 
 class Negotiator:

@@ -21,10 +21,10 @@ import torch
 from ps_core._plan import Queue
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Device, Event
-from ps_core.engine._memory.slot import Slot
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, BufferCollectives, CollectiveSession
 
 MOST_STAGING_BYTES = 32 * 2**20

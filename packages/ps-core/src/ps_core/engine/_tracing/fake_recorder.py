@@ -1,7 +1,7 @@
 """The moments of a pass on fake tensors.
 
 [Note: moments of a fake pass]
-They are the engine's (`_tracing.moments`), with a *unit* for its groups: by default, the module that owns the
+They are the engine's (`_tracing.pass_recording`), with a *unit* for its groups: by default, the module that owns the
 parameter. A moment begins when a function is called on a parameter, or a backward node takes one out of what was saved,
 whose unit the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor
 brought gradients for. A parameter that has live aliases (a checkpoint's recomputed block) is read by the

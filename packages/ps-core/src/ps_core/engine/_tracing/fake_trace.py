@@ -24,9 +24,9 @@ from ps_core._trace import Tensor, Trace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.fake_copy import CannotCopy, FakeTensors
+from ps_core.engine._tracing.fake_isolation import Isolation
+from ps_core.engine._tracing.fake_leftovers import remove_leftovers
 from ps_core.engine._tracing.fake_recorder import FakePassRecorder
-from ps_core.engine._tracing.isolation import Isolation
-from ps_core.engine._tracing.leftovers import remove_leftovers
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: by position and by name."""

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ps_core._trace import Amounts, Phase, Trace
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._tracing.fake_copy import CannotCopy
 from ps_core.engine._tracing.fake_trace import FakePassOptions, NoLoss, describe, fake_pass
-from ps_core.engine._tracing.moments import MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _MOST_CHARACTERS = 240
 

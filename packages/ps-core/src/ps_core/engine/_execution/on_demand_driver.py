@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from ps_core._plan import Queue
-from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import SlotContents
+from ps_core.engine._parameters.state_transitions import SlotContents
 
 
 class OnDemandDriver:

@@ -19,10 +19,10 @@ import ps_kernels
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.slot import Chunk, Slot
+from ps_core.engine._memory.chunk import Chunk, Slot
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 
 SMALL_NUMEL = 2**14
 """Smaller gradients take less time than a call: those of one group are measured, and stepped, together."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from ps_core._plan import Held, Queue
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._memory.slot import Chunk, Slot
-from ps_core.engine._memory.store import TierStore
-from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._memory.chunk import Chunk, Slot
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.param_state import ParamGroup
 
 
 def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:

@@ -17,15 +17,15 @@ from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core.engine._execution.components import Components
-from ps_core.engine._execution.instructions import Diverged
+from ps_core.engine._execution.instruction_executor import Diverged
+from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.protocols import PassDriver, Scheduler
-from ps_core.engine._execution.replay import PlanDriver
 from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.batch_shape import tensors_of
-from ps_core.engine._tracing.moments import MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 

@@ -1,4 +1,4 @@
-"""Carry out a plan's instructions on slots, homes and parameters; `_execution.replay` says when each is issued.
+"""Carry out a plan's instructions on slots, homes and parameters; `_execution.plan_driver` says when each is issued.
 
 [Note: divergence]
 A plan is advice. Each instruction checks what it relies on (versions, and that nobody holds on to memory it gives
@@ -29,14 +29,14 @@ from ps_core._plan import (
 )
 from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.lent_homes import restore_lent_homes
-from ps_core.engine._execution.segment import PlannedMoment, SegmentQueues
-from ps_core.engine._gradients.store import GradientStore
-from ps_core.engine._memory.slot import Chunk, Slot
+from ps_core.engine._execution.lent_home_slots import restore_lent_homes
+from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 
 

@@ -9,7 +9,7 @@ None is needed. A move is a Reserve, a Copy and a Release in this order on one q
 home has a slot that holds its newest bytes (what has no contents, sums before the first gradient, has one of its size).
 That slot becomes its home: no memory is taken, nothing is copied, and nothing can fail. What can leave the compute tier
 from there does so where lower tiers have room, and between passes homes go back to the plan's places; see
-`_execution.lower_homes`.
+`_execution.lower_home_slots`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping
 from ps_core._plan import Held
 from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._memory.slot import Chunk, Slot
-from ps_core.engine._parameters.transitions import GradientPlace
+from ps_core.engine._memory.chunk import Chunk, Slot
+from ps_core.engine._parameters.state_transitions import GradientPlace
 
 
 def restore_lent_homes(

@@ -22,15 +22,15 @@ from ps_core._planner.search import Planned, Setup
 from ps_core._program import Precision, SegmentName
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.instructions import Diverged
-from ps_core.engine._execution.lower_homes import HomePlacement
+from ps_core.engine._execution.instruction_executor import Diverged
+from ps_core.engine._execution.lower_home_slots import HomePlacement
 from ps_core.engine._execution.no_plan import ResidentDriver
+from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.protocols import PassDriver
-from ps_core.engine._execution.replay import PlanDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
@@ -41,7 +41,7 @@ from ps_core.engine._tracing.first_pass import (
     estimate_first_pass,
     matches_estimate,
 )
-from ps_core.engine._tracing.moments import PassRecording
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 _WATCHED_EVERY = 32
 """So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""

@@ -10,8 +10,8 @@ from torch import nn
 
 from ps_core._errors import IllegalTransition
 from ps_core._program import Extent, Kind
-from ps_core.engine._memory.slot import Chunk, SlotView
-from ps_core.engine._parameters.transitions import (
+from ps_core.engine._memory.chunk import Chunk, SlotView
+from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
     GradientPlace,
     ParamEvent,
@@ -119,8 +119,8 @@ class ParamState:
         """The other parameters that share memory, and have the same elements at all times."""
         return [other for other in self.tied if other is not self]
 
-    # Transitions; see [Note: contents and gradient] in `_parameters.transitions`. Each is one method with one look into
-    # the table, and without helpers: backward and the step call them for every parameter.
+    # Transitions; see [Note: contents and gradient] in `_parameters.state_transitions`. Each is one method with one
+    # look into the table, and without helpers: backward and the step call them for every parameter.
 
     def keep_gradient(self, gradient: torch.Tensor, *, overwrite_pending: bool = False) -> None:
         """Store the gradient in a tensor of its own; ``overwrite_pending``: it is to go over the weight later."""

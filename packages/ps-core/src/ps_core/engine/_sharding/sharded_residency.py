@@ -1,10 +1,10 @@
 """A model whose groups are shared by several processes: each keeps a shard, and gathers a group while it is used.
 
 [Note: shards]
-Homes hold this process's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
-has no home: it is gathered when a moment wants it, or before (see `schedule`), and given back when a moment begins that
-does not (or, where all processes have plenty of room, when its gradients leave). A copy with live aliases stays
-charged until it is let go, but counts as gone: when it is let go may be the garbage collector's business.
+Home slots hold this rank's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
+has no home slot: it is gathered when a moment needs it, or before (see `collective_schedule`). It is released when a
+moment begins that does not need it or, where all ranks have plenty of room, when its gradients leave. A copy with live
+aliases stays in the budget until they are gone, but counts as evicted: when they go may be up to the garbage collector.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._memory.observer import TransferObserver
-from ps_core.engine._memory.slot import Chunk, Slot, SlotView
-from ps_core.engine._memory.store import TierStore
+from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._parameters.managed_parameter import version_of
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import SlotContents
+from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.promotion import ShardPromoter
+from ps_core.engine._sharding.shard_promotion import ShardPromoter
 from ps_core.engine._sharding.streams import collective_ordering
 
 

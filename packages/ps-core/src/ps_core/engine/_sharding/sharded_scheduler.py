@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ps_core.engine._execution.no_plan import NoPlanScheduler
-from ps_core.engine._sharding.driver import ShardedDriver
-from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.sharded_driver import ShardedDriver
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._tracing.batch_shape import LargestBatch, batch_of
 

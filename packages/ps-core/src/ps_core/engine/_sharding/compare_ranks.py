@@ -20,8 +20,8 @@ import torch
 from ps_core._errors import RanksDiverged
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.settings import Settings
-from ps_core.engine._parameters.state import ParamState
-from ps_core.engine._parameters.transitions import GradientPlace
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 
 _SHOWN = 2

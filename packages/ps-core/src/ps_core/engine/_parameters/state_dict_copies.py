@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.param_state import ParamState
 
 
 class StateCopies:

@@ -16,25 +16,25 @@ import torch
 import ps_kernels
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.store import GradientStore, measured, measured_spans
+from ps_core.engine._gradients.gradient_store import GradientStore, measured, measured_spans
+from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._memory.room import make_room
-from ps_core.engine._memory.slot import Chunk, Slot
 from ps_core.engine._optim.clip_or_skip import numbers
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.alike import Alike, checksum
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.promotion import low_tier
-from ps_core.engine._sharding.residency import ShardedResidency
+from ps_core.engine._sharding.compare_ranks import Alike, checksum
+from ps_core.engine._sharding.shard_promotion import low_tier
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 _CUT_NUMEL = 1 << 18
 """Elements of a sum on the disk that are read, added to and written at a time."""
 
 
 class ShardedGradients(GradientStore):
-    """Gradients summed over ranks; see [Note: who sums what when] in `driver` and [Note: where sums lie]."""
+    """Gradients summed over ranks; see [Note: who sums what when] in `sharded_driver` and [Note: where sums lie]."""
 
     def __init__(self, residency: ShardedResidency, together: AsyncCollectives, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)

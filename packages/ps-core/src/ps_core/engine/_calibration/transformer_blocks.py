@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ps_core._trace import Amounts
-from ps_core.engine._calibration.caches import last_cache, stack_size
+from ps_core.engine._calibration.cpu_caches import last_cache, stack_size
 from ps_core.engine._calibration.operators import Slow
 from ps_core.engine._calibration.probes import Probe
 from ps_core.engine._tracing.fake_trace import trace

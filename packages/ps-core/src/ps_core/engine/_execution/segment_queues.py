@@ -21,7 +21,7 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Instr, Queue, Run, Step
 from ps_core._program import SegmentName
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
-from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._parameters.param_state import ParamGroup
 
 
 class SlotUse(NamedTuple):
@@ -65,7 +65,7 @@ class SegmentQueues:
     """Instructions that another queue waits for, so that an event is recorded behind each."""
     count: int
     lends_homes: bool
-    """True if home slots are given back on the way; see `_execution.lent_homes`."""
+    """True if home slots are given back on the way; see `_execution.lent_home_slots`."""
     prefetch: int | None
     """How many moments ahead groups are fetched at the most."""
 

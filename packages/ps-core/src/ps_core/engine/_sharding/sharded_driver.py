@@ -1,10 +1,10 @@
 """A pass of a shared model: groups gathered as the schedule says, gradients summed over processes as they come.
 
 [Note: who sums what when]
-A group's gradients are put side by side in a slot. Once all that are expected are there, the sum over processes can
-begin, beside the rest of backward, where the schedule has it ([Note: one order of collectives] in `schedule`). What is
-incomplete at the end (a tensor without a gradient) waits until all ranks have told which tensors got one: the union is
-summed, with zeros where a process has nothing.
+A group's gradients are put side by side in a slot. Once all that are expected are there, the sum over ranks can begin,
+beside the rest of backward, where the schedule has it: [Note: one order of collectives] in `collective_schedule`. Groups
+that are incomplete at the end (a tensor got no gradient) wait until all ranks have told which tensors got one: the union
+is summed, with zeros where a rank has nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ import torch
 from ps_core._errors import RanksDiverged, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core.engine._execution.components import Components
-from ps_core.engine._execution.on_demand import OnDemandDriver
-from ps_core.engine._memory.store import TierStore
-from ps_core.engine._parameters.state import ParamGroup, ParamState
+from ps_core.engine._execution.on_demand_driver import OnDemandDriver
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collective_order import CollectiveOp, CollectiveOrder, StagedGradients
-from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.gradients import ShardedGradients, ShardedStepper
-from ps_core.engine._sharding.headroom import GatherHeadroom
-from ps_core.engine._sharding.in_flight import GatherWatcher, InFlightCollectives
-from ps_core.engine._sharding.negotiation import Negotiator
-from ps_core.engine._sharding.residency import ShardedResidency
-from ps_core.engine._sharding.schedule import (
+from ps_core.engine._sharding.collective_schedule import (
     Collective,
     Headroom,
     Proposal,
@@ -38,6 +32,12 @@ from ps_core.engine._sharding.schedule import (
     holders,
     next_schedule,
 )
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.headroom import GatherHeadroom
+from ps_core.engine._sharding.in_flight import GatherWatcher, InFlightCollectives
+from ps_core.engine._sharding.negotiation import Negotiator
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients, ShardedStepper
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 _TRAINING, _LATE = 1, 2
 """Kinds of passes: bits. A late one begins with backward, for a graph that an earlier pass left."""

@@ -9,7 +9,7 @@ from ps_core._plan import Queue, Tier, link
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
-from ps_core.engine._memory.slot import Slot
+from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.slot_cache import SlotCache
 from ps_core.engine._memory.suggestions import TierBudget, UserLimits, options_as, suggest_budget
 from ps_core.engine._memory.usage import POISON, Arena, ByteLedger

@@ -9,10 +9,10 @@ import torch
 
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.rehome import clear, group_with_aliases, in_place, move, move_homes_to_plan
-from ps_core.engine._memory.slot import Chunk
-from ps_core.engine._memory.store import TierStore
-from ps_core.engine._parameters.state import ParamGroup
+from ps_core.engine._execution.move_home_slots import clear, group_with_aliases, in_place, move, move_homes_to_plan
+from ps_core.engine._memory.chunk import Chunk
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.param_state import ParamGroup
 
 
 class HomePlacement:
@@ -24,7 +24,7 @@ class HomePlacement:
         """True if some are not where the plan has them: they were moved down, or are displaced."""
         self.displaced = False
         """True if some are where a plan was left that had lent them out; see [Note: leaving a plan that lends homes]
-        in `_execution.lent_homes`."""
+        in `_execution.lent_home_slots`."""
 
     def move_to_plan(self, plan: EnginePlan) -> bool:
         """Move every home slot to the plan's place; False, and nothing moved, while memory has live aliases."""

@@ -20,10 +20,10 @@ import torch
 
 from ps_core._program import Kind
 from ps_core._simulate.cluster import FRAGMENTATION
+from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._memory.reserve import bytes_to_reserve
-from ps_core.engine._memory.slot import Chunk, Slot
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup
 
 _WEIGHTS, _SUMS, _STATES = range(3)
 _Unit: TypeAlias = tuple[Chunk, ...]

@@ -1,7 +1,7 @@
 """Carry out one segment of a plan, moment by moment, as the model gets there.
 
-Which instruction is issued when is in the note on issuing in `_execution.segment`. What an instruction does is in
-`_execution.instructions`, and there is the note on what happens when a plan does not hold.
+Which instruction is issued when is in the note on issuing in `_execution.segment_queues`. What an instruction does is
+in `_execution.instruction_executor`, and there is the note on what happens when a plan does not hold.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.streams import DiskEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.instructions import Diverged, InstructionExecutor
-from ps_core.engine._execution.segment import IssueOrder, PlannedMoment
-from ps_core.engine._gradients.store import GradientStore
+from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
+from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
+from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state import ParamGroup, ParamState
-from ps_core.engine._parameters.transitions import SlotContents
+from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.counters import Counters
 
 

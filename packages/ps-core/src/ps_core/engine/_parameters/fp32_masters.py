@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ps_core.engine._parameters.state import ParamState
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.log import log_line, warn
 
 
