@@ -34,7 +34,8 @@ OTHERS: list[FakeTensor] = []
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
-    """Fake tensors that other tests left are not counted."""
+    """Fake tensors that other tests left are not counted; `gc.freeze` may have hidden them."""
+    gc.unfreeze()
     OTHERS.extend(every_fake())
     yield
     OTHERS.clear()

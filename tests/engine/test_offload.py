@@ -176,7 +176,7 @@ def test_on_a_played_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         got = on_cuda(seed)
         assert not differences(expected, got)
         assert got.statistics[0].moved_bytes["host->device"] >= 3 * BLOCKS * KEPT_BYTES
-    monkeypatch.setattr(ActivationSlots, "_let_compute_wait", lambda self, queue, what: None)
+    monkeypatch.setattr(ActivationSlots, "_make_compute_wait", lambda self, queue, what: None)
     assert any(differences(expected, on_cuda(seed)) for seed in (1, 2))
 
 
