@@ -80,7 +80,7 @@ def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: boo
     for name, tier in found.tiers.items():
         assert tier.peak_bytes <= tier.budget_bytes, name
     check_homes(model, each.ranks, accumulates=accumulates)
-    order = engine.residency.beside
+    order = engine.residency.ordering
     staging = order.staging.bytes if isinstance(order, beside.StreamCollectives) and order.staging is not None else 0
     homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
     places = engine.store.ledger.promoted_bytes  # which are kept below

@@ -41,7 +41,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
 def emulated(launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedLauncher]:
     """Calls for torch tensors go to the emulated kernels; on a fresh record."""
     backends = {"torch": CudaBackend(launcher), "numpy": _backends.load("numpy")}
-    monkeypatch.setattr(_api, "choose", lambda like, wanted: backends[like.library])
+    monkeypatch.setattr(_api, "choose", lambda name, library, device, wanted: backends[library])
     launcher.launched.clear()
     launcher.order, launcher.processors = 0, 1
     yield launcher
@@ -130,7 +130,7 @@ def test_no_tuning_changes_a_bit(packs: int, bits: Bits, tmp_path: Path, monkeyp
     tunings = [each for each in TUNINGS if each.packs == packs]
     for tuning, out_kind in product(tunings, OUTS[:2]):
         backends = {"torch": CudaBackend(launcher, tuning), "numpy": numpy}
-        monkeypatch.setattr(_api, "choose", lambda like, wanted, backends=backends: backends[like.library])
+        monkeypatch.setattr(_api, "choose", lambda name, library, device, wanted, backends=backends: backends[library])
         for numel, offset in product((7, 5003), (0, 1)):
             tensors = [drawn(numel, offset, seed) for seed in range(3)]
             tensors[2].abs_()
