@@ -27,7 +27,7 @@ _OWN = {
     "cpu": ("moment_overhead_s", "tensor_overhead_s", "instruction_overhead_s", "move_overhead_s"),
     "cuda": ("moment_overhead_s",),
 }
-"""What work besides the model's takes, by device: found as differences of times, 0 where noise was larger."""
+"""Fields of `Machine` for the engine's own work, by device: differences of times, 0 where noise was larger."""
 
 
 def calibrate(device: torch.device, between: Callable[[], object] | None = None) -> tuple[Machine, list[str]]:
@@ -89,7 +89,7 @@ def _of_a_device(device: torch.device, rows: list[Row], measure: Callable[[], No
 def _of_a_cpu(
     rows: list[Row], measure: Callable[[], None], host: StepRate, copies: CopyRate, notes: list[str]
 ) -> Machine:
-    """The same for a CPU that plays the device; what it was measured with goes to the notes."""
+    """Return the machine of a CPU that stands in for the device; append to ``notes`` what was measured with."""
     bf16, fp32, own = OnTheCpu(torch.bfloat16), OnTheCpu(torch.float32), Bookkeeping()
     ops, ops_fp32 = Operators(torch.bfloat16), Operators(torch.float32)
     rows += [bf16.probes, fp32.probes, *own.rows, *ops.rows, *ops_fp32.rows]

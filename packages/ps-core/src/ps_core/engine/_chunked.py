@@ -99,7 +99,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
 
 @dataclass(frozen=True, slots=True)
 class _Wishes:
-    """What `chunked` was asked for, and what is made of it."""
+    """The arguments of one `chunked` call, and what is made of them."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -111,7 +111,7 @@ class _Wishes:
 
     @property
     def training(self) -> bool:
-        """Whether there will be steps."""
+        """True if the model has an optimizer."""
         return self.optimizer is not None
 
     @property
@@ -121,7 +121,7 @@ class _Wishes:
 
     @property
     def cast(self) -> torch.dtype | None:
-        """What the model's inputs are cast to."""
+        """The type that the model's inputs are cast to."""
         return DTYPES[self.mode] if self.options.cast_inputs else None
 
     def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Grouping:
@@ -164,7 +164,7 @@ class _Wishes:
         return engine, made
 
     def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:
-        """What works on groups: all of them in this process, or a shard of each."""
+        """Return the engine's components: for whole groups in one process, or for one rank's shards."""
         if self.collectives is None:
             return single_process_components(store, packing.groups, counters, overwrites=self.overwrites)
         return sharded_components(
@@ -177,7 +177,7 @@ class _Wishes:
         )
 
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
-        """Who decides how its passes are driven."""
+        """Return the scheduler that chooses the driver of each pass."""
         if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)
         return PlanScheduler(
@@ -243,5 +243,5 @@ def _is_managed(engine: Engine) -> Callable[[], bool]:
 
 
 def _constant_bytes(model: nn.Module, device: Device) -> int:
-    """Non-model data that is always there; where the tide sees it, it is not counted twice."""
+    """Return the bytes of buffers; 0 where the count of non-model bytes includes them already."""
     return sum(buffer.nbytes for buffer in model.buffers()) if device.overcommits else 0

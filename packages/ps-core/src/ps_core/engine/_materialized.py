@@ -37,7 +37,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         self._engine: Engine | None = None
         self._given: dict[ParamState, torch.Tensor | None] = {}
         self._held: list[weakref.ref[nn.Parameter]] = []
-        """Lest ``torch.utils.swap_tensors`` exchange parameters: they would lose what the engine hung on them."""
+        """Weak references make ``torch.utils.swap_tensors`` refuse: swapped parameters would lose their hooks."""
 
     def __enter__(self) -> nn.Module:
         try:

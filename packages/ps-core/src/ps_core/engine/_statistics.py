@@ -45,7 +45,7 @@ class Statistics:
     moments: int
     """Of the pass that was planned; 0 before there is a plan."""
     bytes_per_parameter: float
-    """Of model data with a home, padding included."""
+    """Of model data with a home slot, padding included."""
     adam_backend: str
     """What steps run on, as in ``cuda and avx512`` where a card has the states of some groups."""
     last_divergence: str
@@ -74,7 +74,7 @@ class Statistics:
 
 
 def statistics(model: nn.Module) -> Statistics:
-    """What the engine of a managed model has done and holds."""
+    """Return what the engine of a managed model has done and holds."""
     management = hooks_of(model)
     engine, scheduler = management.engine, management.scheduler
     store, counters = engine.store, engine.counters
@@ -112,7 +112,7 @@ def statistics(model: nn.Module) -> Statistics:
 
 
 def _backend(engine: Engine) -> str:
-    """What steps run on: each group's where its states live, so on a card there may be two."""
+    """Return the names of the backends of steps; on a card there are two if states are on both tiers."""
     states = ps_kernels.backends()
     on_cpu = next(name for name, state in states.items() if state == "available" and name != "cuda")
     if engine.store.device.name != "cuda":

@@ -23,7 +23,7 @@ _LIKE = 0.75
 def log_unmatched_patterns(
     model: str, names: Collection[str], options: Options, optimizer: ChunkedOptimizer | None
 ) -> None:
-    """A line for each pattern of ``keep_fp32``, and for each `Group`, that no parameter of the model is of."""
+    """Log a line for each pattern of ``keep_fp32``, and each `Group`, that no parameter matches."""
     for pattern in options.keep_fp32:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             nearest = "".join(f"; did you mean {near!r}?" for near in _nearest(pattern, names))
@@ -47,7 +47,7 @@ def warn_of_gradients(model: nn.Module) -> None:
 
 
 def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:
-    """What may have been meant, if anything is near: a pattern of names; one at most."""
+    """Yield a pattern that the user may have meant, if a name is near: one at most."""
     words = pattern.strip("*.")
     if not words:
         return

@@ -67,7 +67,7 @@ class Tiny:
         self._managed = managed
 
     def told(self) -> Told:
-        """What was found out; the model is released."""
+        """Return the seconds and part counts of the timed runs, and release the model."""
         scheduler = hooks_of(self._managed).scheduler
         assert isinstance(scheduler, PlanScheduler), "there is one process"
         planned = scheduler.planned
@@ -96,7 +96,7 @@ class Bookkeeping:
         self.rows = [model.probes for model in self._models]
 
     def fit(self) -> OwnWork:
-        """Of each part."""
+        """Return the host thread's seconds for each part of the engine's own work."""
         few, many, moving = (model.told() for model in self._models)
         return divide(few, many, moving)
 

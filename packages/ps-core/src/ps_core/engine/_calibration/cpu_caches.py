@@ -20,7 +20,7 @@ class Cache(NamedTuple):
 
     bytes: int
     known: bool
-    """Whether the system said so."""
+    """True if the operating system reported the sizes."""
 
     def __str__(self) -> str:
         return f"a cache of {self.bytes / 2**20:.0f} MiB" + ("" if self.known else " (assumed)")
@@ -41,5 +41,5 @@ def last_cache(system: Path = _SYSTEM) -> Cache:
 
 
 def stack_size(block_bytes: int, cache_bytes: int) -> int:
-    """So many blocks of so many bytes that they are twice the cache, within what a calibration has time for."""
+    """Return how many blocks take twice the cache's bytes, within the range that a calibration has time for."""
     return min(_MOST, max(_FEWEST, math.ceil(_TIMES * cache_bytes / block_bytes)))

@@ -38,7 +38,7 @@ class Slow(NamedTuple):
     tanh_s: float
 
     def seconds(self, amounts: Amounts) -> float:
-        """What they take of some work, beside its elements."""
+        """Return the seconds of the attention and tanh in ``amounts``, without their time per element."""
         attention = amounts.attention_flops / self.attention_flops
         queries = amounts.queries * self.query_s + amounts.queries_backward * self.query_backward_s
         return attention + queries + amounts.tanhs * self.tanh_s
@@ -54,7 +54,7 @@ class Operators:
         self.rows: list[Row] = [*self._attention, self._bent]
 
     def fit(self) -> Slow:
-        """Of what was timed."""
+        """Return the rates of attention and tanh, from the seconds of all probes."""
         short, long = (
             Attended(
                 _HEADS * _TOKENS,

@@ -150,7 +150,10 @@ def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
 
 
 def _counted(model: nn.Module, x: torch.Tensor) -> tuple[Amounts, float]:
-    """As plans count it: a pass reads each weight there and back, and makes and copies its gradient."""
+    """Return a pass's amounts, and bytes moved for parameters, as plans count both.
+
+    A pass reads each weight in forward and in backward, and makes and copies its gradient.
+    """
     found = Amounts()
     for moment in trace(model, (x,), loss=lambda loss: loss, unit_of=lambda _: 0).moments:
         found = found.plus(moment.amounts)

@@ -9,8 +9,8 @@ goes on. If there is no ``runs/a`` yet, the folder is renamed to that. Else:
     3. ``.a.ps-ready`` becomes ``a``;
     4. ``.a.ps-previous`` is removed.
 
-Whoever comes next (`recover`) removes a partial one, and carries on from a ready one. A save holds a lock on its new
-folder for as long as it lives, so that it is not taken for a dead one's.
+The next save or load (`recover`) removes a partial folder, and carries on from a ready one. A save holds a lock on its
+new folder for as long as its process lives, so that the folder is not taken for an abandoned one.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class AtomicFolder:
     def recover(self) -> None:
         """Finish or remove what a killed save left behind."""
         try:
-            with locked(self._ready, wait=not self.path.exists()):  # if somebody exchanges them now, it is soon done
+            with locked(self._ready, wait=not self.path.exists()):  # a running exchange is soon done
                 if self._ready.exists():
                     self._exchange()
         except OSError as error:
@@ -163,7 +163,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:  # others: a file system without locks, where nobody may load while another saves
+        except OSError as error:  # others: a file system without locks, where no process may load while another saves
             if isinstance(error, BlockingIOError):
                 raise
         yield

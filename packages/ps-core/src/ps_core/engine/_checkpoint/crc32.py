@@ -7,7 +7,7 @@ as long, and halved the rate of a save. One thread takes it of each buffer while
 one read. `cksfv` and `rhash` check the list of them.
 
 The sum of a whole follows from those of its pieces: bytes that come after multiply what was there by a power of x, in
-polynomials over two elements. So each of several processes sums up what it reads, and nobody reads a file twice.
+polynomials over two elements. So each of several processes sums up what it reads, and no process reads a file twice.
 """
 
 from __future__ import annotations

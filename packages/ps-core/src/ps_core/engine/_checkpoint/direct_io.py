@@ -61,7 +61,7 @@ def open_new(path: Path, folder: int | None = None) -> int:
 
 
 def set_direct(file: int, on: bool) -> bool:
-    """Let transfers of a file go past the page cache, or not; False if the file system cannot."""
+    """Set whether transfers of a file bypass the page cache; return False if the file system cannot."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
@@ -178,7 +178,7 @@ class DirectReader:
     def _advance(self) -> None:
         wait(self._summing)
         (found,) = wait(self._reading)
-        assert found is not None, "nobody reads more than was said"
+        assert found is not None, "a reader asks for no more bytes than were announced"
         run, self._current = found
         data, checksum = self._current, self._checksums[run]
         self._buffers.pair.reverse()

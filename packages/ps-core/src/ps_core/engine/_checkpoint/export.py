@@ -112,7 +112,7 @@ def export_checkpoint(
     """Write a checkpoint's weights and buffers into one safetensors file, without a model.
 
     Weights are as the model computes with them; with ``masters``, trained ones are in fp32, unrounded. However large
-    the checkpoint is, and whoever saved it: a few megabytes of memory, and what does not lie row by row, one by one.
+    the checkpoint is, this takes a few megabytes of memory, and one tensor at a time that is not stored row by row.
     """
     path = Path(checkpoint).absolute()
     if not is_checkpoint(path):

@@ -19,7 +19,7 @@ def random_state() -> dict[str, Any]:
         found["cuda"] = [_bytes(each) for each in torch.cuda.get_rng_state_all()]
     if (numpy := sys.modules.get("numpy")) is not None:
         state = numpy.random.get_state(legacy=False)
-        if state["bit_generator"] == "MT19937":  # what there is unless somebody has put another in its place
+        if state["bit_generator"] == "MT19937":  # NumPy's generator, unless the user has replaced it
             found["numpy"] = {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
     return found
 

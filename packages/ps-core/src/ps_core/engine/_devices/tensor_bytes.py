@@ -1,7 +1,7 @@
 """Counts non-model bytes on the CPU: tensors besides the engine's own, now and at the peak.
 
 Under a `TorchDispatchMode` every operator's outputs pass by. An output whose storage no argument shares is new: its
-bytes count from then until the C++ storage dies, whoever holds it (a Python tensor, the autograd graph, a cache).
+bytes count from then until the C++ storage is freed (a Python tensor, the autograd graph or a cache may hold it).
 
 [Note: the mode lies at the bottom of the stack]
 Autograd runs backward under the modes that were on the stack when `backward()` was called, so this mode is pushed
@@ -175,7 +175,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return result
 
     def _is_transparent(self, kind: Any) -> bool:
-        """Whether such arguments are let through: plain tensors (sparse ones come here), and what has no memory."""
+        """Return True for classes without a dispatch of their own: plain (and sparse) tensors, and fake ones."""
         return kind.__torch_dispatch__ is _PLAIN_DISPATCH or issubclass(kind, FakeTensor)
 
     def _look(self, func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
@@ -210,7 +210,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 
 def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> bool:
-    """Whether an argument lives in this storage: then the operator did not make it."""
+    """Return True if an argument uses this storage; the operator then did not allocate it."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             if arg.layout is torch.strided and arg.untyped_storage()._cdata == key:

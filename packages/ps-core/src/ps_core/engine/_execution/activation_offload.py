@@ -20,18 +20,18 @@ class _Route(Protocol):
     """To the host's memory and back. (Any: what it makes is its own.)"""
 
     def offload(self, tensor: torch.Tensor) -> Any:
-        """What stands for a tensor."""
+        """Start a copy of the tensor to the host's memory; return the handle for `restore`."""
 
     def finish_offloads(self) -> None:
-        """What was put is not held on to any more."""
+        """Make the compute stream wait for all copies that `offload` launched; their sources may be freed then."""
 
     def restore(self, away: Any) -> torch.Tensor:
-        """The tensor again."""
+        """Return the tensor that `offload` returned this handle for, on its device again."""
 
 
 @contextmanager
 def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
-    """What autograd keeps of these tensors goes to the host's memory, and comes back when backward asks for it.
+    """Offload what autograd saves of these tensors to the host's memory, until backward asks for it.
 
     ``module`` is what they are given to, most often by way of ``checkpoint``, which keeps a call's inputs and nothing
     else: ``with offloaded(block, x): x = checkpoint(block, x, use_reentrant=False)``. Under management its engine moves
@@ -71,11 +71,11 @@ class _Put:
 
 
 def _engine_of(module: nn.Module) -> Engine | None:
-    """Who manages it; None: nobody, or nothing ever moves there."""
+    """Return the engine that manages the module; None if there is none, or its first tier is the host's memory."""
     for parameter in module.parameters():
         if isinstance(parameter, ManagedParameter):
             owner = parameter._owner
-            assert isinstance(owner, Engine), "engines are the only keepers"
+            assert isinstance(owner, Engine), "every owner is an Engine"
             return owner if owner.store.tiers[0].name == "device" else None
     return None
 
@@ -98,14 +98,14 @@ class _Copied:
     """Without an engine: by copies that are waited for."""
 
     def offload(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-        """As in `_Way`."""
+        """Copy the tensor to the CPU and wait; return its device and the copy."""
         return tensor.device, tensor.detach().to("cpu")
 
     def finish_offloads(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: every copy was waited for."""
 
     def restore(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-        """As in `_Way`."""
+        """Copy the tensor back to its device."""
         return away[1].to(away[0])
 
 
@@ -113,12 +113,12 @@ class _TracedOffload:
     """Of fake tensors, which have no bytes: what is away is not there, what comes back is new."""
 
     def offload(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-        """As in `_Way`."""
+        """Return the tensor's shape, type and device: fake tensors have no contents."""
         return tensor.shape, tensor.dtype, tensor.device
 
     def finish_offloads(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: nothing is copied."""
 
     def restore(self, away: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
-        """As in `_Way`; the fake pass's mode is on."""
+        """Make a tensor like the offloaded one; the fake pass's mode is on, so it is fake."""
         return torch.empty(away[0], dtype=away[1], device=away[2])

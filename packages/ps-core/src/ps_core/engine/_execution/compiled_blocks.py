@@ -2,12 +2,13 @@
 
 [Note: a compiled block]
 Compiled code reads memory without asking for it, and ``torch.compile`` takes no parameter of another class. So before a
-compiled block runs, all its parameters are brought in as one moment's, and have an ordinary class until it has run;
-nothing can move meanwhile, for nothing inside touches anything. What it saves for backward goes through the engine's
-saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it, so the first
-brings all others in (but those over which a gradient lies already: that part of the block is done).
+compiled block runs, all its parameters are fetched as one moment's, and have an ordinary class until it has run.
+Nothing moves meanwhile, because compiled code calls no hook of the engine. Tensors saved for backward go through the
+engine's saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it, so the
+first fetches all others (except those with a gradient in the weight slot: that part of the block is done).
 
-Compiled code also makes tensors that no tide sees. Those that leave the block, as results or for backward, are counted.
+Compiled code also makes tensors that no count of non-model bytes sees. Those that leave the block, as results or for
+backward, are counted.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class CompiledBlock:
         self._engine.saved.pop_to(depth)
 
     def remove(self) -> None:
-        """Let it be a block like any other."""
+        """Unwrap the block's call, and treat the block like any other module."""
         self.around.remove()
         for record in self._records:
             record.compiled_block = []
@@ -105,19 +106,19 @@ class CompiledBlocks:
                 self.blocks.append(CompiledBlock(module, self._engine))
 
     def remove(self) -> None:
-        """Stand around none."""
+        """Unwrap the calls of all compiled blocks."""
         for block in self.blocks:
             block.remove()
         self.blocks.clear()
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile`` returned, or was compiled in place."""
+    """Return True if ``torch.compile`` returned the module, or compiled it in place."""
     return type(module).__name__ == OPTIMIZED_MODULE or compiled_call(module) is not None
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """A whole model that is compiled would be one unit: all of it on the accelerator at once."""
+    """Raise `UnsupportedParameter` if the whole model is compiled: all of it would be on the accelerator at once."""
     if is_compiled(model):
         name = type(getattr(model, "_orig_mod", model)).__name__
         raise UnsupportedParameter(

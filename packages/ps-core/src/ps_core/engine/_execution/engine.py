@@ -87,11 +87,11 @@ class Engine:
         self.management = management(self)
         """The owner of the hooks."""
         self.released = False
-        """Nobody may use it any more."""
+        """True after `release`: the engine may not be used any more."""
         self.materializing = False
-        """Parameters are ordinary ones for a while; nothing may be trained."""
+        """True while parameters are ordinary ones (`materialized`); nothing may be trained."""
         self.half_loaded = ""
-        """What failed amid replacing values; nothing may be trained until it has been done."""
+        """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
         self._refuses = store.file is not None
         """True if `check_usable` may raise; asked at every use of a parameter. (With a disk: in a forked process.)"""
         self.state_dicts = StateDicts(
@@ -152,14 +152,14 @@ class Engine:
             self.passes.check_writes()
 
     def check_unchanged(self, records: Iterable[ParamState]) -> None:
-        """Refuse changes in place that nobody was told of, and undo them."""
+        """Refuse changes in place that the engine did not make, and undo them."""
         with torch._C.DisableTorchFunctionSubclass():
             changed = [r for r in records if r.bound is not None and r.parameter._version != r.counted_version]
         for record in changed:
             self._refuse_change(record)
 
     def get_gradient(self, record: ParamState) -> torch.Tensor | None:
-        """What ``parameter.grad`` is."""
+        """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
         if record.gradient is GradientPlace.NONE:
@@ -188,7 +188,7 @@ class Engine:
             record.assigned = True
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> Any:
-        """A function that changes the parameter in place: only a state dict being loaded may."""
+        """Load the parameter from a state dict, if one is being loaded; refuse every other change in place."""
         if function is torch.Tensor.copy_ and self.state_dicts.load(record, args[1]):
             return record.parameter
         raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
@@ -272,7 +272,7 @@ class Engine:
             if (
                 (group.last_read_moment != moment and group.fixed_tier is None)
                 or record.contents is not SlotContents.WEIGHT
-                or group.weight_chunk.newest(0) is None  # a second gradient had it made anew at home
+                or group.weight_chunk.newest(0) is None  # a second gradient rebuilt the weight in the home slot
             ):
                 passes.begin_moment(_moving(records), [])
                 break
@@ -291,7 +291,7 @@ class Engine:
 
     @defer_interrupts
     def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """A gradient came."""
+        """Store a gradient that autograd just made."""
         if self._deciding.begun is not None:
             self._deciding.forget()
         if self._refuses:
@@ -355,7 +355,7 @@ class Engine:
 
     @defer_interrupts
     def finish_pass(self) -> None:
-        """Between passes everything is at home, but for what somebody holds on to."""
+        """End the pass, if one is open: chunks return to their home slots, except copies with live aliases."""
         if self.store.file is not None:
             self.store.check_process()
         passes = self.passes
@@ -376,14 +376,14 @@ class Engine:
         return False
 
     def gradient_norm(self, record: ParamState) -> float:
-        """Of the stored gradient times its factor."""
+        """Return the norm of the stored gradient times its factor."""
         self.finish_pass()
         self.residency.transfers.wait_for_other_queues(Queue.CPU)
         squares = float(self.gradients.measure(record)[0])
         return math.sqrt(squares) * abs(record.factor)
 
     def scale_gradient(self, record: ParamState, factor: float) -> None:
-        """Have the step multiply by this too."""
+        """Multiply the gradient's factor, which the step applies, by this one."""
         self._deciding.forget()
         self.gradients.scale(record, factor)
 
@@ -442,7 +442,7 @@ class Engine:
         return decision
 
     def read_state(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """A copy in fp32 on the CPU, of the parameter's shape."""
+        """Return an fp32 copy on the CPU of a master or moment, in the parameter's shape."""
         self._check_kept()
         self.finish_pass()
         return self.updater.read(record, kind)
@@ -464,7 +464,7 @@ class Engine:
         self.masters.states_loaded()
 
     def read(self, record: ParamState) -> torch.Tensor:
-        """A copy of the parameter as it is computed with."""
+        """Return a copy of the parameter in the type that it is computed with."""
         return self.updater.weight(record)
 
 
@@ -476,7 +476,7 @@ def accept_gradient(parameter: ManagedParameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
     record, owner = parameter._record, parameter._owner
-    assert isinstance(owner, Engine), "engines are the only keepers"
+    assert isinstance(owner, Engine), "every owner is an Engine"
     if gradient is None:
         owner.tables.deliver(record)
     elif record.trainable:

@@ -55,7 +55,7 @@ class EnginePlan:
 
     @property
     def program(self) -> Program:
-        """What it plans."""
+        """The program that the plan is for."""
         return self.planned.program
 
     def chunk(self, extent: Extent) -> Chunk:
@@ -99,7 +99,7 @@ class EnginePlan:
 
     @cached_property
     def step_kinds(self) -> dict[int, tuple[Kind, ...]]:
-        """What of each group a step works on, in the order of the slots of the plan's `Step`; by the plan's number."""
+        """Map the plan's group numbers to the kinds that a step works on, in the order of `Step`'s slots."""
         return {index: self.program.home_kinds(index) for index in self.program.stepped}
 
     def _queues(self, segment: Segment) -> SegmentQueues:

@@ -1,4 +1,4 @@
-"""What the engine hangs onto a model, and takes off again: hooks, all held by one object."""
+"""Install the engine's hooks on a model, and remove them: one object holds them all."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, M
 class ModelHooks:
     """One model's hooks. Nothing of torch's or the user's classes is changed.
 
-    It holds no module: a model that nobody wants any more is gone at once, although its optimizer is still there, and
-    takes the engine's memory with it (as when a notebook's cell is run again).
+    It holds no reference to a module. So a model without references is freed at once, although its optimizer is still
+    there, and the engine's memory with it (as when a notebook's cell is run again).
     """
 
     def __init__(self, model: nn.Module, engine: Engine, *, cast: torch.dtype | None) -> None:
@@ -48,9 +48,9 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
-        """What `_look_at` found the last time."""
+        """The parameters that `_look_at` found the last time."""
         self._frozen: list[ParamState] = []
-        """Parameters whose gradients nobody hears of."""
+        """Managed parameters that do not require gradients, so that they have no hook."""
         self._owners: set[int] = set()
         """Modules with managed parameters that are watched, by id."""
 
@@ -61,7 +61,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def install(self) -> None:
-        """Hang everything on."""
+        """Install all hooks."""
         model = self._model()
         assert model is not None, "it is being put under management"
         self._owner_ids, self._parameters, _ = _look_at(model)
@@ -84,11 +84,11 @@ class ModelHooks:
 
     @property
     def has_compiled_blocks(self) -> bool:
-        """Whether ``torch.compile`` made a part of the model one piece."""
+        """True if ``torch.compile`` compiled a part of the model."""
         return bool(self._blocks.blocks)
 
     def remove(self) -> None:
-        """Take everything off."""
+        """Remove all hooks."""
         if self._around is not None:
             self._around.remove()
         self._blocks.remove()
@@ -106,7 +106,7 @@ class ModelHooks:
                 weakref.finalize(module, self._owner_died, id(module)).atexit = False
 
     def _owner_died(self, owner: int) -> None:
-        """A module with managed parameters is gone; with the last one, all that they had."""
+        """Note that a module with managed parameters was freed; with the last one, release the engine's memory."""
         self._owners.discard(owner)
         model = self._model()
         if not self._owners and model is not None:
@@ -259,7 +259,7 @@ class ModelHooks:
         engine.store.close()
 
     def _release_kept(self, group: ParamGroup) -> None:
-        """A group's memory is not needed any more."""
+        """Release the home slot and the copies of every chunk of a group."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
                 self.engine.residency.transfers.release_slot(slot)
@@ -267,7 +267,7 @@ class ModelHooks:
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
-    """Have a hook called before those that were there, which then find the gradient where it can be asked for."""
+    """Register a hook that is called before the existing ones, which can then read the stored gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     hooks = parameter._post_accumulate_grad_hooks
     for other in [key for key in hooks if key != handle.id]:
@@ -323,13 +323,13 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def hooks_of(model: nn.Module) -> ModelHooks:
-    """Who manages a model; `InvalidInput` if nobody does."""
+    """Return the hooks of a managed model; raise `InvalidInput` if the model is not managed."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
     for parameter in model.parameters():
         if isinstance(parameter, ManagedParameter):
             owner = parameter._owner
-            assert isinstance(owner, Engine), "engines are the only keepers"
+            assert isinstance(owner, Engine), "every owner is an Engine"
             if isinstance(owner.management, ModelHooks):
                 return owner.management
     raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")

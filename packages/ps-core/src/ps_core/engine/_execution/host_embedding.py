@@ -32,13 +32,13 @@ class HostEmbedding(nn.Embedding):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As ``nn.Embedding``'s, whose arguments these are."""
+        """Make a table; the arguments are those of ``nn.Embedding``."""
         super().__init__(*args, **kwargs)
         self.check()
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding) -> Self:
-        """The same table, with the very same parameter: ``model.wte = HostEmbedding.from_embedding(model.wte)``."""
+        """Convert an embedding, keeping its parameter: ``model.wte = HostEmbedding.from_embedding(model.wte)``."""
         if type(embedding) not in (nn.Embedding, cls):
             raise InvalidInput(
                 f"from_embedding: expected an nn.Embedding itself, found a {type(embedding).__name__}, which may do "
@@ -81,13 +81,13 @@ class HostEmbedding(nn.Embedding):
 
 
 class _Table(Protocol):
-    """What is looked up in."""
+    """A table in which rows are looked up."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The rows of these, on their device."""
+        """Return the rows of these ids, on the ids' device."""
 
     def gain(self, ids: Tensor, gradient: Tensor, padding: int) -> None:
-        """The gradient of rows came; ``ids`` are on the host."""
+        """Add the gradient of these rows; ``ids`` are on the host."""
 
 
 class _Managed:
@@ -99,16 +99,16 @@ class _Managed:
         self._engine, self._record = engine, record
 
     def rows(self, ids: Tensor) -> Tensor:
-        """As in `_Table`."""
+        """Copy the rows of these ids from the home slot to the ids' device."""
         return self._engine.tables.rows(self._record, ids)
 
     def gain(self, ids: Tensor, gradient: Tensor, padding: int) -> None:
-        """As in `_Table`."""
+        """Add the gradient of these rows to the gradient that the engine collects for the table."""
         self._engine.tables.gain(self._record, ids, gradient, padding)
 
 
 class _TracedTable:
-    """The same in a fake pass: on the accelerator there are rows, and nothing of the table."""
+    """A table in a fake pass: on the accelerator there are rows, and nothing of the table."""
 
     __slots__ = ("_dtype", "_width")
 
@@ -116,18 +116,18 @@ class _TracedTable:
         self._dtype, self._width = weight.dtype, weight.shape[1]
 
     def rows(self, ids: Tensor) -> Tensor:
-        """As in `_Table`."""
+        """Return a fake tensor of the rows' shape, on the ids' device."""
         return torch.empty((*ids.shape, self._width), dtype=self._dtype, device=ids.device)
 
     def gain(self, ids: Tensor, gradient: Tensor, padding: int) -> None:
-        """As in `_Table`."""
+        """Do nothing: a fake pass has no gradients."""
 
 
 def _table_of(weight: Tensor) -> _Table | None:
-    """Where the weight is a table on the host, while it is managed or foreseen."""
+    """Return the table of a weight that stays on the host; None if the weight is an ordinary parameter."""
     if type(weight) is ManagedParameter:
         owner = weight._owner
-        assert isinstance(owner, Engine), "engines are the only keepers"
+        assert isinstance(owner, Engine), "every owner is an Engine"
         return _Managed(owner, weight._record) if weight._record.group.on_host else None
     kind: type[Any] = type(weight)  # a fake pass changes classes
     return _TracedTable(weight) if kind is FakeParameter and getattr(weight, "_away", False) else None
@@ -156,7 +156,7 @@ class _Lookup(Function):
 
 
 def _is_asked_for(weight: nn.Parameter) -> bool:
-    """Whether this backward pass is ``torch.autograd.grad(..., weight)``, which wants the gradient itself."""
+    """Return True during ``torch.autograd.grad(..., weight)``; the caller then returns the gradient itself."""
     with torch._C.DisableTorchFunctionSubclass():
         node = get_gradient_edge(weight).node
     try:

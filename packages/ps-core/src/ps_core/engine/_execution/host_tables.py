@@ -1,10 +1,10 @@
 """Tables that stay in the host's memory: rows are looked up there, and there their gradients arrive.
 
 [Note: tables on the host]
-A group of such tables has its homes on the host for good; no plan and no moment knows of it, and no parameter of it is
-ever bound. The host thread looks rows up in the home slot, which nobody else writes. Gradients of rows are made into
-one of the whole table by PyTorch's own operator, in its order, so that the bits are those of an ``nn.Embedding``. Where
-a table was looked up more than once, autograd would add these up in their type before the parameter sees any; so do we,
+A group of such tables has its home slots on the host for good. No plan or moment has it, and no parameter of it is ever
+bound. The host thread looks rows up in the home slot, which no other thread writes. Gradients of rows are made into one
+of the whole table by PyTorch's own operator, in its order, so that the bits are those of an ``nn.Embedding``. Where a
+table was looked up more than once, autograd would add these up in their type before the parameter sees any; so do we,
 until the hook of the parameter's gradient asks. The room for that gradient is set aside in the host's budget.
 """
 
@@ -67,7 +67,7 @@ class HostTables:
 
     @defer_interrupts
     def gain(self, record: ParamState, ids: Tensor, gradient: Tensor, padding: int) -> None:
-        """The gradient of rows came; ``ids`` are on the host."""
+        """Add the gradient of these rows; ``ids`` are on the host."""
         if not record.trainable:
             return
         if torch.is_grad_enabled() and gradient.requires_grad:
@@ -89,12 +89,12 @@ class HostTables:
 
     @defer_interrupts
     def deliver(self, record: ParamState) -> None:
-        """All of this backward pass have come."""
+        """Store the table's gradient once this backward pass has made all of it."""
         pending = self.pending.pop(record, None)
         if pending is not None and pending[0] == torch._C._current_graph_task_id():
             with self._passes.nonmodel.paused():
                 self._accept(record, pending[1])
 
     def forget(self) -> None:
-        """What a pass that broke off has left."""
+        """Drop gradients of a pass that broke off."""
         self.pending.clear()

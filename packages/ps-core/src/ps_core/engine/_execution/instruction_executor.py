@@ -1,9 +1,9 @@
-"""Carry out a plan's instructions on slots, homes and parameters; `_execution.plan_driver` says when each is issued.
+"""Carry out a plan's instructions on slots and parameters; `_execution.plan_driver` says when each is issued.
 
 [Note: divergence]
-A plan is advice. Each instruction checks what it relies on (versions, and that nobody holds on to memory it gives
-back); where that does not hold, or the model does something else than the plan foresaw, `Diverged` is raised before
-anything is changed. What was issued is then finished, and demand takes over from whatever is where.
+A plan is advice. Each instruction checks what it relies on (versions, and that memory it releases has no live aliases).
+Where a check fails, or the model does something else than planned, `Diverged` is raised before anything is changed.
+Issued instructions are then finished, and `OnDemandDriver` continues from there.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class InstructionExecutor:
         """Give up a slot's copy of a chunk; `Diverged` if it is the only current one, or has live aliases."""
         dead = self._is_dead(group, chunk)
         if not dead and slot.version == chunk.version and not chunk.has_current_besides(slot):
-            raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be given back")
+            raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be released")
         if slot.tier == 0 and chunk.extent.kind is group.weight:
             self._vacate(group, slot)
             self._counters.evicted()
@@ -192,7 +192,7 @@ class InstructionExecutor:
     def _vacate(self, group: ParamGroup, slot: Slot) -> None:
         """Unbind the parameters that lie in a slot; `Diverged` if one of them has live aliases."""
         if not self._residency.vacate(group, slot):
-            raise Diverged(f"somebody holds on to memory of {group.name}")
+            raise Diverged(f"memory of {group.name} has live aliases")
 
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
@@ -259,7 +259,7 @@ class InstructionExecutor:
     # The end.
 
     def abandon(self) -> None:
-        """Keep what is of use to demand; slots of the plan's own are given back."""
+        """Keep copies that on-demand passes can use, and release the plan's own slots."""
         staged = [slot for slot, _ in self._staged.values()]
         restore_lent_homes(self._plan, self._slots, self._places, staged, broken=self._residency.transfers.broken)
         for slot, records in self._staged.values():
@@ -280,7 +280,7 @@ class InstructionExecutor:
                 chunk.drop_copy(slot.tier)
             self._residency.transfers.release_slot(slot)
 
-    # Slots and homes.
+    # Slots and home slots.
 
     def _home_of(self, slot: Slot) -> Chunk | None:
         extent = slot.extent
@@ -289,6 +289,6 @@ class InstructionExecutor:
         return self._residency.groups[extent.index].chunks.get(extent.kind)
 
     def restore_homes(self) -> None:
-        """End the segment: home slots that a tight plan lent out become the slots that came back to their places."""
+        """End the segment: lent home slots become the slots that are in their places again."""
         if self._segment.lends_homes:
             restore_lent_homes(self._plan, self._slots, self._places)

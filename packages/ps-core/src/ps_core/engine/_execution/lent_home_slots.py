@@ -1,14 +1,14 @@
-"""Homes that a plan for tight memory lent out, given back.
+"""Restore home slots that a plan for tight memory released within a segment.
 
-[Note: leaving a plan that lends homes]
-Such a plan moves the homes themselves: a home's slot is given back while its extent sits elsewhere. At the end of the
-segment every extent is in its place again. Where the segment is left before, some are not, and by then others may have
-these places, so that it cannot be promised that there is room to bring them back.
+[Note: leaving a plan that lends home slots]
+Such a plan releases a home slot while its extent is elsewhere: the home slot is *lent*. At the end of the segment every
+extent is in its place again. Where the segment is left before, some are not. Other slots may have taken these places by
+then, so there may be no room to move the extents back.
 
-None is needed. A move is a Reserve, a Copy and a Release in this order on one queue, so at any time every extent with a
-home has a slot that holds its newest bytes (what has no contents, sums before the first gradient, has one of its size).
-That slot becomes its home: no memory is taken, nothing is copied, and nothing can fail. What can leave the compute tier
-from there does so where lower tiers have room, and between passes homes go back to the plan's places; see
+None is needed. A move is a Reserve, a Copy and a Release in this order on one queue. So at any time every extent with a
+home slot has a slot with its newest bytes. (An accumulator before its first gradient has a slot of its size.) That slot
+becomes its home slot: no memory is taken, nothing is copied, and nothing can fail. Chunks then leave the compute tier
+where lower tiers have room. Between passes home slots move back to the plan's places; see
 `_execution.lower_home_slots`.
 """
 
@@ -31,7 +31,7 @@ def restore_lent_homes(
     *,
     broken: bool = False,
 ) -> None:
-    """Let every home that was lent out be the slot that its extent has now, in its place if it is there.
+    """Make each released home slot the slot that holds its extent now, if possible the one at its address.
 
     ``slots``: the plan's, by number. ``places``: tier and address of those that it reserved. ``staged``: those that
     hold gradients on their way. ``broken``: the disk failed, and what was to be read from there may be lost.
@@ -45,7 +45,7 @@ def restore_lent_homes(
         if chunk.bytes and not chunk.home.memory.numel():
             slot = _seat(plan, held, chunk, [*loose, *chunk.copies.values()], at.get((held.tier, held.offset)))
             if slot is None:
-                assert broken, "a slot is given back once the next is there"
+                assert broken, "a slot is released once the next is there"
                 continue
             loose = [other for other in loose if other is not slot]
             if not chunk.has_current_copy:

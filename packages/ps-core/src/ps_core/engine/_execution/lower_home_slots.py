@@ -23,8 +23,10 @@ class HomePlacement:
         self.elsewhere = False
         """True if some are not where the plan has them: they were moved down, or are displaced."""
         self.displaced = False
-        """True if some are where a plan was left that had lent them out; see [Note: leaving a plan that lends homes]
-        in `_execution.lent_home_slots`."""
+        """True if a plan that lent home slots was left within a segment.
+
+        See [Note: leaving a plan that lends home slots] in `_execution.lent_home_slots`.
+        """
 
     def move_to_plan(self, plan: EnginePlan) -> bool:
         """Move every home slot to the plan's place; False, and nothing moved, while memory has live aliases."""
@@ -50,7 +52,7 @@ class HomePlacement:
         if first is None:
             return
         clear(engine)
-        with torch.inference_mode(False):  # or nobody else could write to these slots
+        with torch.inference_mode(False):  # or the slots' tensors could not be written outside of inference mode
             for chunk, tier in chain((first,), moves):
                 move(engine, chunk, tier)
         if not store.device.overcommits:
@@ -58,7 +60,7 @@ class HomePlacement:
         self.elsewhere, self.displaced = True, False
 
     def plan_abandoned(self, plan: EnginePlan) -> None:
-        """Move down what a plan had lent out that was left within a segment, so that on-demand moves have room."""
+        """Move down the lent home slots of a plan left within a segment, so that on-demand moves have room."""
         store = self._engine.store
         rows = [(held, plan.chunk(held.extent)) for held in plan.plan.home]
         displaced = [(held, chunk) for held, chunk in rows if not in_place(chunk.home, held)]
@@ -74,7 +76,7 @@ class HomePlacement:
                 self._down(chunk, tier)
 
     def _down(self, chunk: Chunk, tier: int) -> None:
-        """Amid a pass: parameters may lie there."""
+        """Move a home slot to a lower tier during a pass; a slot that parameters are bound to stays as a copy."""
         store, residency = self._engine.store, self._engine.residency
         target = store.reserve(tier, chunk.bytes)
         residency.transfers.copy_to(chunk, target)
@@ -87,7 +89,7 @@ class HomePlacement:
 
 
 def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chunk, int]]:
-    """Which homes go down, and where to, each once those before it are there."""
+    """Yield the chunks to move down and their tiers; each tier has room once the moves before are done."""
     spare = _spare(store, groups)
     for tier in range(len(store.tiers) - 1):
         chunks = [chunk for group in groups for chunk in group.chunks.values() if chunk.home.tier == tier]
@@ -99,7 +101,7 @@ def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chun
 
 
 def _spare(store: TierStore, groups: list[ParamGroup]) -> tuple[int, ...]:
-    """What every tier keeps free: above a disk a group passes through, and a gradient is put down to be summed."""
+    """Return the bytes that each tier keeps free: for one group above a disk, and for one gradient to be summed."""
     sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
     wholes = [sum(chunk.bytes for chunk in group.chunks.values()) for group in groups]
     last = max(sums, default=0)

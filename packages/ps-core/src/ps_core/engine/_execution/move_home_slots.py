@@ -41,7 +41,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
 
 
 def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
-    """Whether nothing but homes is where the plan has them: sums that it does not know of, say."""
+    """Return True if only home slots lie where the plan has its home slots; the caller may then move them there."""
     slots = {id(slot): slot for held in plan.plan.home for slot in (plan.chunk(held.extent).home,)}
     others = list(store.ledger.used_bytes)
     for slot in slots.values():
@@ -55,7 +55,7 @@ def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
 
 
 def in_place(slot: Slot, held: Held) -> bool:
-    """Whether a home is where a plan has it."""
+    """Return True if a home slot is where the plan has it."""
     return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
 
 
@@ -66,7 +66,7 @@ def _may_move(store: TierStore, chunk: Chunk, held: Held) -> bool:
 
 
 def group_with_aliases(groups: Iterable[ParamGroup]) -> ParamGroup | None:
-    """A group whose memory on the compute tier cannot be moved, for somebody besides its parameters has it."""
+    """Return a group whose memory on the compute tier has live aliases and cannot be moved; None if there is none."""
     held = (
         group
         for group in groups
@@ -76,7 +76,7 @@ def group_with_aliases(groups: Iterable[ParamGroup]) -> ParamGroup | None:
 
 
 def clear(engine: Engine) -> None:
-    """Let no parameter be anywhere, and nothing be under way: any home may be moved."""
+    """Unbind every parameter and wait for all queues; any home slot may be moved then."""
     for record in engine.records:
         engine.residency.unbind(record)
         record.group.forget_moment()
@@ -85,14 +85,14 @@ def clear(engine: Engine) -> None:
 
 
 def move(engine: Engine, chunk: Chunk, tier: int, offset: int = -1) -> None:
-    """Let a home be elsewhere, with what is in it."""
+    """Move a home slot and its contents to a tier; ``offset``: its address on the compute tier."""
     target = engine.store.reserve(tier, chunk.bytes, offset)
     engine.residency.transfers.copy_to(chunk, target)
     engine.residency.transfers.release_slot(chunk.rehome(target))
 
 
 def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
-    """Let an extent wait outside every tier."""
+    """Move an extent to host memory outside every tier's budget, so that other home slots can be moved."""
     old = chunk.home
     memory = old.in_host_memory() if old.place is None else engine.residency.contents(chunk)
     target = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)

@@ -1,7 +1,7 @@
 """Where in training a model is: which pass, which moment; who drives it, and what happens when a plan does not hold.
 
 A *pass* begins with the first touch and ends with the end of backward, of an evaluation, or when something comes that
-cannot belong to it. Between passes everything is at home, but for what somebody holds on to.
+cannot belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PassTracker:
         self.moment = 0
         """Grows with every moment; never the same in forward and in backward."""
         self.outside = True
-        """The root module's forward is not running: memory that a call gives away is somebody else's."""
+        """True if the root module's forward is not running: memory that a call returns belongs to the caller."""
         self.gradient_passes = 0
         """How many training passes brought gradients, so far."""
         self.broke_off = False
@@ -76,7 +76,7 @@ class PassTracker:
 
     @property
     def tracked(self) -> bool:
-        """Whether non-model bytes are counted in this pass."""
+        """True if non-model bytes are counted in this pass."""
         return self.driver.tracked or self.observer is not None
 
     def check_writes(self) -> None:
@@ -359,7 +359,7 @@ class PassTracker:
                 recording.regular = False
                 self._diverge(why)
                 self.driver.finish()
-            except BaseException as why:  # memory that ran out, say: the plan is left, or its homes stayed lent
+            except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if self.driver is not self.demand:
                     recording.regular = False
                     self._diverge(Diverged(str(why)))

@@ -76,7 +76,7 @@ class PlanDriver:
                 raise Diverged(f"{name} where the plan has {moment.name}")
         for record in reads:
             if record.contents is not SlotContents.WEIGHT:
-                raise Diverged(f"{name}, whose parameters a gradient lies over")
+                raise Diverged(f"{name}, with a gradient in the weight slot")
         self._executor.reach(moment.visit)
         self._issue(moment)
         if moment.instr.id in self._waits:
@@ -108,7 +108,7 @@ class PlanDriver:
             raise
 
     def abandon(self) -> None:
-        """Finish what was issued and keep what is of use on demand; slots of the plan's own are given back."""
+        """Finish what was issued, keep copies that on-demand passes can use, and release the plan's own slots."""
         self._device.synchronize()
         self._executor.abandon()
 
@@ -130,7 +130,7 @@ class PlanDriver:
                 self._events[instr.id] = self._device.record(instr.queue)
 
     def _wait_for_others(self, instr: Instr) -> None:
-        """Let the instruction's queue wait for what it comes after on other queues."""
+        """Make the instruction's queue wait for the instructions on other queues that it depends on."""
         started = time.perf_counter()
         for wait in self._waits[instr.id]:
             self._device.wait(instr.queue, self._events[wait])

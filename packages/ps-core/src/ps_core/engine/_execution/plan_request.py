@@ -24,7 +24,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class PlanRequest:
-    """What plans of one engine are found for."""
+    """Finds plans for one engine."""
 
     def __init__(self, engine: Engine, model_name: str, setup: Setup, options: Options) -> None:
         self._engine, self._model_name, self._setup = engine, model_name, setup
@@ -33,7 +33,7 @@ class PlanRequest:
         self.machine = own if named is None else find_machine(named)
 
     def find(self, recording: PassRecording, batch: BatchShape, spare_bytes: int) -> EnginePlan:
-        """The best plan for such passes; `DoesNotFit` if there is none. So much is left free beyond their tide."""
+        """Return the best plan for such passes, with ``spare_bytes`` left free; raise `DoesNotFit` if there is none."""
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
@@ -49,7 +49,7 @@ class PlanRequest:
         return EnginePlan(planned, order, recording.moments, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
-        """What earlier passes of a step leave on the compute tier: gradients of what never leaves it.
+        """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
 
         A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
         """
@@ -65,7 +65,7 @@ class PlanRequest:
         return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))
 
     def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
-        """What the plan is made for: with room for everything on an emulated device, one on which nothing overlaps."""
+        """Return the machine to plan for: on an emulated device with room for everything, one without overlap."""
         if self.machine is not SMALL_COMPUTER or tiers[0].name != "device":
             return self.machine
         homes = sum(chunk.bytes for group in self._engine.groups if not group.pinned for chunk in group.chunks.values())

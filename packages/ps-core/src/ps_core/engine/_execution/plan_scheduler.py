@@ -44,7 +44,7 @@ from ps_core.engine._tracing.first_pass import (
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _WATCHED_EVERY = 32
-"""So many passes by a plan to one whose tide is watched: it has every operator seen, or PyTorch's peak reset."""
+"""One in so many planned passes has its non-model bytes measured: every operator is seen, or PyTorch's peak reset."""
 
 
 class PlanScheduler:
@@ -71,35 +71,35 @@ class PlanScheduler:
         self._plan: EnginePlan | None = None
         self._planned_for = BatchShape()
         self._batch: BatchShape | None = None
-        """What the root module was called with; None for a pass that began elsewhere."""
+        """The batch that the root module was called with; None for a pass that began elsewhere."""
         self._served: BatchShape | None = None
-        """The same, of the pass that a driver was chosen for last."""
+        """The batch of the last pass that a driver was chosen for."""
         self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
         """How many passes had brought gradients before this step's first."""
         self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
         """Shapes and types of the last call's arguments, and the batch they are."""
         self._tried = False
-        """Whether the first pass was tried with fake tensors."""
+        """True if the first pass was tried with fake tensors."""
         self._estimated = False
-        """Whether the plan is from fake tensors; the pass that it serves is recorded all the same."""
+        """True if the plan is from fake tensors; the pass that it serves is recorded all the same."""
         self._recorded = False
-        """Whether the plan is from a pass that ran."""
+        """True if the plan is from a pass that ran."""
         self._measured = False
-        """One tier: whether the tide of a pass is known."""
+        """True if, on one tier, the non-model bytes of a pass are known."""
         self._source: tuple[PassRecording, BatchShape] | None = None
-        """What the plan was made from."""
+        """The recording and batch that the plan was made from."""
         self._homes = HomePlacement(engine)
         self._evaluated: tuple[BatchShape, int] | None = None
-        """The last evaluation on demand, and how high its tide was."""
+        """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self._replayed = 0
         """How many passes were begun by a plan."""
         self._spare_bytes = 0
-        """Left free beyond what the tide was seen to take, since the device ran out of memory."""
+        """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
 
     @property
     def training(self) -> bool:
-        """Whether there is an optimizer."""
+        """True if the model has an optimizer."""
         return self._setup.training
 
     @property
@@ -109,12 +109,12 @@ class PlanScheduler:
 
     @property
     def planned(self) -> Planned | None:
-        """The plan in force."""
+        """The plan in force, with its program."""
         return None if self._plan is None else self._plan.planned
 
     @property
     def plan(self) -> Plan | None:
-        """What of it is carried out."""
+        """The instructions of the plan in force."""
         return None if self._plan is None else self._plan.plan
 
     @property
@@ -155,7 +155,7 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _recover(self) -> None:
-        """Where memory ran out since the last pass, plan anew with more left for everything else."""
+        """If the device ran out of memory since the last pass, plan again with more bytes left free."""
         store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off
@@ -212,10 +212,10 @@ class PlanScheduler:
         if demand.highest_nonmodel_bytes != plan.nonmodel_bytes:
             demand.expect(plan.nonmodel_bytes)
         if demand.fetched:
-            demand.finish()  # what somebody held on to when the last pass ended
+            demand.finish()  # copies that had live aliases when the last pass ended
         why = self._unready(training)
         if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
-            why = "somebody holds on to memory that homes have to be moved to"
+            why = "memory that home slots have to be moved to has live aliases"
         if why:
             engine.counters.diverged(why)
             return demand
@@ -245,22 +245,22 @@ class PlanScheduler:
         self._homes.move_down(known[1] + 2 * largest)
 
     def _bytes_to_read(self) -> int:
-        """Of the compute tier, besides homes: all weights that are elsewhere, and a copy of all in fp32."""
+        """Return the compute tier's bytes for all weights whose home slots are elsewhere, and an fp32 copy of all."""
         groups = self._engine.groups
         return sum(
             group.weight_chunk.bytes * (group.weight_chunk.home.tier > 0) + group.chunk_numel * 4 for group in groups
         )
 
     def _unready(self, training: bool) -> str:
-        """Why a segment cannot begin; empty: it can."""
+        """Return why a segment cannot begin; an empty text if it can."""
         if training and not self._setup.training:
             return "a backward pass of a model without an optimizer"
         for group in self._engine.groups:
             if 0 in group.weight_chunk.copies:
-                return f"somebody holds on to memory of {group.name}"
+                return f"memory of {group.name} has live aliases"
             for record in group.tensors:
                 if record.contents is not SlotContents.WEIGHT:
-                    return f"a gradient lies over {group.name}"
+                    return f"a gradient is in the weight slot of {group.name}"
         return ""
 
     def plan_abandoned(self) -> None:
@@ -293,7 +293,7 @@ class PlanScheduler:
             self._found = recording, batch
 
     def _is_wrong(self, recording: PassRecording) -> bool:
-        """Whether the pass did something else than was foreseen; one that was broken off did not get so far."""
+        """Return True if the pass differs from its estimate; a pass that broke off does not get here."""
         assert self._plan is not None, "there is an estimate"
         return not (recording.regular or begins_like_estimate(recording, self._plan.moments))
 
@@ -352,7 +352,7 @@ class PlanScheduler:
             self._estimated, self._recorded = False, True
             return
         if not self._adopt(recording, batch):
-            self._found = recording, batch  # somebody holds on to memory: next time
+            self._found = recording, batch  # memory has live aliases: try again after the next pass
             return
         if self._recorded:
             self._engine.counters.replanned()

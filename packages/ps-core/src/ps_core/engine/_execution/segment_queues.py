@@ -65,13 +65,13 @@ class SegmentQueues:
     """Instructions that another queue waits for, so that an event is recorded behind each."""
     count: int
     lends_homes: bool
-    """True if home slots are given back on the way; see `_execution.lent_home_slots`."""
+    """True if home slots are released within the segment; see `_execution.lent_home_slots`."""
     prefetch: int | None
     """How many moments ahead groups are fetched at the most."""
 
     @cached_property
     def batches(self) -> tuple[tuple[Instr, ...], ...]:
-        """What is issued before each moment, and at the end, where nothing has to be waited for on the way."""
+        """Return the instructions to issue before each moment and at the end, if no wait delays any of them."""
         order = IssueOrder(self, lambda instr: False)
         return tuple([tuple(order.before(moment)) for moment in (*self.moments, None)])
 

@@ -4,7 +4,7 @@
 In 16-bit training without accumulation a gradient is written over its weight, so that it costs no memory. That is
 right only once nothing reads the weight again before the step: no saved tensor refers to it, and nothing aliases its
 memory. Until then the gradient stays in autograd's tensor. A forward pass may want the weight back before the step.
-Then the gradient moves into an fp32 sum, and the weight is rebuilt from its master, which nobody has changed.
+Then the gradient moves into an fp32 sum, and the weight is rebuilt from its master, which is unchanged.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class GradientStore:
             record.mark_rebuilt()
 
     def scale(self, record: ParamState, factor: float) -> None:
-        """Have the step multiply a gradient by this factor too."""
+        """Multiply the factor that the step applies to a gradient."""
         record.factor *= factor
 
     def discard(self, records: list[ParamState]) -> None:

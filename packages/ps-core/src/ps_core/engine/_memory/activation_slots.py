@@ -76,7 +76,7 @@ class ActivationSlots:
 
     @defer_interrupts
     def finish_offloads(self) -> None:
-        """Have the compute queue wait for all copies to the host: the tensors' memory may be used again then."""
+        """Make the compute queue wait for all copies to the host; the tensors' memory may be used again then."""
         self._make_compute_wait(Queue.D2H, "after activations left")
 
     @defer_interrupts

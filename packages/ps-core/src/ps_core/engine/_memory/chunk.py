@@ -5,7 +5,7 @@ A chunk's *version* grows with every change of its bytes, on whichever tier; a s
 filled with. A slot whose version is its chunk's holds the current bytes, and nothing is read from any other slot. At
 least one slot is current at all times. The methods of `Chunk` keep that, and raise `PlanMismatch` without a change
 where they could not. There are two exceptions. A gathered chunk is put together from the shards of all ranks, so its
-copies may all go. Nobody reads a gradient sum before its first gradient or after its step.
+copies may all go. A gradient sum is not read before its first gradient or after its step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Slot:
     """Its address in the compute tier's arena; -1 on other tiers, where every slot is memory of its own."""
     bytes: int
     memory: torch.Tensor
-    """``bytes`` of uint8; on the disk they are on ``meta``, so that nobody takes them for contents."""
+    """``bytes`` of uint8; on the disk they are on ``meta``, so that they cannot be taken for contents."""
     extent: Extent | None = None
     """What the slot holds, or held; None: nothing yet."""
     version: int = -1
@@ -64,7 +64,7 @@ class SlotView:
     view: torch.Tensor
     storage: torch.UntypedStorage
     uses: int
-    """How often the storage is used while nothing else holds on to it."""
+    """The storage's use count while it has no alias."""
 
     @property
     def aliased(self) -> bool:
@@ -87,7 +87,7 @@ class Chunk:
     extent: Extent
     bytes: int
     home: Slot
-    """The slot that is kept for this chunk all the time (a plan for tight memory may lend its memory out)."""
+    """The home slot, which always exists (a plan for tight memory may lend its memory within a segment)."""
     version: int = 0
     copies: dict[int, Slot] = field(default_factory=dict)
     """By tier: slots besides the home slot."""
@@ -141,7 +141,7 @@ class Chunk:
             self.home = old
             if copy is slot:
                 self.copies[slot.tier] = slot
-            raise self._lost("given up as home")
+            raise self._lost("given up as home slot")
         return old
 
     def invalidate(self, slot: Slot) -> None:

@@ -1,4 +1,4 @@
-"""Decide whether slots fit on the compute tier, and ask whoever can free memory there: one rule for both."""
+"""Decide whether slots fit on the compute tier, and call what can free memory there: one rule for both."""
 
 from __future__ import annotations
 

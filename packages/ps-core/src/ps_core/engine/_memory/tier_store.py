@@ -167,7 +167,7 @@ class TierStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the compute tier that nobody else can have: all of an arena that has taken its memory for good."""
+        """Bytes of the compute tier that no other allocation can use: all of an arena that has its memory for good."""
         return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
     def fits_slots(self, sizes: list[int]) -> bool:

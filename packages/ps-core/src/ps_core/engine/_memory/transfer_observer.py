@@ -1,4 +1,4 @@
-"""Tell somebody of every move of bytes."""
+"""Protocol of an observer that is told of every transfer of bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class TransferObserver(Protocol):
-    """Who is told of every move, for statistics."""
+    """Is told of every move, for statistics."""
 
     def moved(self, source: int, target: int, size: int) -> None:
         """Count bytes that went from one tier to another."""

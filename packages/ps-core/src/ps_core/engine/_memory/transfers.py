@@ -62,7 +62,7 @@ class Transfers:
         return chunk.source()
 
     def near(self, chunk: Chunk) -> Slot:
-        """Return a slot with the current bytes of a chunk with its home on the disk: there, or in host memory."""
+        """Return a slot with the current bytes of a chunk whose home slot is on the disk: there, or in host memory."""
         source = self.source(chunk)
         if source.place is None and source.tier == 0 and self._store.tiers[0].name != "host":
             self.write_home(chunk)
@@ -87,7 +87,7 @@ class Transfers:
         return queue
 
     def finish(self, queue: Queue) -> None:
-        """Have the queues that compute, on the device and on the host, wait for what a queue has launched."""
+        """Make the compute and CPU queues wait for everything launched on a queue."""
         device, started = self._device, time.perf_counter()
         event = device.record(queue)
         for other in (Queue.COMPUTE, Queue.CPU):
@@ -95,7 +95,7 @@ class Transfers:
         self.watcher.waited(time.perf_counter() - started)
 
     def wait_for_other_queues(self, queue: Queue) -> None:
-        """Have whatever is launched next on a queue wait for all that was launched on the others."""
+        """Make all work launched next on a queue wait for everything launched on the others."""
         if self._store.synchronous:
             return
         device, started = self._device, time.perf_counter()
@@ -105,7 +105,7 @@ class Transfers:
         self.watcher.waited(time.perf_counter() - started)
 
     def join_queues(self) -> None:
-        """Have whatever is launched next on any queue wait for all that was launched on every queue."""
+        """Make all work launched next on any queue wait for everything launched on every queue."""
         device, started = self._device, time.perf_counter()
         events = [(queue, device.record(queue)) for queue in self._store.queues]
         for queue in (*self._store.queues, Queue.CPU):

@@ -61,7 +61,7 @@ class ByteLedger:
         self.used_bytes[tier] -= size
 
     def fix_on_host(self, home_bytes: int, gradient_bytes: int) -> None:
-        """Count embedding tables: homes, which are reserved already, and gradients, which never get a slot."""
+        """Count embedding tables: home slots, which are reserved already, and gradients, which never get a slot."""
         self.fixed_host_bytes = home_bytes + gradient_bytes
         self.add(1, gradient_bytes)
 
@@ -211,7 +211,7 @@ class Arena:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that nobody else can have: the whole block, and slots beyond its end."""
+        """Bytes that no other allocation can use: the whole block, and slots beyond its end."""
         end = self._memory.numel()
         return end + sum(slot.bytes for slot in self._slots if slot.offset + slot.bytes > end)
 

@@ -22,7 +22,7 @@ _DEVICE = attrgetter("device")
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What the step does with every gradient."""
+    """What the step does with all gradients: multiply by a factor, or skip."""
 
     norm: float
     skip: bool
@@ -43,7 +43,7 @@ def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float
 
 
 def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
-    """Of every part, fetched from each device at once."""
+    """Return the values of every part, copied from each device in one transfer."""
     found: dict[int, list[float]] = {}
     devices = set(map(_DEVICE, parts))
     if len(devices) == 1:
@@ -56,7 +56,7 @@ def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients of this norm are multiplied by; as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the factor that clips gradients of this norm; as in ``torch.nn.utils.clip_grad_norm_``."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 

@@ -73,7 +73,7 @@ def step_group(
 ) -> None:
     """Step every tensor of a group that has a gradient; rebuild the weights of the others.
 
-    ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and their homes know it.
+    ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and the chunks know it.
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)

@@ -1,4 +1,4 @@
-"""Between passes: the step without a plan, and reading and writing parameters and optimizer states at home."""
+"""Step without a plan, and read and write parameters and optimizer states in home slots; between passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
 class OnDemandStepper:
-    """Works on homes; nothing of a pass is going on."""
+    """Works on home slots, between passes."""
 
     def __init__(self, residency: Residency, gradients: GradientStore, groups: list[ParamGroup]) -> None:
         self._residency = residency
@@ -28,12 +28,12 @@ class OnDemandStepper:
         self._groups = groups
 
     def compare(self) -> None:
-        """Nothing to compare: there is one process."""
+        """Do nothing: there are no other ranks to compare with."""
 
     def compare_step(
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
-        """Nothing to compare: there is one process."""
+        """Do nothing: there are no other ranks to compare with."""
 
     # Steps.
 
@@ -73,7 +73,7 @@ class OnDemandStepper:
         return slots
 
     def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
-        """The newest bytes of a kind on a tier, in a slot of the moment's if home is elsewhere."""
+        """Return a slot on a tier with one kind's current bytes: the home slot, or a temporary one."""
         chunk = group.chunks[kind]
         self._residency.transfers.write_home(chunk)
         if chunk.home.tier == tier:
@@ -84,7 +84,7 @@ class OnDemandStepper:
         return self._residency.transfers.copy_to(chunk, slot)
 
     def _put_back(self, chunk: Chunk, slot: Slot) -> None:
-        """Have what a slot of the moment holds at home."""
+        """Copy a slot's contents to the home slot if that is stale, and release the slot."""
         if slot is chunk.home:
             return
         if chunk.home_is_stale:
@@ -109,7 +109,7 @@ class OnDemandStepper:
 
     @defer_interrupts_installing
     def weight(self, record: ParamState) -> torch.Tensor:
-        """A copy of the parameter on the CPU as it is computed with."""
+        """Return a copy of the parameter on the CPU, in the type that it is computed with."""
         if record.contents is SlotContents.WEIGHT:
             return self._copy(record, record.group.weight)
         return self._copy(record, Kind.P32).to(record.dtype)

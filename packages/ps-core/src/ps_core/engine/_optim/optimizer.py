@@ -41,7 +41,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     """What ``chunked`` returns beside the model. ``param_groups`` are read at every step."""
 
     masters_in_state_dict = True
-    """Whether `state_dict` holds the fp32 masters of parameters whose weights are 16 bits, if the call does not say."""
+    """True if `state_dict` holds the fp32 masters of parameters whose weights are 16 bits, if the call does not say."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `scale` multiplies by."""
+        """The factor that `scale` multiplies by."""
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     @property
@@ -134,7 +134,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def last_skipped(self) -> bool:
-        """Whether the last step was skipped for a gradient that was not finite."""
+        """True if the last step was skipped because a gradient was not finite."""
         return self._outcome is not None and self._outcome.skipped
 
     def _all_assigned(self) -> bool:
@@ -153,7 +153,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return found.__getitem__
 
     def _check_group(self, index: int, group: dict[str, Any], members: Sequence[ParamState]) -> None:
-        """What the engine cannot follow must not be passed over."""
+        """Raise `InvalidInput` if a param group was changed in a way that the engine cannot follow."""
         found = group["params"]
         if len(found) != len(members) or not all(map(is_, found, map(_PARAMETER, members))):
             raise InvalidInput(
@@ -324,7 +324,7 @@ def _members(optimizer: Optimizer, records: Iterable[ParamState]) -> list[list[P
 
 
 def _numbers(source: object) -> dict[str, Any]:
-    """Those of the optimizer, or those a Group sets itself."""
+    """Return the settings that the optimizer or a `Group` sets itself, by name."""
     return {name: value for name in NUMBERS if (value := getattr(source, name, None)) is not None}
 
 
@@ -345,7 +345,7 @@ def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) ->
 
 
 def _floats(names: Sequence[str], values: Sequence[Any]) -> list[float]:
-    """Of what somebody has put into a group (any: numbers, or tensors of one)."""
+    """Convert the values of a param group (any: numbers, or tensors of one element) to floats."""
     found = []
     for name, value in zip(names, values, strict=True):
         try:

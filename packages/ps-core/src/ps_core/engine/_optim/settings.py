@@ -64,7 +64,7 @@ class OptimizerBackend(Protocol):
         ...
 
     def has_gradient(self, record: ParamState) -> bool:
-        """Whether a gradient waits for the step."""
+        """Return True if a gradient of the parameter waits for the step."""
         ...
 
     def has_gradients(self) -> bool:
@@ -72,11 +72,11 @@ class OptimizerBackend(Protocol):
         ...
 
     def gradient_norm(self, record: ParamState) -> float:
-        """Of the stored gradient times its factor."""
+        """Return the norm of the stored gradient times its factor."""
         ...
 
     def scale_gradient(self, record: ParamState, factor: float) -> None:
-        """Have the step multiply by this too."""
+        """Multiply the gradient's factor, which the step applies, by this one."""
         ...
 
     def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
@@ -88,7 +88,7 @@ class OptimizerBackend(Protocol):
         ...
 
     def read_state(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """A copy in fp32 on the CPU, of the parameter's shape. P32: the parameter itself, as the step has it."""
+        """Return an fp32 copy on the CPU of a moment, or of the value that steps update (`Kind.P32`)."""
         ...
 
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:

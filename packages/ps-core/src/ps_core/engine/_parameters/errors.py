@@ -81,7 +81,7 @@ def _largest(group: ParamGroup) -> ParamState:
 
 
 def _in_parts(store: TierStore, groups: list[ParamGroup], weight: int) -> str:
-    """What to do about parameters as large as this group of one: each has to be on the compute tier as a whole."""
+    """Return ways to split parameters of more than half ``weight`` bytes; each must be on the compute tier whole."""
     movable = [group for group in groups if not group.pinned and 2 * group.chunk_numel * group.dtype.itemsize > weight]
     if not movable:
         return f"{options_as(store.given, keep_fp32=())}: or fewer of them, for those that it names stay there for good"
@@ -106,7 +106,7 @@ def _in_parts(store: TierStore, groups: list[ParamGroup], weight: int) -> str:
 
 
 def _frozen(groups: list[ParamGroup]) -> str:
-    """How that is written, of the largest parameter that is trained."""
+    """Return the line of code that freezes the largest trained parameter."""
     largest = max((group for group in groups if group.trainable), key=lambda group: group.numel, default=groups[0])
     return f"model.get_parameter({_largest(largest).name!r}).requires_grad_(False)"
 
@@ -114,7 +114,7 @@ def _frozen(groups: list[ParamGroup]) -> str:
 def everything_too_large(
     store: TierStore, groups: list[ParamGroup], needed_bytes: int, *, so_far: bool = False
 ) -> DoesNotFit:
-    """All tiers together cannot hold what is always there. ``so_far``: and a pass that may come to need more."""
+    """Return the error for model data that all tiers together cannot hold. ``so_far``: a pass may need more."""
     capacity = sum(tier.capacity_bytes for tier in store.tiers)
     numel = sum(group.shard_numel for group in groups)
     states = sum(group.shard_numel for group in groups if group.trainable)
@@ -139,7 +139,7 @@ def everything_too_large(
 
 
 def _enough(store: TierStore, groups: list[ParamGroup], needed_bytes: int) -> str:
-    """A lowest tier with room for everything, and for a gradient on its way: above it is only what is computed with."""
+    """Return a budget whose lowest tier has room for all model data and for one gradient in transfer."""
     last = len(store.tiers) - 1
     if not last:
         return suggest_budget(store.limits, 0, needed_bytes) + (
@@ -152,7 +152,7 @@ def _enough(store: TierStore, groups: list[ParamGroup], needed_bytes: int) -> st
 def group_too_large(
     store: TierStore, groups: list[ParamGroup], tier: int, why: DoesNotFit, needed_bytes: int
 ) -> DoesNotFit:
-    """A tier with a processor, above a disk, cannot hold at once what a group's step or its weight is made from."""
+    """Return the error for a host tier, above a disk, that cannot hold one group's step or its weight."""
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     largest = _largest(group)
     smaller = (
@@ -202,7 +202,7 @@ def whole_table(name: str) -> UnsupportedParameter:
 
 
 def graph_of_gradient(name: str) -> UnsupportedParameter:
-    """A gradient that shall be differentiated again."""
+    """Return the error for a gradient that is to be differentiated again."""
     return UnsupportedParameter(
         f"backward(create_graph=True) would need the gradient of {name!r} to stay: use "
         "torch.autograd.grad(loss, parameters, create_graph=True)"
@@ -219,7 +219,7 @@ def not_trained(name: str) -> UnsupportedParameter:
 
 
 def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
-    """A parameter was changed, or would be, where the optimizer does not see it."""
+    """Return the error for a parameter that was, or would be, changed in place without the optimizer's knowledge."""
     what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"
     return UnsupportedParameter(
         f"{what}, but what is trained is its fp32 master: in place of an optimizer of torch.optim, step the one that "
@@ -244,7 +244,7 @@ def ways(found: list[Suggestion]) -> str:
 
 
 def on_the_host(record: ParamState) -> Suggestion:
-    """Let a table be one of which only rows are on the accelerator."""
+    """Suggest an embedding whose table stays on the host, with only rows on the accelerator."""
     module, text = record.name.rpartition(".")[0], f"HostEmbedding in place of nn.Embedding for {record.name}"
     if record.owners == {nn.Embedding} and module:
         made = f"HostEmbedding.from_embedding(model.get_submodule({module!r}))"
@@ -253,7 +253,7 @@ def on_the_host(record: ParamState) -> Suggestion:
 
 
 def in_tiles(record: ParamState, tiles: int) -> Suggestion:
-    """Let the matrix of an ``nn.Linear`` be several parameters."""
+    """Suggest splitting the matrix of an ``nn.Linear`` into several parameters."""
     module, tiles = record.name.rpartition(".")[0], min(tiles, record.shape[0])
     if record.owners == {nn.Linear} and module:
         made = f"TiledLinear.from_linear(model.get_submodule({module!r}), {tiles})"
@@ -266,5 +266,5 @@ def in_tiles(record: ParamState, tiles: int) -> Suggestion:
 
 
 def in_pieces(record: ParamState) -> Suggestion:
-    """What nothing is known of."""
+    """Suggest splitting a parameter of a module that no other suggestion fits."""
     return Suggestion("", f"{record.name} cut into several parameters, of which one is used at a time")

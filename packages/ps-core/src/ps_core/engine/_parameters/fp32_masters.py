@@ -85,12 +85,12 @@ class Masters:
         return value
 
     def weights_loaded(self) -> None:
-        """A load of weights is over: if the optimizer's state came before, tell of masters that did not."""
+        """End a load of weights; if the optimizer's state was loaded before, warn of masters that were not."""
         if self._states_loaded:
             self._tell()
 
     def states_loaded(self) -> None:
-        """A load of the optimizer's state is over."""
+        """End a load of the optimizer's state, and log masters that differ from the weights."""
         self.changed = True
         self._states_loaded = True
         self._tell()

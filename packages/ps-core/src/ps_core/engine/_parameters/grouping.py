@@ -23,12 +23,12 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be managed, and what a root's inputs are cast from."""
+"""The types of parameters that can be managed, and of a root module's inputs that are cast."""
 _SMALLEST_GROUP_NUMEL = 2**16
 _Tied: TypeAlias = list[tuple[str, nn.Parameter]]
 """Parameters that stay equal, with their names; nearly always there is one."""
 _PARTS_OF_DEVICE = 16
-"""A group is at most this part of the accelerator's budget, lest moves be too coarse for it."""
+"""A group is at most this part of the accelerator's budget, or moves would be too coarse for it."""
 
 
 class _GroupKey(NamedTuple):
@@ -65,7 +65,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def all_names(model: nn.Module) -> dict[int, list[str]]:
-    """Of each parameter, by its identity; a tied one has several."""
+    """Map each parameter's id to its names; a tied parameter has several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -161,7 +161,7 @@ def _record(
 
 
 def _dense(parameter: nn.Parameter) -> bool:
-    """Whether the elements fill their memory without gaps or overlap."""
+    """Return True if the elements fill their memory without gaps or overlap; the strides are kept then."""
     rows = sorted(zip(parameter.stride(), parameter.shape, strict=True))
     expected = 1
     for stride, size in rows:

@@ -29,20 +29,20 @@ class ParameterOwner(Protocol):
         """Call a function once these parameters are where it can read them."""
 
     def get_gradient(self, record: ParamState) -> Any:
-        """What ``parameter.grad`` is."""
+        """Return what ``parameter.grad`` reads."""
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """``parameter.grad = value``."""
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> None:
-        """A function that would change the parameter in place; raises unless a state dict is being loaded."""
+        """Load the parameter if a state dict is being loaded; raise for any other function that changes it in place."""
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
-        """A copy for a state dict that is being collected; None: nobody collects one."""
+        """Return a copy for the state dict that is being collected; None if none is."""
 
 
 def _descriptor(name: str) -> Any:
-    """A property of tensors itself (any: it is one of C's, which torch's stubs show as the type of its value)."""
+    """Return a tensor property itself (any: a C descriptor, which torch's stubs type as its value)."""
     return getattr(torch.Tensor, name)
 
 
@@ -86,7 +86,7 @@ OPENING = frozenset(
         *_getters("__cuda_array_interface__"),
     }
 )
-"""What is called to have the memory itself, wherever that is: others may write there past PyTorch's count."""
+"""Functions that return the memory itself: writes there may bypass PyTorch's version counter."""
 
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
 """Types of most arguments, in which no parameter can be."""
@@ -160,7 +160,7 @@ def managed(values: Iterable[Any]) -> list[ManagedParameter]:
 
 
 def aliased(values: Any, every: bool) -> Any:
-    """The same, with aliases of their memory in place of managed parameters: of every one, or of frozen ones."""
+    """Return ``values`` with plain aliases for managed parameters: for all if ``every``, else for frozen ones."""
     if type(values) is ManagedParameter:
         if not values.requires_grad:
             return values.detach()
@@ -174,7 +174,7 @@ def aliased(values: Any, every: bool) -> Any:
 
 @cache
 def changes_in_place(func: Function) -> bool:
-    """Whether a function, by its name, changes its first argument."""
+    """Return True if a function, by its name, changes its first argument."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")) or name == "__setitem__"
@@ -191,7 +191,7 @@ def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any)
 
 
 def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
-    """The same with parameters of more than one engine."""
+    """Call a function with parameters of several engines: each engine fetches its own."""
     keepers: dict[ParameterOwner, list[ParamState]] = {}
     for parameter in found:
         keepers.setdefault(parameter._owner, []).append(parameter._record)
@@ -215,7 +215,7 @@ def _as_edges(values: Any) -> list[Any]:
 
 
 def _brought_by(owner: ParameterOwner, records: list[ParamState], func: Function) -> Function:
-    """The function, calling which makes another engine bring its own parameters in as well."""
+    """Return the function, wrapped so that another engine fetches its own parameters before the call."""
     return lambda *args, **kwargs: owner.call(records, func, args, kwargs)
 
 
@@ -224,7 +224,7 @@ def _brought_by(owner: ParameterOwner, records: list[ParamState], func: Function
 
 def _get_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
     if parameter._record.dropped and sys._getframe(2).f_code.co_name == "zero_grad":
-        parameter._record.dropped = False  # whoever asks is about to forget it
+        parameter._record.dropped = False  # the caller forgets the gradient next
     return parameter._owner.get_gradient(parameter._record)
 
 
@@ -233,7 +233,7 @@ def _set_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: An
 
 
 def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
-    """As ``detach()``, which shares the count of changes in place, so that none goes unnoticed."""
+    """Return ``parameter.data`` as ``detach()``: it shares the version counter, so changes in place are noticed."""
     return _detach(parameter, torch.Tensor.detach, args, kwargs)
 
 
@@ -284,13 +284,13 @@ def clear_grad(parameter: nn.Parameter) -> None:
 
 
 def set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Let the parameter's memory be another tensor's."""
+    """Point the parameter at another tensor's memory."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = data
 
 
 def version_of(parameter: nn.Parameter) -> int:
-    """How often the parameter was changed in place."""
+    """Return autograd's version counter of the parameter, which counts changes in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
 

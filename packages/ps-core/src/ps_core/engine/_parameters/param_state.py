@@ -168,7 +168,7 @@ class ParamState:
             raise self._illegal(ParamEvent.REBUILT) from None
 
     def mark_replaced(self) -> None:
-        """Note that somebody wrote another weight: references that autograd saved before do not match any more."""
+        """Note that another weight was written: references that autograd saved before do not match any more."""
         self.mark_rebuilt()
         self.update_count += 1
         self.group.forget_moment()
@@ -231,7 +231,7 @@ class ParamGroup:
     ranks: int = 1
 
     def forget_moment(self) -> None:
-        """Have the next use of a parameter begin a moment, as if no moment had read the group yet."""
+        """Reset the group's last read, so that its next use begins a new moment."""
         self.last_read_moment = -1
 
     @property

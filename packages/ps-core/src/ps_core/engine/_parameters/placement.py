@@ -1,4 +1,4 @@
-"""Giving every extent its first home, and filling it with the model's values, one parameter at a time."""
+"""Reserve every extent's first home slot, and fill it with the model's values, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Extent: TypeAlias = tuple[ParamGroup, Kind]
 
 
 def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
-    """The kinds of a group that have a home.
+    """Return the kinds of a group that have a home slot.
 
     Shards, and tables on the host, always have sums in fp32, for nothing else could hold their gradients.
     """
@@ -38,7 +38,7 @@ def bytes_of(group: ParamGroup, kind: Kind) -> int:
 
 
 def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
-    """Reserve homes: below the compute tier as far as that reaches, the first groups above it if need be."""
+    """Reserve home slots: below the compute tier as far as there is room, the first groups on it if need be."""
     last = len(store.tiers) - 1
     if last:
         _check_compute_tier(store, groups, accumulates=accumulates)
@@ -73,7 +73,10 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
 
 
 def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> int:
-    """What never moves: on the compute tier from its end down, or on the host; the end of what is left of the first."""
+    """Reserve home slots that never move: from the compute tier's end down, or on the host.
+
+    Return the end of the compute tier's rest.
+    """
     top = store.tiers[0].capacity_bytes
     below = [group for group in groups if group.on_host]
     gradients = sum(bytes_of(group, group.weight) for group in below if group.trainable)
@@ -170,7 +173,7 @@ def _write(record: ParamState, value: torch.Tensor, owner: Any) -> None:
 
 @defer_interrupts_installing
 def adopt(record: ParamState, parameter: nn.Parameter, owner: Any) -> None:
-    """Let a plain parameter be a managed one."""
+    """Turn a plain parameter into a managed one."""
     clear_grad(parameter)
     set_data(parameter, record.placeholder)
     parameter.__class__ = ManagedParameter

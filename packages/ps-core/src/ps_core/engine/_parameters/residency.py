@@ -34,7 +34,7 @@ class Residency:
     # Parameters.
 
     def bind_all(self, records: list[ParamState]) -> None:
-        """Let parameters be their parts of their groups' newest copies on the compute tier."""
+        """Bind parameters to their groups' newest copies on the compute tier."""
         for record in records:
             bound = record.bound
             if bound is None or bound.slot.version != record.group.weight_chunk.version:
@@ -71,7 +71,7 @@ class Residency:
         parameter = record.parameter
         with torch._C.DisableTorchFunctionSubclass():
             version = parameter._version
-        if version != record.counted_version:  # nobody was told of that change; the copy that has it is not to be used
+        if version != record.counted_version:  # a change outside of the engine: do not use this copy
             self.tampered.append(record)
             self.undo_changes(record, bound.slot)
         with torch._C.DisableTorchFunctionSubclass():
@@ -145,7 +145,7 @@ class Residency:
         return self.transfers.copy_to(chunk, chunk.copies[0])
 
     def evict(self, group: ParamGroup) -> bool:
-        """Release a group's copy on the compute tier, once its home is current; False: a live alias keeps the copy."""
+        """Release a group's copy on the compute tier once its home slot is current; False if a live alias keeps it."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:

@@ -76,7 +76,7 @@ class SavedTensors:
         """By the address of a storage: whose residency it is."""
         self._pushed: list[saved_tensors_hooks] = []
         self._counts = False
-        """Whether every tensor that is kept as it is is counted."""
+        """True if the bytes of every saved tensor that is not a parameter are counted."""
 
     def count_kept(self, *, on: bool) -> None:
         """Count every tensor that is kept as it is, or stop: compiled code makes tensors that nothing else counts."""
@@ -89,7 +89,7 @@ class SavedTensors:
 
     @property
     def innermost(self) -> bool:
-        """Whether ours is the pair that is asked."""
+        """True if the engine's pair of hooks is the innermost one, which autograd calls."""
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return pair is not None and bool(pair[0] == self.pack)
 
@@ -102,7 +102,7 @@ class SavedTensors:
             self._pushed.append(context)
 
     def kept_by_others(self) -> AliasPolicy:
-        """Which parameters another pair would be given themselves, and keep, if they were saved now."""
+        """Return which parameters another active pair of saved-tensor hooks would keep alive if it saved them now."""
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if pair is None or pair[0] == self.pack:
             return AliasPolicy.NONE
@@ -115,7 +115,7 @@ class SavedTensors:
             self._pushed.pop().__exit__(None, None, None)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """What is kept of a tensor that backward will want."""
+        """Return what autograd keeps of a tensor for backward: a reference to a parameter, or tensor and version."""
         if tensor.is_meta or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -152,5 +152,5 @@ class SavedTensors:
 
 
 def active() -> bool:
-    """Whether any pair of saved-tensor hooks is active."""
+    """Return True if any pair of saved-tensor hooks is active."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

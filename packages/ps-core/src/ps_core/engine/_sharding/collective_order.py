@@ -57,7 +57,7 @@ class CollectiveOp:
     """Of a gather: where it goes. Of a sum: this process's gradients. None: it does not want, or has, any."""
     scratch: torch.Tensor | None = None
     slots: tuple[Slot, ...] = ()
-    """To be given back."""
+    """Slots to release afterwards."""
     slot: Slot | None = None
     """What it fills; None: nothing, or its buffers were released for lack of memory."""
     staged: StagedGradients | None = None
@@ -121,7 +121,7 @@ class CollectiveOrder:
     # The driver's side.
 
     def open(self, schedule: list[ScheduledCollective], coming: int) -> None:
-        """A pass begins."""
+        """Begin a pass with this schedule; ``coming``: groups, as bits, whose gradients may come."""
         self.schedule, self._collectives = schedule, [entry.collective for entry in schedule]
         self.prepared = self.position = self._wants = 0
         self._agreed, self._decision = ((), 0, 0), None
@@ -134,7 +134,7 @@ class CollectiveOrder:
         return self.prepared < min(len(self.schedule), self.position + WINDOW)
 
     def find(self, collective: Collective) -> int | None:
-        """Where in the rest of the schedule something is."""
+        """Return the position of a collective in the rest of the schedule; None if it is not there."""
         for place in range(self.prepared, len(self._collectives)):
             if self._collectives[place] == collective:
                 return place
@@ -180,13 +180,13 @@ class CollectiveOrder:
         return takers(proposals, collective, self._collectives, self.position, None)
 
     def stage(self, record: ParamState) -> None:
-        """A gradient is there."""
+        """Note that a gradient is there."""
         with self._lock:
             self.known.staged |= 1 << record.group.index
             self.known.tensors |= 1 << record.index
 
     def complete(self, group: ParamGroup) -> None:
-        """All of a group's gradients are."""
+        """Note that all gradients of a group are there."""
         with self._lock:
             self.known.complete |= 1 << group.index & ~self.known.given
 

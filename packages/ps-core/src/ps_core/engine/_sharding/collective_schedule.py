@@ -69,14 +69,14 @@ class Proposal:
     """True: it is in its backward pass."""
 
     def pack(self, groups: int, tensors: int) -> bytes:
-        """As bytes, as many from each process."""
+        """Return the proposal as bytes; the length is the same on every rank."""
         masks = ((self.staged, groups), (self.final, groups), (self.tensors, tensors))
         head = struct.pack(_HEAD, self.kind, self.room, self.backward, self.arg, self.wants)
         return head + b"".join(mask.to_bytes(_bytes(count), "little") for mask, count in masks)
 
     @classmethod
     def unpack(cls, text: bytes, groups: int, tensors: int) -> Proposal:
-        """What `pack` gave."""
+        """Return the proposal that `pack` turned into these bytes."""
         kind, room, backward, arg, wants = struct.unpack_from(_HEAD, text)
         start, masks = struct.calcsize(_HEAD), []
         for count in (groups, groups, tensors):

@@ -41,7 +41,7 @@ class BufferCollectives(Protocol):
     """Collectives of large buffers."""
 
     def all_gather(self, into: torch.Tensor | None, shard: torch.Tensor, what: str, takers: Collection[int]) -> None:
-        """An all-gather for some processes; ``into``: None unless this is one of them."""
+        """Gather the shards of all ranks on the ranks ``takers``; ``into`` is None on the others."""
 
     def reduce_scatter(
         self,
@@ -53,14 +53,14 @@ class BufferCollectives(Protocol):
         kind: torch.dtype,
         givers: Collection[int],
     ) -> None:
-        """A reduce-scatter of what some processes have, of this type; ``source``: None unless this is one of them."""
+        """Sum, in type ``kind``, the sources of the ranks ``givers`` into shards; ``source`` is None on the others."""
 
 
 class CollectiveSession(BufferCollectives, Protocol):
     """Collectives for a job that runs at the same place in the order on every rank."""
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
-        """Everybody's few bytes, as many from each, in the order of the processes."""
+        """Return the bytes of all ranks, in order of rank; every rank gives equally many."""
 
     def on_device(self, copier: StagingCopier) -> BufferCollectives:
         """Return the collectives of a device's memory; they may end on the copier's stream after they return."""

@@ -29,7 +29,7 @@ class GatherWatcher(TransferObserver, Protocol):
     """Told of gathers too."""
 
     def fetched(self, *, early: bool) -> None:
-        """A group was wanted and had to be gathered; ``early``: that had begun already."""
+        """Count a gather of a group that is used now; ``early``: the gather had begun before."""
 
 
 class InFlightCollectives:
@@ -84,7 +84,7 @@ class InFlightCollectives:
         group, staged = step.group, step.staged
         name, numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
         scratch = self.reserve(self._scratch_bytes(group), name)
-        direct = self._sums.direct_target(group) if alone else None  # behind whatever may move homes
+        direct = self._sums.direct_target(group) if alone else None  # after everything that may move home slots
         target = direct or self.reserve(numel * kind.itemsize, name)
         if staged is not None:
             step.whole = staged.slot.flat(group.dtype, group.chunk_numel)
@@ -165,7 +165,7 @@ class InFlightCollectives:
                 self._shards.return_slot(slot)
 
     def wait(self, step: CollectiveOp) -> bool:
-        """Wait for a step; False: it was left, for all do something else first."""
+        """Wait for a collective; False if it was abandoned because all ranks do another one first."""
         started = time.perf_counter()
         assert step.pending is not None, "it was begun"
         step.pending.wait()
@@ -175,20 +175,20 @@ class InFlightCollectives:
     # Room.
 
     def reserve(self, size: int, name: str) -> Slot:
-        """A slot on the compute tier."""
+        """Reserve a slot on the compute tier, making room first; raise `DoesNotFit` if there is none to be made."""
         size = max(align_up(size), 128)
         self.make_hole(size, name)
         return self._shards.take_slot(size)
 
     def make_hole(self, size: int, name: str) -> None:
-        """Room on the compute tier."""
+        """Make room for a slot on the compute tier; raise `DoesNotFit` if that fails."""
         if not self.finds_hole(size):
             store, groups = self._store, self._shards.groups
             total = store.ledger.used_bytes[0] + size + store.ledger.nonmodel_bytes
             raise compute_tier_too_small(store, groups, name, total, store.ledger.nonmodel_bytes, proven=True)
 
     def finds_hole(self, size: int) -> bool:
-        """Make room for a slot, and demote shards if nothing else helps; return whether there is room."""
+        """Make room for a slot, demoting shards if nothing else helps; return whether there is room."""
         return make_room(lambda: self.finds_unused(size), lambda: self.demote_during_pass(size))
 
     def demote_during_pass(self, size: int) -> int:
@@ -196,7 +196,7 @@ class InFlightCollectives:
         return self._shards.promoter.demote_during_pass(size, {step.group for step in self.under_way})
 
     def finds_unused(self, size: int) -> bool:
-        """Make room for a slot out of what nobody uses; return whether there is room."""
+        """Make room for a slot by releasing unused memory; return whether there is room."""
         sources = (self.collect_finished, self._shards.release_unaliased, self._free_spare, self.drop_unused)
         return make_room(lambda: self.has_room(size), *sources)
 

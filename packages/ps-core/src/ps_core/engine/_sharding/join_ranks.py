@@ -37,7 +37,7 @@ class SingleProcess:
         """Do nothing: there is one process."""
 
     def values(self, values: Values) -> Values:
-        """Do nothing: there is one process."""
+        """Return the values themselves: there are no other ranks to compare with."""
         return values
 
 
@@ -95,7 +95,7 @@ class GroupJoin:
         self._together.agree("how it is trained", f"{how}, {rule}")
 
     def values(self, values: Values) -> Values:
-        """The same values; at the end `RanksDiverged` unless the model begins alike everywhere."""
+        """Yield the same values; at the end raise `RanksDiverged` if ranks were given different ones."""
         digest = blake2b(digest_size=8)
         for name, parameter, value in values:
             digest.update(f"{value.dtype} {checksum(value)}".encode())
@@ -107,7 +107,7 @@ class GroupJoin:
 
 
 def computer() -> str:
-    """What two processes have in common that count their cards alike.
+    """Return a text that is the same on two ranks if they number the same accelerators.
 
     Names alone are not enough: copies of an image, and containers, have the same on many computers. A kernel's boot id
     is of one computer; containers there, which may be given different cards, have names of their own as a rule.
@@ -121,7 +121,10 @@ def computer() -> str:
 
 
 def shared_card_error(rows: Sequence[Sequence[float]]) -> str | None:
-    """Who shares a card where there is one for each. A row a process: its computer, its card, how many it sees."""
+    """Return an error text if ranks share a card while others are free; None if not.
+
+    A rank's row: its computer, its card, how many cards it sees.
+    """
     for node, card, seen in rows:
         here = [rank for rank, row in enumerate(rows) if row[0] == node]
         sharing = [rank for rank in here if rows[rank][1] == card]

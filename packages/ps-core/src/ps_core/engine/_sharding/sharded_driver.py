@@ -135,7 +135,7 @@ class ShardedDriver(OnDemandDriver):
         self._used.clear()
 
     def _note(self, groups: list[ParamGroup], *, backward: bool) -> None:
-        """Which gradients may still come."""
+        """Note which gradients may still come, now that a moment uses these groups."""
         began, self._backward = backward and not self._backward, self._backward or backward
         touched = self._touched
         for group in groups:

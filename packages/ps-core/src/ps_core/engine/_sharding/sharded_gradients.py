@@ -2,9 +2,9 @@
 
 [Note: where sums lie]
 With one backward pass a step, in 16 bits, the sum over ranks is rounded once to the weight's type. It is written over
-this rank's shard of the weight, so that it costs no memory. A gather before the step reads the master instead, which
-nobody has changed. A second backward pass moves the sum into fp32 sums, and the weight is rebuilt. Otherwise sums are
-fp32 from the start. All this follows from which gradients came, which is the same on every rank.
+this rank's shard of the weight, so that it costs no memory. A gather before the step reads the master instead, which is
+unchanged. A second backward pass moves the sum into fp32 sums, and the weight is rebuilt. Otherwise sums are fp32 from
+the start. All this follows from which gradients came, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ShardedGradients(GradientStore):
         return stage
 
     def restore_weights(self, group: ParamGroup) -> None:
-        """Move gradients that lie over the weight into the sums, and rebuild the weight."""
+        """Move gradients from the weight slot into the sums, and rebuild the weight."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
         if over:

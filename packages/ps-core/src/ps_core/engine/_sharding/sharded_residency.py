@@ -37,7 +37,7 @@ class ShardedResidency(Residency):
         super().__init__(store, groups, watcher)
         self._together = together
         self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
-        """Copies that count as gone, but for their memory."""
+        """Evicted copies whose memory is kept because tensors still use it."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
         """So many have begun in this pass, whose activations wait for backward."""
@@ -65,7 +65,7 @@ class ShardedResidency(Residency):
         self.forwards, self.unknown = 0, False
 
     def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
-        """A slot for the whole group, what of it is gathered into, and this process's shard in its place there."""
+        """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
@@ -79,11 +79,11 @@ class ShardedResidency(Residency):
         return slot, whole, own
 
     def end_gather(self, group: ParamGroup, slot: Slot) -> None:
-        """What `begin_gather` gave was filled."""
+        """Mark the slot that `begin_gather` returned as filled."""
         group.weight_chunk.fill(slot)
 
     def shard_for_peers(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
-        """This process's shard for others to gather: where it lies, or else in a slot to be given back.
+        """Return this rank's shard for a gather: where it lies, or as a copy in a slot that the caller returns.
 
         ``changing``: it may be written before they have it.
         """
@@ -110,7 +110,7 @@ class ShardedResidency(Residency):
         self.ordering.before()
 
     def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
-        """The same from the master, while gradients lie over the weight."""
+        """Cast the master's shard into its place, while gradients lie in the weight slot."""
         values = self.shard(group.chunks[Kind.P32]).view(torch.float32)
         near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
         target = place if near else self.store.reserve(1, place.bytes)
@@ -166,14 +166,14 @@ class ShardedResidency(Residency):
         record.counted_version = version_of(record.parameter)
         record.group.weight_chunk.invalidate(slot)
 
-    # For the host thread: this process's part, where it lies or from the disk.
+    # For the host thread: this rank's shard, in its home slot or read from the disk.
 
     def shard(self, chunk: Chunk) -> torch.Tensor:
-        """This process's newest bytes of an extent."""
+        """Return the newest bytes of this rank's shard."""
         return super().contents(chunk)
 
     def load(self, chunk: Chunk, span: slice) -> torch.Tensor:
-        """Of these, some elements."""
+        """Return some elements of this rank's shard."""
         group = self.groups[chunk.extent.index]
         dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
@@ -182,7 +182,7 @@ class ShardedResidency(Residency):
         return self._elements(self.transfers.near(chunk), span, dtype, group.shard_numel)
 
     def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
-        """Change them at home; where they lie in memory, ``values`` may be what `load` gave."""
+        """Write elements of this rank's shard to the home slot; ``values`` may be what `load` returned."""
         group = self.groups[chunk.extent.index]
         dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
@@ -231,14 +231,14 @@ class ShardedResidency(Residency):
     # Whole tensors: every rank calls for the same one at the same time.
 
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """All elements of a parameter of a kind."""
+        """Return all elements of one kind of a parameter, gathered from all ranks."""
         chunk = record.group.chunks[kind]
         if self._whole is None or self._whole[0] is not chunk or self._whole[1] != chunk.version:
             self._whole = (chunk, chunk.version, self.contents(chunk).view(record.group.dtype_of(kind)))
         return self._whole[2][record.span]
 
     def contents(self, chunk: Chunk) -> torch.Tensor:
-        """All of a group's bytes of a kind, put together."""
+        """Return all bytes of one kind of a group, gathered from all ranks."""
         group, shard = self.groups[chunk.extent.index], self.shard(chunk)
         self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
         whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
@@ -246,11 +246,11 @@ class ShardedResidency(Residency):
         return whole
 
     def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:
-        """What `contents` gave was changed: keep this process's part."""
+        """Store this rank's shard of the changed memory that `contents` returned."""
         group = self.groups[chunk.extent.index]
         dtype, numel = group.dtype_of(chunk.extent.kind), group.shard_numel
         self.save(chunk, slice(0, numel), memory.view(dtype)[group.rank * numel : (group.rank + 1) * numel])
 
     def forget(self) -> None:
-        """Nobody reads any more."""
+        """Drop the gathered bytes that `vector` keeps."""
         self._whole = None

@@ -3,9 +3,9 @@
 [Note: two threads]
 Collectives are done by a thread of their own. Where the processor computes (`BlockingCollectives`), that thread reads
 and writes memory as the host thread does: all that was launched must be over before a collective is begun. On an
-accelerator (`StreamCollectives`) it launches on a stream that is nobody else's, `Queue.COLL`. A step comes with events
+accelerator (`StreamCollectives`) it launches on a stream of its own, `Queue.COLL`. A step comes with events
 of all other queues, which the stream waits for; behind a collective the thread records an event, which the other queues
-wait for when the step is taken in. So the host thread waits for neither. Memory of a step is given back, or used for
+wait for when the step is taken in. So the host thread waits for neither. Memory of a step is released, or used for
 something else, only after it was taken in; and nothing of the other queues may wait for what *may* be under way on the
 stream, or they would wait for collectives that were begun ahead of need.
 """
@@ -40,19 +40,19 @@ class CollectiveOrdering(Protocol):
     """The order of one process's collectives and its other work. See [Note: two threads]."""
 
     def before(self) -> None:
-        """Let the next collective start after the host thread's writes to its memory."""
+        """Make the next collective start after the host thread's writes to its memory."""
 
     def ready(self) -> Sequence[Event]:
         """Return the events that a collective submitted now must wait for."""
 
     def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
-        """By the other thread, before a collective; what it is to be done with."""
+        """Prepare the communication thread for a collective; return what carries it out."""
 
     def end(self) -> Event | None:
-        """By the other thread, behind a collective."""
+        """Return an event behind a collective; called on the communication thread."""
 
     def after(self, event: Event | None) -> None:
-        """Let all queues wait for the event that `end` returned."""
+        """Make all queues wait for the event that `end` returned."""
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """The most scratch on the compute tier that a sum can use."""
@@ -74,29 +74,29 @@ class BlockingCollectives:
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
 
     def ready(self) -> Sequence[Event]:
-        """Nothing: it was waited for."""
+        """Return no events: `before` waited for everything."""
         return ()
 
     def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
-        """As it is."""
+        """Return the session itself."""
         return session
 
     def end(self) -> Event | None:
-        """It is over."""
+        """Return None: a blocking collective is over by now."""
         return None
 
     def after(self, event: Event | None) -> None:
-        """The collective is over; so much every queue must know."""
+        """Make every queue wait for the collective, which is over."""
         event = self._device.record(Queue.COLL)
         for queue in (*_OTHERS, Queue.CPU):
             self._device.wait(queue, event)
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """For what all others send."""
+        """Return the scratch bytes of a sum: room for what all other ranks send."""
         return self._together.scratch_bytes(shard_numel, kind)
 
     def reaches(self, slot: Slot) -> bool:
-        """All but the disk."""
+        """Return True unless the slot is on the disk."""
         return slot.place is None
 
 
@@ -114,25 +114,25 @@ class StreamCollectives:
         self._carrier = DeviceStaging(store.device, memory)
 
     def before(self) -> None:
-        """The stream will wait."""
+        """Do nothing: the collective stream waits for the events of `ready`."""
 
     def ready(self) -> Sequence[Event]:
-        """Everything that was launched so far."""
+        """Return an event of each queue, behind everything launched so far."""
         return [self._device.record(queue) for queue in (*_OTHERS, Queue.CPU)]
 
     def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
-        """Let the collective stream wait for the events."""
+        """Make the collective stream wait for the events; return the session's collectives on the device."""
         self._device.bind_thread()
         for event in ready:
             self._device.wait(Queue.COLL, event)
         return session.on_device(self._carrier)
 
     def end(self) -> Event | None:
-        """Behind what was launched on the stream."""
+        """Return an event behind everything launched on the collective stream."""
         return self._device.record(Queue.COLL)
 
     def after(self, event: Event | None) -> None:
-        """Let the other queues wait for the collective; the host thread waits for one of those before it reads."""
+        """Make the other queues wait for the collective; the host thread waits for one of them before it reads."""
         assert event is not None, "the other thread recorded one"
         for queue in _OTHERS:
             self._device.wait(queue, event)
@@ -171,7 +171,7 @@ class DeviceStaging:
 
 
 def collective_ordering(residency: Residency, together: AsyncCollectives) -> CollectiveOrdering:
-    """As the device is."""
+    """Return the ordering for the device: on a stream where there is one for collectives, else blocking."""
     store = residency.store
     return (
         StreamCollectives(store, residency.groups, together)

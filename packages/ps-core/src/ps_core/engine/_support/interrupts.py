@@ -62,7 +62,7 @@ class _State:
         try:
             if self.put and not self.users:
                 self.put = False
-                if signal.getsignal(signal.SIGINT) is _HANDLER:  # else somebody has put in another since
+                if signal.getsignal(signal.SIGINT) is _HANDLER:  # else the user has installed another since
                     signal.signal(signal.SIGINT, self.before)
         finally:
             self.depth -= 1
@@ -107,7 +107,7 @@ def _install() -> None:
 
 
 def interrupt_waits() -> bool:
-    """Whether an interrupt came that is delivered when the running `defer_interrupts` function ends."""
+    """Return True if an interrupt came that is delivered when the running `defer_interrupts` function ends."""
     return bool(_STATE.came)
 
 
@@ -144,7 +144,7 @@ def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
-    """As `defer_interrupts`, for functions that are called rarely and outside of passes: install the handler, too."""
+    """Defer interrupts as `defer_interrupts` does, and install the handler: for rare calls outside of passes."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -8,7 +8,7 @@ import sys
 from ps_core._streams import tell
 
 LOGGER = logging.getLogger("ps_core")
-"""Silence it, or send it elsewhere, as any logger; as long as nobody has set up logging it goes to stderr."""
+"""Silence it, or send it elsewhere, as any logger; until logging is set up, lines go to stderr."""
 
 
 def log_line(text: str) -> None:
@@ -29,5 +29,5 @@ def _tell(level: int, text: str) -> None:
 
 
 def say_if_debugging(text: str) -> None:
-    """Log one line at level DEBUG, which nobody sees who has not asked for that level."""
+    """Log one line at level DEBUG, which is shown only where that level is on."""
     LOGGER.debug(text)

@@ -37,12 +37,12 @@ class ModuleCallWrapper:
 
     @property
     def in_place(self) -> bool:
-        """Whether it still stands where it was put."""
+        """True if the wrapper is still installed."""
         module = self._module()
         return module is not None and vars(module).get(COMPILED_CALL_ATTRIBUTE) is self
 
     def remove(self) -> None:
-        """Leave the module as it was (or as somebody else made it since)."""
+        """Remove the wrapper, unless the module's call was replaced since."""
         module = self._module()
         if module is None or not self.in_place:
             return
@@ -53,6 +53,6 @@ class ModuleCallWrapper:
 
 
 def compiled_call(module: nn.Module) -> Call | None:
-    """What ``module.compile()`` left there."""
+    """Return the call that ``module.compile()`` installed; None if there is none."""
     found: Call | None = vars(module).get(COMPILED_CALL_ATTRIBUTE)
     return found._compiled if isinstance(found, ModuleCallWrapper) else found

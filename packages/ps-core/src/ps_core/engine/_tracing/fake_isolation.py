@@ -71,7 +71,7 @@ def _random_states() -> list[Callable[[], None]]:
     """Return calls that put the states of all global generators back."""
     before = random.getstate()
     calls: list[Callable[[], None]] = [lambda: random.setstate(before)]
-    numpy: Any = sys.modules.get("numpy")  # whoever has not imported it draws nothing from it
+    numpy: Any = sys.modules.get("numpy")  # without an import nothing draws from it
     if numpy is not None:
         state = numpy.random.get_state()
         calls.append(lambda: numpy.random.set_state(state))

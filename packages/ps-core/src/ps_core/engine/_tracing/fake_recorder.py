@@ -230,7 +230,7 @@ class FakeParameter(FakeTensor):
 
     _recorder: FakePassRecorder
     _away: bool = False
-    """Whether it is a table that stays on the host: lookups make rows, and nothing of it comes."""
+    """True if the parameter is a table that stays on the host: lookups return rows, and the table is not fetched."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -246,7 +246,7 @@ class FakeParameter(FakeTensor):
 
 @cache
 def _has_device(kind: str) -> bool:
-    """Whether this computer has devices of a type; without one, autograd would end the process at a tensor there."""
+    """Return True if this computer has devices of a type; without one, autograd would end the process."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return kind in ("cpu", "meta") or (accelerator is not None and accelerator.type == kind)
 

@@ -49,7 +49,7 @@ class FakePassOptions:
     """Says what a fake pass does."""
 
     training: bool = True
-    """Whether backward follows forward."""
+    """True if backward follows forward."""
     loss: Callable[[Any], torch.Tensor] | None = None
     """Makes the loss from what the model returns; None: its ``loss``, or the scalar itself."""
     unit_of: Callable[[str], int] | None = None
@@ -59,7 +59,7 @@ class FakePassOptions:
     input_dtype: torch.dtype | None = None
     """What floating inputs are cast to; None: as they are."""
     stays_on_host: Callable[[str], bool] | None = None
-    """Whether a parameter, by name, is a table of which only rows are moved; None: none is."""
+    """True if a parameter, by name, is a table of which only rows are moved; None: none is."""
     timeout_s: float = 120.0
     """The first operator after so many seconds ends the pass."""
 

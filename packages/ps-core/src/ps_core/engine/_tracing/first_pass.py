@@ -37,7 +37,7 @@ def estimate_first_pass(
 ) -> PassRecording:
     """Estimate the moments of a training pass, from a pass on fake tensors with a copy of the model.
 
-    Objects in ``shared`` hang on the model and are not copied. `NotForeseen` says why there is no estimate.
+    Objects in ``shared`` belong to the model and are not copied. `NotForeseen` says why there is no estimate.
     """
     record_of = {record.name: record for record in records}
     options = FakePassOptions(

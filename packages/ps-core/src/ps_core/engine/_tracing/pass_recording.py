@@ -109,7 +109,7 @@ class PassRecording:
     def _work(self, records: list[ParamState], tokens: int) -> Iterator[float]:
         """Yield the operations of each moment: 2 a token and element in forward, 4 in backward, each counted once.
 
-        What backward holds on to was recomputed there: 2 more.
+        Groups that backward holds were recomputed there: 2 more.
         """
         of = {record.index: record for record in records}
         backward = [moment for moment in self.moments if moment.backward]

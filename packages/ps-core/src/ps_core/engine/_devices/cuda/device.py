@@ -3,8 +3,8 @@
 [Note: CUDA streams]
 The compute queue is whatever stream PyTorch works on when the engine is called, which may change: the new one is then
 made to wait for the old one. Copies up and down have a stream each, made once. The host thread knows of their work only
-after it has waited for an event. Events are used again when nobody holds them any more: a stream that was told to wait
-for one remembers the recording that it was told of.
+after it has waited for an event. Events are used again when no reference to them is left: a stream that waits for an
+event remembers its recording.
 
 The stream of collectives belongs to another thread than all else (see [Note: two threads] in `_sharding.streams`). So
 nothing is remembered of it here between two calls; what both threads use (events that wait to be used again, what is
@@ -96,7 +96,7 @@ class CudaDevice:
         return default_machine(self._runtime.free_bytes()[1], self._runtime.name)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """What could be allocated now, and the whole device's memory."""
+        """Return the bytes that could be allocated now, and those of the whole device."""
         return self._runtime.free_bytes()
 
     def arena(self, size_bytes: int) -> torch.Tensor:

@@ -41,8 +41,8 @@ class PinnedBlockCache:
     """Host memory of exact sizes.
 
     Pinning takes as long as many copies, and undoing it waits for the whole device; a plan takes and gives back the
-    same few sizes in every step. So what is given back is kept for the next of its size. ``mark`` says what must have
-    ended before anybody writes to a block that is given back now: copies from it may still be on their way.
+    same few sizes in every step. So a released block is kept for the next of its size. ``mark`` says what must have
+    ended before a block that is released now may be written: copies from it may still be on their way.
     """
 
     def __init__(self, runtime: CudaRuntime, mark: Callable[[], Callable[[], None]], *, pin: bool) -> None:

@@ -13,7 +13,7 @@ from ps_core.engine._devices.device import Device
 
 
 class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
-    """Memory ran out on a device that an engine uses; whoever expects PyTorch's own error gets that too."""
+    """Memory ran out on a device that an engine uses; also an instance of PyTorch's own error."""
 
 
 class OutOfMemoryObserver:

@@ -15,7 +15,7 @@ class Stream(Protocol):
     """A stream. Two of them are equal if what is launched on them runs in one order."""
 
     def wait_event(self, event: Any) -> None:
-        """What is launched from here on runs after the event (any: the runtime's own kind)."""
+        """Make all work launched on this stream from now on wait for the event (any: the runtime's own class)."""
 
 
 class RawEvent(Protocol):
@@ -51,7 +51,7 @@ class CudaRuntime(Protocol):
 
     @property
     def name(self) -> str:
-        """What the device calls itself."""
+        """The device's name."""
 
     def stream(self) -> Stream:
         """Another stream."""
@@ -63,10 +63,10 @@ class CudaRuntime(Protocol):
         """Launch on this one instead."""
 
     def bind_thread(self) -> None:
-        """Let this device be the thread's own."""
+        """Make this device the calling thread's current device."""
 
     def event(self) -> RawEvent:
-        """A new event."""
+        """Return a new event."""
 
     def synchronize(self) -> None:
         """Wait for everything on the device."""
@@ -84,19 +84,19 @@ class CudaRuntime(Protocol):
         """The allocator may not give the tensor's memory to others before the stream has got this far."""
 
     def allocated(self) -> Allocated:
-        """What the allocator says."""
+        """Return the allocator's current bytes, its peak, and how often memory ran out."""
 
     def reset_peak(self) -> None:
-        """Let the peak be what is allocated now."""
+        """Reset the allocator's peak to the bytes that are allocated now."""
 
     def free_bytes(self) -> tuple[int, int]:
-        """What could be allocated, and the whole device's memory."""
+        """Return the bytes that could be allocated now, and those of the whole device."""
 
     def release_cached(self) -> None:
         """Give what the allocator keeps in reserve back to the device."""
 
     def watch_failures(self, told: Failure) -> None:
-        """Have this called whenever memory runs out, for as long as the process lives."""
+        """Call ``told`` whenever device memory runs out, for as long as the process lives."""
 
 
 class TorchRuntime:
@@ -123,11 +123,11 @@ class TorchRuntime:
         return torch.cuda.stream(stream)
 
     def bind_thread(self) -> None:
-        """Let this device be the thread's own."""
+        """Make this device the calling thread's current device."""
         torch.cuda.set_device(self.torch_device)
 
     def event(self) -> RawEvent:
-        """A new event; it measures no time, so it costs little."""
+        """Return a new event; it does not measure time, so it costs little."""
         made: RawEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return made
 
@@ -155,7 +155,7 @@ class TorchRuntime:
             tensor.record_stream(stream)
 
     def allocated(self) -> Allocated:
-        """Nothing is asked of the device, so this does not wait."""
+        """Return the allocator's figures; the device is not asked, so the call does not wait."""
         found = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         if not found:
             return Allocated(0, 0, 0)  # CUDA has not begun
@@ -163,11 +163,11 @@ class TorchRuntime:
         return Allocated(row["current"], row["peak"], found["num_ooms"])
 
     def reset_peak(self) -> None:
-        """Also what ``torch.cuda.max_memory_allocated`` says."""
+        """Reset the allocator's peak, which ``torch.cuda.max_memory_allocated`` returns too."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def free_bytes(self) -> tuple[int, int]:
-        """What nobody has, and what the allocator keeps in reserve."""
+        """Return the device's free bytes plus the allocator's unused ones, and those of the whole device."""
         free, whole = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept, whole
@@ -177,7 +177,7 @@ class TorchRuntime:
         torch.cuda.empty_cache()
 
     def watch_failures(self, told: Failure) -> None:
-        """By the allocator's observer, which PyTorch documents but keeps under a private name."""
+        """Register ``told`` with the allocator's observer, which PyTorch documents under a private name."""
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(told)

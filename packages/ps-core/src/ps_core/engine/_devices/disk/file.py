@@ -12,9 +12,9 @@ are allocated before they are used: a full disk shows when a slot is reserved, n
 [Note: a file cut short]
 Anyone with the right to may truncate the file, by way of ``/proc``. A later write behind the cut makes the file longer
 again, with a hole that reads as zeros. So the file ends with a guard, which is allocated and never written. After a cut
-no write brings the file back to its full size, and every read and write looks at that size when it is done. Whoever
-cuts the file and makes it as long again takes the guard's blocks away: where the file system counts blocks, their
-number is looked at too. (It counts its own blocks with them, so a small hole amid the file may go unnoticed.)
+no write brings the file back to its full size, and every read and write looks at that size when it is done. A
+cut after which the file is made as long again takes the guard's blocks away: where the file system counts blocks, their
+number is looked at too. (It counts its own blocks with them, so a small hole within the file may go unnoticed.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK_BYTES = 4096
 _GUARD_BYTES = 2**20
 """More than what a file system adds to the count for tables of its own: 4 KiB for some 340 fragments in ext4."""
 _PIECE_BYTES = 2**21
-"""What one call of the system reads or writes; the buffers are as large."""
+"""Bytes that one system call reads or writes; the buffers are as large."""
 
 Call: TypeAlias = Callable[[int, list[Any], int], int]
 """``os.preadv`` or ``os.pwritev`` (buffers have no common type)."""
@@ -66,7 +66,7 @@ class IoRequest(NamedTuple):
     address: int
     bytes: int
     last: bool
-    """Whether what follows in the last block is nobody's."""
+    """True if no contents follow in the last block: the write need not keep them."""
 
 
 class DiskFile:
@@ -80,11 +80,11 @@ class DiskFile:
         self.bytes = 0
         """Allocated so far, for slots."""
         self._size = 0
-        """What the file has at least, in bytes; see [Note: a file cut short]."""
+        """The file's least size in bytes; see [Note: a file cut short]."""
         self._counted = True
-        """Whether the file system counts allocated blocks at once."""
+        """True if the file system counts allocated blocks at once."""
         self.failure: TierFailure | None = None
-        """What went wrong first; nothing is written after that."""
+        """The first failure; nothing is written after it."""
         self._rescued: list[tuple[int, torch.Tensor]] = []
         """By position: what could not be written, in the order in which it should have been."""
         self._free: list[tuple[int, int]] = []  # Invariant: ascending, apart
@@ -109,7 +109,7 @@ class DiskFile:
         self._give((start, more))
 
     def reserve(self, size: int) -> FileExtent:
-        """Room for a slot: in one piece if possible."""
+        """Return room for a slot, in one range of the file if possible."""
         missing = blocks(size)
         self.prepare(missing - sum(free for _, free in self._free))
         whole = next((each for each in self._free if each[1] >= missing), None)
@@ -174,7 +174,7 @@ class DiskFile:
             self._rescued.append((piece.offset, source[first : first + piece.bytes]))
 
     def _covered(self, place: FileExtent, start: int, target: torch.Tensor) -> bool:
-        """Whether all of this is in memory."""
+        """Return True if all bytes to be read are in rescued memory; the caller then ignores the failed read."""
         kept = [(offset, offset + memory.numel()) for offset, memory in self._rescued]
         wanted = [(piece.offset, piece.offset + piece.bytes) for piece in pieces(place, start, target)]
         return all(any(first <= a and b <= end for first, end in kept) for a, b in wanted)
@@ -204,7 +204,7 @@ class DiskFile:
         self._all(os.pwritev, "write", first, buffer, size)
 
     def _straight(self, piece: IoRequest) -> bool:
-        """Whether no buffer is needed."""
+        """Return True if a request is aligned for the file; the caller then transfers it without a buffer."""
         return not self.direct or not (piece.offset | piece.address | piece.bytes) % BLOCK_BYTES
 
     def _buffer(self) -> int:
@@ -278,12 +278,12 @@ class DiskFile:
         )
 
     def close(self) -> None:
-        """Let go of the file, and with it of its blocks; twice does nothing."""
+        """Close the file, which frees its blocks; a second call does nothing."""
         self._close()
 
 
 def _open(directory: str) -> tuple[str, int, bool]:
-    """A new file that only its owner may read, already without a name; whether it bypasses the page cache."""
+    """Create a file that only its owner can read, and unlink it; True if it bypasses the page cache."""
     try:
         plain, name = tempfile.mkstemp(prefix="patrickstar-", suffix=".tier", dir=directory)
     except OSError as error:
@@ -302,7 +302,7 @@ def _open(directory: str) -> tuple[str, int, bool]:
 
 
 def _reopened(name: str) -> int | None:
-    """The same file past the page cache; None where the file system does not have that, or not for such blocks."""
+    """Open the file again with ``O_DIRECT``; None where the file system refuses that, or refuses such blocks."""
     try:
         file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except (OSError, AttributeError):
@@ -318,7 +318,7 @@ def _reopened(name: str) -> int | None:
 
 
 def pieces(place: FileExtent, start: int, memory: torch.Tensor) -> Iterator[IoRequest]:
-    """What has to be read or written for memory that stands for a slot's bytes behind ``start``."""
+    """Yield the requests that read or write ``memory``, which holds a slot's bytes from ``start`` on."""
     assert memory.dtype is torch.uint8, "memory is taken as bytes"
     assert memory.is_contiguous(), "memory is one stretch of bytes"
     end, address, at = start + memory.numel(), memory.data_ptr() - start, 0
@@ -346,5 +346,5 @@ def _overlay(piece: IoRequest, offset: int, memory: torch.Tensor) -> None:
 
 
 def _allocated_bytes(found: os.stat_result) -> int:
-    """What a file takes of the disk; ``st_blocks`` counts 512 bytes each, whatever the file system's blocks are."""
+    """Return the bytes that a file takes on the disk; ``st_blocks`` counts 512 bytes each on any file system."""
     return found.st_blocks * 512

@@ -11,7 +11,7 @@ _DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def give_back_pages(memory: torch.Tensor) -> None:
-    """Let go of the whole pages among these bytes, which read as zero from now on; nothing where that is unknown."""
+    """Return whole pages of this memory to the system; they read as zero. Do nothing where that is unsupported."""
     first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if _DONTNEED is not None and first < end:

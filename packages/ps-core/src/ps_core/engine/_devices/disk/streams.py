@@ -1,10 +1,10 @@
-"""The disk tier's two streams: reads and writes in order on threads of their own, so that nobody waits for them early.
+"""The disk tier's two streams: reads and writes in order, on threads of their own.
 
 [Note: when the disk fails]
-The first failure ends both streams: what was launched behind it is dropped. A dropped read fills nothing, and whoever
-launched it is told that the target is `lost`. A dropped write leaves its source alone, and nobody else can have
-written there, for that would have waited for the write and heard of the failure; so its bytes are kept in memory, and
-later reads find them there. All this is done by the host thread, the first time it asks for anything after the failure.
+The first failure ends both streams: what was launched behind it is dropped. A dropped read fills nothing; its callback
+``lost`` is called. A dropped write leaves its source alone. Nothing else has written there: other writes would have
+waited for this one and met the failure. So its bytes are kept in memory, and later reads find them there. All this is
+done by the host thread, the first time it asks for anything after the failure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DiskEvent:
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
+        """True if the transfer is over."""
         return self.job is None or self.job.done.is_set()
 
     def block(self) -> None:
@@ -82,7 +82,7 @@ class DiskStreams:
         self._waits: dict[Queue, list[Callable[[], object]]] = {queue: [] for queue in DISK_QUEUES}
         self._last: dict[Queue, _Transfer | None] = dict.fromkeys(DISK_QUEUES)
         self._told = False
-        """Whether the host thread knows of a failure."""
+        """True if the host thread knows of the failure."""
         self._pending: deque[_Transfer] = deque()
         """Those that may not be done, in order of launch."""
         tasks: SimpleQueue[_IoTask | None] = SimpleQueue()
@@ -124,7 +124,7 @@ class DiskStreams:
         self._jobs[job.queue].put(job)
 
     def record(self, queue: Queue) -> DiskEvent:
-        """An event behind everything launched on a queue so far, and all that this has waited for."""
+        """Return an event behind everything launched on a queue so far, and behind all that the queue waits for."""
         self._file.check_process()
         if self._file.failure is not None and not self._told:
             self._raise()
@@ -133,12 +133,12 @@ class DiskStreams:
         return DiskEvent(queue, self._last[queue], self._raise)
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:
-        """What is launched on a queue from here on runs after the event."""
+        """Make all work launched on a queue from now on wait for the event."""
         if event.queue is not queue and event.job is not None and not event.job.worked:
             self.wait_for(queue, event.job.done.wait)
 
     def wait_for(self, queue: Queue, block: Callable[[], object]) -> None:
-        """What is launched on a queue from here on runs after this call, made on its thread, has returned."""
+        """Make all work launched on a queue from now on wait until ``block``, called on the queue's thread, returns."""
         self._waits[queue].append(block)
 
     def synchronize(self) -> None:
@@ -163,7 +163,7 @@ class DiskStreams:
     def _recover(self) -> None:
         """See [Note: when the disk fails]."""
         pending, self._pending = self._pending, deque()
-        self._last, self._told = dict.fromkeys(DISK_QUEUES), True  # nobody need hear of it twice
+        self._last, self._told = dict.fromkeys(DISK_QUEUES), True  # the failure is raised once
         self._waits = {queue: [] for queue in DISK_QUEUES}
         for job in pending:
             job.done.wait()
@@ -202,7 +202,7 @@ class DiskQueues:
             self.streams.record(queue).block()
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:
-        """Launch what comes next on any queue after the event; where no thread can wait for it, block."""
+        """Make all work launched on a queue from now on wait for the event; block if no thread can wait for it."""
         if queue in DISK_QUEUES:
             self.streams.wait(queue, event)
         else:
@@ -233,7 +233,7 @@ def _run_queue(jobs: SimpleQueue[_Transfer | None], file: DiskFile, tasks: Simpl
         if job.worked:
             job.memory, job.lost = _NOTHING, None
         job.done.set()
-        del job  # or it would be held on to until the next one comes
+        del job  # or this frame would keep the job alive until the next one comes
     for _ in range(_WORKERS // len(DISK_QUEUES)):
         tasks.put(None)
 
@@ -254,7 +254,7 @@ def _run_worker(tasks: SimpleQueue[_IoTask | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.call(task.piece)
-        except Exception as error:  # whoever waits must hear of it, whatever it is
+        except Exception as error:  # every waiting thread must see the failure, whatever it is
             task.finished.put(error)
         else:
             task.finished.put(None)

@@ -19,7 +19,7 @@ def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
     """Every parameter once, in order of registration, with its value.
 
     A parameter without memory is real when it is given out, still the same object, and has the numbers it would have
-    had on the CPU; see [Note: the plain run]. Only one is held here at a time: whoever takes it empties it before
+    had on the CPU; see [Note: the plain run]. Only one is held here at a time: its user empties it before
     asking for the next. Buffers become real on the way.
     """
     if not any(tensor.is_meta for _, tensor in tensors_of(model)):

@@ -28,7 +28,7 @@ class ViewSpec:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its memory. (A tensor without overlaps, as those are that initialisers write to.)"""
+        """True if the tensor is all of its memory (and has no overlaps, as tensors that initialisers write to)."""
         return self.size.numel() * self.dtype.itemsize == self.memory_bytes
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
@@ -37,7 +37,7 @@ class ViewSpec:
 
 
 def place_of(tensor: Tensor) -> ViewSpec:
-    """Where a tensor is."""
+    """Return the storage, type, shape, strides and offset of a tensor."""
     storage = tensor.untyped_storage()
     return ViewSpec(
         storage._cdata, storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -58,16 +58,16 @@ class TapedCall:
 
     @property
     def random(self) -> bool:
-        """Whether it draws."""
+        """True if the call draws random numbers."""
         return torch.Tag.nondeterministic_seeded in self.func.tags
 
     @property
     def overwrites(self) -> bool:
-        """Whether what it writes to could have held anything."""
+        """True if the call ignores what was in the memory that it writes to."""
         return self.func.overloadpacket.__name__ in OVERWRITES or self.func._overloadname.endswith("out")
 
     def settles(self, memory: int) -> bool:
-        """Whether what was in this memory before does not matter."""
+        """Return True if the call overwrites all of this memory; earlier calls then do not matter to its contents."""
         if any(place.memory == memory for place in self.makes):
             return True
         return self.overwrites and any(place.memory == memory and place.whole for place in self.writes)
@@ -115,7 +115,7 @@ class TapedCalls:
                 return
 
     def is_complete(self, place: ViewSpec) -> bool:
-        """Whether nothing of a tensor is left as memory happened to be."""
+        """Return True if calls filled every element of a tensor; False if any is uninitialised memory."""
         if place.memory in self.captured:
             return True
         notes = [self.notes[index] for index in self._writers.get(place.memory, ())]

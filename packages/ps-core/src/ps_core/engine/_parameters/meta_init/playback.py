@@ -36,7 +36,7 @@ class TapePlayer:
         self._kept = {index: state for index, state in self._kept.items() if self._users[index]}
 
     def value(self, place: ViewSpec) -> Tensor:
-        """A tensor with its own memory, initialised."""
+        """Return a tensor with real memory, filled by the calls that its contents depend on."""
         memories: dict[int, torch.UntypedStorage] = {}
         for index in self._tape.matter(place.memory):
             note = self._tape.notes[index]
@@ -106,7 +106,7 @@ class TapePlayer:
 
 
 def _throw_away(note: TapedCall) -> None:
-    """Make a draw whose result nobody wants."""
+    """Make a draw whose result is not used, to advance the generator."""
     written = {place.memory for place in note.writes}
 
     def scratch(place: ViewSpec) -> Tensor:

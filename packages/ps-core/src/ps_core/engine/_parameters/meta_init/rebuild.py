@@ -152,7 +152,7 @@ class ConstructorRecorder:
     # ---- Hugging Face ----
 
     def _build_again(self, name: str, module: nn.Module) -> bool:
-        """Whether the model could be built from its config as it is; all its tensors have sources then."""
+        """Build the model from its config; True if that gave this model, and all its tensors have sources then."""
         dtype = next((each.dtype for each in module.parameters() if each.dtype in DTYPES), torch.float32)
         with self.tape.attempt() as undo:
             try:
@@ -190,7 +190,7 @@ class ConstructorRecorder:
         return None
 
     def _init_weights(self, owner: Any, module: nn.Module) -> None:
-        """As Hugging Face walks: children first, a model within by its own rules, none twice."""
+        """Initialise modules in Hugging Face's order: children first, inner models by their own rules, each once."""
         for child in module.children():
             inner = all(hasattr(child, each) for each in HUGGING_FACE)
             self._init_weights(child if inner else owner, child)

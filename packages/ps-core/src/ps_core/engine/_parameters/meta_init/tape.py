@@ -81,7 +81,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What runs under this is noted."""
+        """Record all tensor operations in this context on the tape."""
         # Not where it is so anyway: as a context it stands in the way of `torch.eye(..., out=...)`.
         plain = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         with torch.no_grad(), plain, _MetaTensor(self), self:
@@ -109,7 +109,7 @@ class Tape(TorchDispatchMode):
         return self._note(func, args, kwargs, tensors, written)
 
     def is_noted(self, tensor: Tensor) -> bool:
-        """Whether its contents are for later."""
+        """Return True if the tensor's contents are on the tape, and are computed later."""
         return tensor.is_meta or tensor.untyped_storage()._cdata in self._alive_keys
 
     def _look(self, tensor: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Tape(TorchDispatchMode):
         yield undo
 
     def source(self, tensor: Tensor) -> ViewSpec | Tensor:
-        """Where its contents will come from, or the tensor if it has them."""
+        """Return where the tape's contents of a tensor go, or the tensor itself if its contents are real."""
         return place_of(tensor) if self.is_noted(tensor) else tensor
 
 
