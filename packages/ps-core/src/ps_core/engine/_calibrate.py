@@ -31,7 +31,7 @@ _OWN = {
 
 
 def calibrate(device: torch.device, between: Callable[[], object] | None = None) -> tuple[Machine, list[str]]:
-    """The machine, and more in words. ``between`` is called before each round: what is compared takes its turn."""
+    """Measure this computer; return its `Machine` and notes. ``between`` is called before each round of probes."""
     cpu = torch.device("cpu")
     host, norm, links, copies = StepRate(cpu), NormRate(), Links(device), CopyRate(device)
     rows: list[Row] = [[host.probe], [norm.probe], links.probes, [copies.probe]]

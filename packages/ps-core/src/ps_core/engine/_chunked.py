@@ -125,7 +125,7 @@ class _Wishes:
         return DTYPES[self.mode] if self.options.cast_inputs else None
 
     def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Grouping:
-        """The model's parameters in groups."""
+        """Return the model's parameters in groups."""
         tables = host_tables(self.model, tiers, alone=self.collectives is None)
         for tie in ties:
             if not tables.isdisjoint(tie):

@@ -101,7 +101,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
 
 @defer_interrupts_installing
 def roll_back_chunked(engine: Engine) -> None:
-    """`chunked` was broken off: what was packed so far becomes plain parameters again, of the types they came with.
+    """Undo a `chunked` call that failed: packed parameters become plain ones again, of their original types.
 
     Their values are those they came with, too, but frozen ones were rounded to what is computed with.
     """

@@ -63,6 +63,6 @@ def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:
 
 
 def _runs(name: str, length: int) -> Iterator[str]:
-    """Every so many parts of a name that follow each other."""
+    """Yield every run of so many consecutive parts of a name."""
     parts = name.split(".")
     yield from (".".join(parts[first : first + length]) for first in range(len(parts) - length + 1))

@@ -33,7 +33,7 @@ class StepRate:
         )
 
     def rate(self) -> float:
-        """Bytes a second."""
+        """Return the bytes a second."""
         return 28 * self._numel / self.probe.seconds
 
 
@@ -46,7 +46,7 @@ class NormRate:
         self.probe = Probe("norm", lambda: ps_kernels.sumsq_finite(grad, out))
 
     def rate(self) -> float:
-        """Bytes a second."""
+        """Return the bytes a second."""
         return self._bytes / self.probe.seconds
 
 
@@ -59,7 +59,7 @@ class CopyRate:
         self.probe = Probe("copy in memory", lambda: target.copy_(source), device)
 
     def rate(self) -> float:
-        """Bytes copied a second."""
+        """Return the bytes copied a second."""
         return _BLOCK_BYTES / self.probe.seconds
 
 
@@ -82,13 +82,13 @@ class Links:
         ]
 
     def rates(self) -> tuple[float, float, float]:
-        """Bytes a second up, down, and seconds."""
+        """Return the bytes a second up and down, and the latency in seconds."""
         up, down, small = (probe.seconds for probe in self.probes)
         return _BLOCK_BYTES / up, _BLOCK_BYTES / down, small / _SMALL_COPIES
 
 
 def disk_rates() -> tuple[float, float]:
-    """Bytes read and written a second of a file here, past what the system keeps in memory where it can be told to."""
+    """Return the bytes read and written a second of a file here, past the page cache where that is possible."""
     data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         path = Path(folder) / "calibrate"

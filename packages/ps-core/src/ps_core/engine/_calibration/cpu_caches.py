@@ -27,7 +27,7 @@ class Cache(NamedTuple):
 
 
 def last_cache(system: Path = _SYSTEM) -> Cache:
-    """The largest level of cache of the first processor, for data."""
+    """Return the largest level of data cache of the first processor."""
     found = []
     for index in system.glob("index*"):
         try:

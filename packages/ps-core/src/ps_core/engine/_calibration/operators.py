@@ -98,7 +98,7 @@ def _attention(kind: str, length: int, dtype: torch.dtype) -> list[Probe]:
 
 
 def _gelu(kind: str, form: str, dtype: torch.dtype) -> Probe:
-    """In one form, there and back."""
+    """Return a probe of one form of GELU, in forward and backward."""
     x = torch.linspace(-2, 2, _BENT[0] * _BENT[1]).to(dtype).view(_BENT)
 
     def work() -> None:

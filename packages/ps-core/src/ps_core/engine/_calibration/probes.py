@@ -37,7 +37,7 @@ class Probe:
         self._device = device
 
     def sample(self) -> None:
-        """Once more."""
+        """Time the work once more."""
         self._synchronize()
         wall, whole, mine = time.perf_counter(), time.process_time(), time.thread_time()
         self.work()
@@ -69,7 +69,10 @@ Row = Sequence[Probe]
 
 
 def collect(rows: Sequence[Row], rounds: int, between: Callable[[], object] | None = None) -> None:
-    """Each once uncounted; then all in turn, but rows that take long less often. ``between``: before each round."""
+    """Run each probe once unmeasured, then sample all in turn, long rows less often.
+
+    ``between`` is called before each round.
+    """
     for row in rows:
         for probe in row:
             probe.work()
@@ -83,7 +86,7 @@ def collect(rows: Sequence[Row], rounds: int, between: Callable[[], object] | No
 
 
 def steadiness(rows: Sequence[Row]) -> list[str]:
-    """In words, how far samples lay apart; and whether others kept the machine busy."""
+    """Describe how far samples lay apart, and whether other processes kept the machine busy."""
     probes = [probe for row in rows for probe in row]
     worst = max(probes, key=lambda probe: probe.spread)
     usual = statistics.median(probe.spread for probe in probes)

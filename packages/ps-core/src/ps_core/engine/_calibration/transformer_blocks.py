@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention, MLP."""
+        """Run the block with recomputation in backward."""
         found: torch.Tensor = checkpoint(self._compute, x, use_reentrant=False)
         return found
 
@@ -58,7 +58,7 @@ class Blocks(nn.Module):
         self.blocks = nn.Sequential(*(Block(hidden, max(1, hidden // _HEAD)) for _ in range(blocks)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of squares."""
+        """Return the mean of squares of the output."""
         made: torch.Tensor = self.blocks(self.first(x))
         return made.float().square().mean()
 

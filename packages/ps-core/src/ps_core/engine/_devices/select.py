@@ -25,7 +25,7 @@ _KEPT_FREE = 10
 
 
 def resolve_device(device: str | torch.device | Device, *, pin: bool) -> Device:
-    """The device of this name, as PyTorch writes it too."""
+    """Return the device of this name, as PyTorch writes it too."""
     if isinstance(device, torch.device):
         device = str(device)
     if not isinstance(device, str) and hasattr(device, "torch_device"):
@@ -72,7 +72,7 @@ def _device_bytes(device: Device, budget: Budget) -> int:
 
 
 def largest_transient_group_bytes(tiers: tuple[Tier, ...]) -> int:
-    """The memory that weights pass through; above a disk whole groups do, which are seven times as large."""
+    """Return the memory that weights pass through. Above a disk whole groups do, seven times as large."""
     sizes = [tiers[0].capacity_bytes] * (tiers[0].name == "device")
     if tiers[-1].name == "disk":
         sizes.append(tiers[-2].capacity_bytes // _WEIGHTS_OF_GROUP)
@@ -80,7 +80,7 @@ def largest_transient_group_bytes(tiers: tuple[Tier, ...]) -> int:
 
 
 def disk_file(budget: Budget) -> DiskFile | None:
-    """The disk tier's file, if the budget has one."""
+    """Return the disk tier's file; None if the budget has no disk."""
     if budget.disk_dir is None:
         return None
     file = DiskFile(budget.disk_dir)

@@ -54,7 +54,7 @@ class Components:
 def single_process_components(
     store: TierStore, groups: list[ParamGroup], watcher: TransferObserver, *, overwrites: bool
 ) -> Components:
-    """For a process that has all of the model."""
+    """Return the engine's components for a process that has all of the model."""
     residency = Residency(store, groups, watcher)
     gradients = GradientStore(residency, overwrites=overwrites)
     return Components(

@@ -169,7 +169,7 @@ class Engine:
         return record.grad_proxy
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
-        """``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
+        """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if value is record.grad_proxy and value is not None:
             return
         if value is not None and not record.trainable:
@@ -217,7 +217,7 @@ class Engine:
 
     @defer_interrupts
     def abort(self) -> None:
-        """The root module's forward failed: end the pass, and let go of everything."""
+        """End the pass after the root module's forward failed, and release everything."""
         self.passes.abort_forward()
         self.finish_pass()
         self.passes.stop_counting()
@@ -237,7 +237,7 @@ class Engine:
     # What saved tensors ask (`_parameters.saved_tensors.Fetcher`).
 
     def fetch(self, record: ParamState) -> SlotView:
-        """The record's residency, brought in if need be."""
+        """Return the record's view on the compute tier, fetching its group if need be."""
         wanted = [record]
         if record.compiled_block:
             wanted += [each for each in record.compiled_block if each.contents is SlotContents.WEIGHT]
@@ -318,7 +318,7 @@ class Engine:
             raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
 
     def check_usable(self, *, loading: bool = False) -> None:
-        """`InvalidInput` where nothing may be trained; ``loading``: everything is about to be replaced."""
+        """Raise where nothing may be trained; ``loading``: all values are about to be replaced."""
         if self.store.file is not None:  # asked here and not there: every use of a parameter comes by
             self.store.check_process()
         if self.released:

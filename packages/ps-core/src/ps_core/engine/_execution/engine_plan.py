@@ -18,7 +18,7 @@ from ps_core.engine._tracing.pass_recording import MomentRecord
 
 
 def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace) -> tuple[Layout, list[ParamGroup]]:
-    """The engine's groups as a layout, in order of first use; unused ones last."""
+    """Return the engine's groups as a layout, in order of first use; unused ones last."""
     owner = {index: record.group for index, record in enumerate(records)}
     touched = [index for moment in trace.moments for index in (*moment.reads, *moment.grads)]
     order = list(dict.fromkeys([owner[index] for index in touched] + groups))

@@ -179,7 +179,7 @@ class ModelHooks:
         self.engine.abort()
 
     def _call(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """With inputs in the precision; within the pass, so that their bytes are counted."""
+        """Call the module with inputs cast to the precision, within the pass, so that their bytes are counted."""
         if self._cast is not None:
             args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
         return call(*args, **kwargs)

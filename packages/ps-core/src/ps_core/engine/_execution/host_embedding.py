@@ -58,7 +58,7 @@ class HostEmbedding(nn.Embedding):
         return made.train(embedding.training)
 
     def check(self) -> None:
-        """`InvalidInput` for what a table on the host cannot do."""
+        """Raise `InvalidInput` for settings that a table on the host does not support."""
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(self, name)
             if value not in (None, False):
@@ -68,7 +68,7 @@ class HostEmbedding(nn.Embedding):
                 )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows, where the ids are."""
+        """Return the rows of these ids, on the ids' device."""
         self.check()
         weight, table = self.weight, _table_of(self.weight)
         if table is not None:
@@ -167,7 +167,7 @@ def _is_asked_for(weight: nn.Parameter) -> bool:
 
 
 def host_tables(model: nn.Module, tiers: tuple[Tier, ...], *, alone: bool) -> frozenset[str]:
-    """The parameters, by name, that stay on the host; `UnsupportedParameter` where more than lookups may read one.
+    """Return names of parameters that stay on the host; raise `UnsupportedParameter` if more than lookups may read one.
 
     None where all is on the host, or where processes have parts of everything (``alone``: there is one).
     """

@@ -52,7 +52,7 @@ class HostTables:
 
     @defer_interrupts
     def rows(self, record: ParamState, ids: Tensor) -> Tensor:
-        """The rows of these ids, on their device."""
+        """Return the rows of these ids, on the ids' device."""
         self._check_usable()
         self._passes.attach()
         if record.contents is not SlotContents.WEIGHT:

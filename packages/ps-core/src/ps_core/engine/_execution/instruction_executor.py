@@ -152,7 +152,7 @@ class InstructionExecutor:
     # Instructions.
 
     def _nothing(self, instr: Instr, op: Decide) -> None:
-        """The optimizer decides, in ``step()``."""
+        """Do nothing: the optimizer decides, in ``step()``."""
 
     def _reserve(self, instr: Instr, op: Reserve) -> None:
         store, tier = self._store, op.tier

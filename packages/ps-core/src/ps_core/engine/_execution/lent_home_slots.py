@@ -54,7 +54,7 @@ def restore_lent_homes(
 
 
 def _seat(plan: EnginePlan, held: Held, chunk: Chunk, loose: list[Slot], place: Slot | None) -> Slot | None:
-    """The slot that an extent has: that in its place, or else the lowest."""
+    """Return the slot that holds an extent: the one in its place, or else the one on the lowest tier."""
     rows = plan.order[held.extent.index].tensors
     found = [slot for slot in loose if slot.extent == chunk.extent and slot.version == chunk.version]
     if (

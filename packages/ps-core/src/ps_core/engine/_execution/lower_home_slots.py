@@ -109,7 +109,7 @@ def _spare(store: TierStore, groups: list[ParamGroup]) -> tuple[int, ...]:
 
 
 def _tier_for(store: TierStore, chunk: Chunk, spare: tuple[int, ...]) -> int:
-    """The highest tier below its own that has room for it and for what is to be kept free; 0: none has."""
+    """Return the highest tier below the chunk's own with room for it beside the spare bytes; 0 if none has."""
     for tier in range(chunk.home.tier + 1, len(store.tiers)):
         if store.free_bytes(tier) >= chunk.bytes + spare[tier]:
             return tier

@@ -262,7 +262,7 @@ class PassTracker:
             self._diverge(Diverged(f"{moment.name} takes more than was planned"))
 
     def _measure_nonmodel(self, moment: MomentRecord) -> int:
-        """The most that the moment took of the compute tier."""
+        """Record the moment's peak of non-model bytes; return the most that it took of the compute tier."""
         peak = self.nonmodel.take_peak()
         moment.nonmodel_bytes = max(moment.nonmodel_bytes, peak)
         store = self._store

@@ -72,7 +72,7 @@ class PlanRequest:
         return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
-        """The planner's refusal with what a user of the engine can do about it."""
+        """Return the planner's error with suggestions for users of the engine."""
         store, groups = self._engine.store, self._engine.groups
         # The planner was asked for what is not taken for good (pinned weights, tables, activations that wait below).
         kept = [
@@ -89,7 +89,7 @@ class PlanRequest:
         return compute_tier_too_small(store, groups, error.moment, needed, nonmodel, proven=error.proven, whole=True)
 
     def _tiers(self) -> tuple[Tier, ...]:
-        """The tiers, less what is pinned at the top of the first, and what tables, activations have of the second."""
+        """Return the tiers without the bytes of pinned groups, tables and activations."""
         store = self._engine.store
         first, *others = store.tiers
         taken = self._engine.activations.bytes + store.ledger.fixed_host_bytes

@@ -182,7 +182,7 @@ class TierStore:
         return self.file is not None and self.file.forked
 
     def check_process(self) -> None:
-        """`InvalidInput` in a forked copy of the process, if there is a disk tier; see `DiskFile.check_process`."""
+        """Raise `InvalidInput` in a forked process if there is a disk tier; see `DiskFile.check_process`."""
         if self.file is not None:
             self.file.check_process()
 

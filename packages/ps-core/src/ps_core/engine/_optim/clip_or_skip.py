@@ -31,7 +31,7 @@ class StepDecision:
 
 
 def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float | None, scale: float) -> StepDecision:
-    """The global norm, and what follows from it."""
+    """Compute the global norm, and return whether to skip the step and the factor for gradients."""
     total, finite = 0.0, True
     for record, (squares, flag) in zip(records, numbers(parts), strict=True):
         total += squares * record.factor**2
@@ -84,7 +84,7 @@ class StepDecisions:
 
     @contextmanager
     def deciding(self, pending: list[ParamState], max_norm: float | None, loss_scale: float) -> Iterator[StepDecision]:
-        """The decision, for the length of the step."""
+        """Yield the decision for the length of the step."""
         begun, asked = self.begun, (max_norm, loss_scale)
         self.begun = None
         if begun is not None and begun.left == _indices(pending) and begun.asked == asked:

@@ -61,7 +61,7 @@ class OnDemandStepper:
                 group.chunks[kind].add_copy(copy)  # something aliases this memory, and keeps the old values
 
     def _all_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
-        """The newest bytes of these on a tier; where there is no room for all of them, all is as it was."""
+        """Return slots on a tier with these kinds' current bytes; if there is no room for all, undo and raise."""
         slots: dict[Kind, Slot] = {}
         try:
             for kind in kinds:
@@ -127,7 +127,7 @@ class OnDemandStepper:
 
     @contextmanager
     def opened(self, group: ParamGroup, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
-        """One kind of a group as a vector that the host thread may read within the block, and with ``write`` change."""
+        """Yield one kind of a group as a vector that the host thread may read, and with ``write`` change."""
         chunk = group.chunks[kind]
         memory = self._residency.contents(chunk)
         what = f"{'write' if write else 'read'} {kind.value} of {group.name}"

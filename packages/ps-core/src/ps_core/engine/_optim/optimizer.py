@@ -111,7 +111,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._gradients.discard_gradients()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: times the loss scale in fp16, else as it is."""
+        """Return the loss to call backward on: times the loss scale in fp16, else as it is."""
         if self._loss_scale is None:
             return loss
         self._scaled = True
@@ -145,7 +145,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return (record for members in self._members for record in members)
 
     def settings(self) -> Callable[[ParamState], Settings]:
-        """Each parameter's numbers, as the groups have them now."""
+        """Return a function that returns a parameter's settings, as the groups have them now."""
         found: dict[ParamState, Settings] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)
@@ -223,7 +223,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return found
 
     def _keys(self, record: ParamState, masters: bool | None = None) -> tuple[str, ...]:
-        """Names in a parameter's entry of `state_dict` and `state`."""
+        """Return the names in a parameter's entry of `state_dict` and `state`."""
         if masters is None:
             masters = self.masters_in_state_dict and record.dtype.itemsize < 4
         group = self.param_groups[self._groups_of[record]]
@@ -270,7 +270,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self._format.set(record, "master", entry.master)
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups as they will be."""
+        """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
         sizes, found = [len(rows) for rows in self._members], [len(group["params"]) for group in saved]
         if sizes != found:
             raise InvalidInput(
@@ -293,7 +293,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     # ---- what torch's optimizers can do and this cannot ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is being made."""
+        """Add a param group while the optimizer is being made; raise `InvalidInput` afterwards."""
         if self._complete:
             raise InvalidInput(
                 "add_param_group: memory is laid out for the parameters that chunked() was given; add the parameters "
@@ -315,7 +315,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
 
 def _members(optimizer: Optimizer, records: Iterable[ParamState]) -> list[list[ParamState]]:
-    """The records of each group: first those no `Group` matches."""
+    """Return the records of each group: first those that no `Group` matches."""
     members: list[list[ParamState]] = [[] for _ in range(len(optimizer.groups) + 1)]
     for record in records:
         matches = (i for i, group in enumerate(optimizer.groups, 1) if group.match(record.name, record.parameter))

@@ -28,7 +28,7 @@ def compute_tier_too_small(
     proven: bool,
     whole: bool = False,
 ) -> DoesNotFit:
-    """The compute tier cannot hold what a moment needs at once. ``whole``: and no moment of the pass needs more."""
+    """Return the error for a moment that the compute tier cannot hold. ``whole``: no moment of the pass needs more."""
     capacity, needed_bytes = store.tiers[0].capacity_bytes, align_up(max(needed_bytes, store.ledger.foreseen_bytes))
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))
     weight, largest = group.chunk_numel * group.dtype.itemsize, _largest(group).numel * group.dtype.itemsize
@@ -68,7 +68,7 @@ def compute_tier_too_small(
 
 
 def _smaller_batch(missing_bytes: int, nonmodel_bytes: int) -> str:
-    """The largest part of the batch that leaves out as many non-model bytes as are missing."""
+    """Return the least reduction of the batch that frees as many non-model bytes as are missing."""
     for part, words in _PARTS.items():
         left_out = nonmodel_bytes - nonmodel_bytes // part
         if left_out >= missing_bytes:
@@ -176,7 +176,7 @@ def group_too_large(
 
 
 def tables_too_large(store: TierStore, groups: list[ParamGroup], needed_bytes: int) -> DoesNotFit:
-    """The host cannot hold the tables that stay there."""
+    """Return the error for embedding tables that the host cannot hold."""
     tier, largest = store.tiers[1], max(groups, key=lambda group: group.chunk_numel)
     return DoesNotFit(
         tier=tier.name,
@@ -210,7 +210,7 @@ def graph_of_gradient(name: str) -> UnsupportedParameter:
 
 
 def not_trained(name: str) -> UnsupportedParameter:
-    """The gradient of a parameter that nothing trains is asked for."""
+    """Return the error for reading the gradient of a parameter that is not trained."""
     return UnsupportedParameter(
         f"{name!r} is under management without an optimizer, so its gradient was not kept and nothing would train it: "
         "to train, release(model), call chunked(model, AdamW(...)), and step the optimizer that returns in place of "
@@ -237,7 +237,7 @@ class Suggestion(NamedTuple):
 
 
 def ways(found: list[Suggestion]) -> str:
-    """One remedy of all these; as code if all are."""
+    """Join suggestions into one text; as code if all of them are code."""
     if not all(way.code for way in found):
         return "; ".join(way.text for way in found)
     return f"{'; '.join(way.code for way in found)}: before chunked; {'; '.join(way.text for way in found)}"

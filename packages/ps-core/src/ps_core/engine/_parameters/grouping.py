@@ -49,7 +49,7 @@ class Grouping:
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter that can be managed, tied ones once."""
+    """Yield the name of every parameter that can be managed, and the parameter; tied ones once."""
     for name, parameter in model.named_parameters():
         if parameter.layout is not torch.strided:
             raise UnsupportedParameter(f"{name!r} is {parameter.layout}: only dense parameters can live in chunks")
@@ -132,7 +132,7 @@ def _group(index: int, sort: _GroupKey) -> ParamGroup:
 
 
 def _owners(model: nn.Module) -> dict[int, frozenset[type[nn.Module]]]:
-    """The classes of the modules that have each parameter, by its identity."""
+    """Map each parameter's id to the classes of the modules that have it."""
     found: dict[int, frozenset[type[nn.Module]]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

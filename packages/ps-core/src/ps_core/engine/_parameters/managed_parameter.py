@@ -32,7 +32,7 @@ class ParameterOwner(Protocol):
         """Return what ``parameter.grad`` reads."""
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
-        """``parameter.grad = value``."""
+        """Assign ``parameter.grad = value``."""
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> None:
         """Load the parameter if a state dict is being loaded; raise for any other function that changes it in place."""
@@ -146,7 +146,7 @@ class ManagedParameter(nn.Parameter):
 
 
 def managed(values: Iterable[Any]) -> list[ManagedParameter]:
-    """The managed parameters among arguments, in lists and tuples of them too; each once."""
+    """Return the managed parameters among arguments, also in nested lists, tuples and dicts; each once."""
     found: list[ManagedParameter] = []
     for value in values:
         kind = type(value)

@@ -33,7 +33,7 @@ def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
 
 
 def bytes_of(group: ParamGroup, kind: Kind) -> int:
-    """Bytes of one kind of a group's chunks."""
+    """Return the bytes of one kind of a group's chunks."""
     return group.shard_numel * group.dtype_of(kind).itemsize
 
 
@@ -96,10 +96,7 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
 
 
 def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
-    """The tier of each of these below the compute tier: weights first as high as they go; None: there is no room.
-
-    Where the disk is needed, the tier above it keeps room for one group to pass through.
-    """
+    """Return the tier of each extent below the compute tier, weights on the highest; None if there is no room."""
     last = len(store.tiers) - 1
     room = [store.free_bytes(tier) for tier in range(last + 1)]
     if last > 1 and sum(bytes_of(*row) for row in extents) > room[1]:

@@ -39,7 +39,7 @@ class Fetcher(Protocol):
     """What unpacking asks of the engine."""
 
     def fetch(self, record: ParamState) -> SlotView:
-        """The record's residency, brought in if need be."""
+        """Return the record's view on the compute tier, fetching its group if need be."""
 
     def check_placeholder(self, storage: torch.UntypedStorage) -> None:
         """Raise if a storage is what a parameter has while it is elsewhere."""
@@ -130,7 +130,7 @@ class SavedTensors:
         return tensor.detach(), tensor._version
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """The tensor again."""
+        """Return the tensor that `pack` was given."""
         if isinstance(packed, tuple):
             tensor, version = packed
             if tensor._version != version:

@@ -196,7 +196,7 @@ class CollectiveOrder:
             self.known.coming, self.backward = coming, True
 
     def end(self) -> None:
-        """No more gradients come."""
+        """Note that no more gradients come in this pass."""
         with self._lock:
             self.known.ended = True
 

@@ -169,7 +169,7 @@ def takers(
 
 
 def _places(proposal: Proposal, base: int) -> list[int]:
-    """The positions of the gathers that a process will use."""
+    """Return the positions of the gathers that a rank will use."""
     return [place for place in range(base, proposal.arg) if proposal.wants >> place - base & 1]
 
 
@@ -223,7 +223,7 @@ class ScheduledCollective(NamedTuple):
 def next_schedule(
     done: Sequence[CompletedCollective], used: Collection[int], *, hoist: bool
 ) -> list[ScheduledCollective]:
-    """The schedule after a pass; ``used``: which of the gathers this process used.
+    """Return the schedule after a pass; ``used``: the gathers that this rank used.
 
     ``hoist``: a gather requested out of order goes before the sums that it came after, to begin while the gradients for
     those are still computed.
@@ -239,7 +239,7 @@ def next_schedule(
 
 
 def gathered_once(schedule: Sequence[ScheduledCollective]) -> list[ScheduledCollective]:
-    """The schedule where groups stay until their gradients leave."""
+    """Return the schedule in which each group is gathered once and stays until its gradients are summed."""
     mine: dict[int, bool] = {}
     for collective, is_mine in schedule:
         if collective.kind is ProposalKind.GATHER:

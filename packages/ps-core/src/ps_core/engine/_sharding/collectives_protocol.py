@@ -93,10 +93,10 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
         """Begin a reduce-scatter; ``scratch`` are bytes for what the others send."""
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The scratch with which it is done in one piece."""
+        """Return the scratch bytes with which a reduce-scatter is done in one piece."""
 
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The host memory with which collectives of a device's memory go in one piece; 0: they go without."""
+        """Return the staging bytes with which a device's collectives go in one piece; 0 if they need none."""
 
     def reach(self, where: torch.device) -> str | None:
         """Decide what memory of this CUDA device travels by, all ranks at once; return a message for the user, or None.
@@ -109,7 +109,7 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
         """The only CUDA device whose memory this process can have collectives of; None: any."""
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        """Every process's values, a row each; ``shards_only``: of those that share one copy of the model."""
+        """Return the values of all ranks, one row each; ``shards_only``: of ranks that share one copy of the model."""
 
     def agree(self, name: str, value: str) -> None:
         """Raise unless every process gives the same value."""

@@ -48,7 +48,7 @@ class InFlightCollectives:
     # Gathers.
 
     def gather(self, group: ParamGroup, position: int | None, *, wanted: bool) -> CollectiveOp:
-        """Ready to gather a group, or only to give this process's shard."""
+        """Prepare a gather of a group; with ``wanted`` False, only give this rank's shard."""
         collective, name = Collective(ProposalKind.GATHER, group.index), f"gather {group.name}"
         if wanted:
             slot, whole, own = self._shards.begin_gather(group)
@@ -70,7 +70,7 @@ class InFlightCollectives:
     # Sums.
 
     def sum(self, group: ParamGroup, position: int | None, *, gives: bool, alone: bool = True) -> CollectiveOp:
-        """Ready to sum a group's gradients over processes.
+        """Prepare a sum of a group's gradients over ranks.
 
         ``gives``: what is staged goes into it. ``alone``: no other sum of the group is under way.
         """
@@ -116,7 +116,7 @@ class InFlightCollectives:
         self._store.free_spare()
 
     def sum_bytes(self, group: ParamGroup) -> int:
-        """The room that a sum takes besides the gradients, at most."""
+        """Return the bytes that a sum takes besides the gradients, at most."""
         shard = group.shard_numel * self._sums.dtype(group).itemsize
         return self._scratch_bytes(group) + max(align_up(shard), 128)
 
@@ -124,7 +124,7 @@ class InFlightCollectives:
         return max(align_up(min(self._shards.ordering.scratch_bytes(group.shard_numel, group.dtype), WIRE_BYTES)), 128)
 
     def _clear(self, group: ParamGroup, staged: StagedGradients, whole: torch.Tensor) -> None:
-        """Zeros where there is no gradient."""
+        """Write zeros where a group has no gradient."""
         gaps = [record.span for record in group.tensors if record not in staged.records]
         for gap in (*gaps, slice(group.numel, group.chunk_numel)):
             if gap.stop > gap.start:
@@ -132,13 +132,13 @@ class InFlightCollectives:
                 whole[gap].zero_()
 
     def sum_on_way(self, group: ParamGroup) -> CollectiveOp | None:
-        """The sum of a group that is not over."""
+        """Return the group's sum that is under way; None if there is none."""
         return next(
             (step for step in self.under_way if step.group is group and step.collective.kind is ProposalKind.SUM), None
         )
 
     def too_many_sums(self) -> CollectiveOp | None:
-        """The sum to be waited for before another one is begun."""
+        """Return the sum to wait for before another one begins; None if no wait is needed."""
         sums = [step for step in self.under_way if step.collective.kind is ProposalKind.SUM]
         return sums[0] if len(sums) >= _ON_WAY else None
 
@@ -220,7 +220,7 @@ class InFlightCollectives:
         self._store.free_spare()
 
     def clear(self) -> None:
-        """The pass is over, or was broken off: nothing is under way any more."""
+        """Forget everything under way: the pass is over, or broke off."""
         for staged in self.staged.values():
             self._shards.return_slot(staged.slot)
         self.staged.clear()

@@ -31,7 +31,7 @@ class SingleProcess:
     sharers = 1
 
     def check(self, device: Device) -> None:
-        """Anything goes."""
+        """Do nothing: one process can use any device."""
 
     def share(self, packing: Grouping, optimizer: Optimizer | None, how: str) -> None:
         """Do nothing: there is one process."""

@@ -52,7 +52,7 @@ def sharded_components(
     overwrites: bool,
     prefetch: int | None,
 ) -> Components:
-    """The engine's rooms for a process that has a shard of the model."""
+    """Return the engine's components for a rank that has a shard of the model."""
     residency = ShardedResidency(store, groups, watcher, together)
     gradients = ShardedGradients(residency, together, overwrites=overwrites)
     updater = ShardedStepper(residency, gradients, groups)
@@ -294,7 +294,7 @@ class ShardedDriver(OnDemandDriver):
         return staged
 
     def _make_sum(self, group: ParamGroup, position: int | None) -> CollectiveOp:
-        """Ready to sum, once no more than so many sums are under way."""
+        """Prepare a sum of a group's gradients, once few enough sums are under way."""
         while (earlier := self._in_flight.too_many_sums()) is not None:
             self._negotiator.wait(earlier)
         self._make_room_for(self._in_flight.sum_bytes(group))

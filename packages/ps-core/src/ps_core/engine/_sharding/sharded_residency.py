@@ -198,7 +198,7 @@ class ShardedResidency(Residency):
         self._changed(chunk)
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
-        """This process's elements of a parameter in a slot that holds a shard."""
+        """Return this rank's elements of a parameter, in a slot that holds a shard."""
         return self._elements(slot, record.piece, dtype, record.group.shard_numel)
 
     def _elements(self, slot: Slot, span: slice, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ class ShardedScheduler(NoPlanScheduler):
         self._most_forwards = 0
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The root module is called with these."""
+        """Note the batch that the root module is called with, and make room if it is larger than before."""
         residency, trains = self._residency, torch.is_grad_enabled()
         forwards = residency.note_forward(trains=trains)
         grows = self._largest[trains].grows(batch_of(args, kwargs)) or forwards > self._most_forwards

@@ -55,7 +55,7 @@ class CollectiveOrdering(Protocol):
         """Make all queues wait for the event that `end` returned."""
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """The most scratch on the compute tier that a sum can use."""
+        """Return the most scratch bytes on the compute tier that a sum can use."""
 
     def reaches(self, slot: Slot) -> bool:
         """Return True if a collective can read this memory where it is."""
@@ -142,7 +142,7 @@ class StreamCollectives:
         return 0 if self.staging is not None else self._together.scratch_bytes(shard_numel, kind)
 
     def reaches(self, slot: Slot) -> bool:
-        """The host's memory only if everything goes that way."""
+        """Return True for device memory, and for host memory if every collective is staged there."""
         return slot.place is None and (self.staging is not None or slot.tier == 0)
 
 

@@ -12,7 +12,7 @@ LOGGER = logging.getLogger("ps_core")
 
 
 def log_line(text: str) -> None:
-    """One line at level INFO."""
+    """Log one line at level INFO."""
     _tell(logging.INFO, text)
 
 

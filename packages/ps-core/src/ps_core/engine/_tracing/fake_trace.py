@@ -254,7 +254,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Elements of the first input of whole numbers: token ids, as a rule."""
+    """Return the number of elements of the first integer input: token ids, as a rule."""
     first = kwargs.get("input_ids")
     inputs = [first] if isinstance(first, torch.Tensor) else _tensors((args, kwargs))
     return next((tensor.numel() for tensor in inputs if tensor.dtype in (torch.int64, torch.int32)), 0)

@@ -265,7 +265,7 @@ class CudaDevice:
 
 
 def cuda_device(name: str, *, pin: bool) -> CudaDevice:
-    """``"cuda"`` (PyTorch's current device) or ``"cuda:1"``."""
+    """Return the device of a name: ``"cuda"`` (PyTorch's current device) or ``"cuda:1"``."""
     try:
         where = torch.device(name)
     except RuntimeError:

@@ -54,13 +54,13 @@ class CudaRuntime(Protocol):
         """The device's name."""
 
     def stream(self) -> Stream:
-        """Another stream."""
+        """Return a new stream."""
 
     def current(self) -> Stream:
-        """The one on which this thread launches PyTorch's work now."""
+        """Return the stream on which this thread launches PyTorch's work now."""
 
     def using(self, stream: Stream) -> AbstractContextManager[object]:
-        """Launch on this one instead."""
+        """Launch this thread's work on a stream within the block."""
 
     def bind_thread(self) -> None:
         """Make this device the calling thread's current device."""
@@ -78,10 +78,10 @@ class CudaRuntime(Protocol):
         """Host memory."""
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On a stream; the host goes on at once where its memory is pinned."""
+        """Launch a copy on a stream; the host thread does not wait if its memory is pinned."""
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The allocator may not give the tensor's memory to others before the stream has got this far."""
+        """Keep the allocator from reusing the tensor's memory before the stream has got this far."""
 
     def allocated(self) -> Allocated:
         """Return the allocator's current bytes, its peak, and how often memory ran out."""
@@ -111,15 +111,15 @@ class TorchRuntime:
         return torch.cuda.get_device_name(self.torch_device)
 
     def stream(self) -> Stream:
-        """Another stream, which does not wait for the default one by itself."""
+        """Return a new stream, which does not wait for the default one by itself."""
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def current(self) -> Stream:
-        """The one on which this thread launches work now."""
+        """Return the stream on which this thread launches work now."""
         return torch.cuda.current_stream(self.torch_device)
 
     def using(self, stream: Any) -> AbstractContextManager[object]:
-        """Launch on this one instead."""
+        """Launch this thread's work on a stream within the block."""
         return torch.cuda.stream(stream)
 
     def bind_thread(self) -> None:
@@ -145,7 +145,7 @@ class TorchRuntime:
             return PinnedArena(size_bytes, pin=pin)
 
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On a stream."""
+        """Launch a copy on a stream."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 

@@ -55,7 +55,7 @@ class FileExtent:
 
 
 def blocks(size: int) -> int:
-    """The bytes that a slot of so many takes of the file."""
+    """Return the bytes of the file that a slot of this size takes: whole blocks."""
     return align_up(size, BLOCK_BYTES)
 
 
@@ -208,7 +208,7 @@ class DiskFile:
         return not self.direct or not (piece.offset | piece.address | piece.bytes) % BLOCK_BYTES
 
     def _buffer(self) -> int:
-        """The address of this thread's buffer."""
+        """Return the address of this thread's buffer."""
         if not hasattr(self._buffers, "memory"):
             self._buffers.memory = mmap.mmap(-1, _PIECE_BYTES)
         return ctypes.addressof(ctypes.c_char.from_buffer(self._buffers.memory))
@@ -230,7 +230,7 @@ class DiskFile:
         self._check_whole(f"after a {what}", offset, size)
 
     def _check_whole(self, when: str, offset: int, size: int) -> None:
-        """`TierFailure` if a part of the file is gone; see [Note: a file cut short]."""
+        """Raise `TierFailure` if a part of the file is gone; see [Note: a file cut short]."""
         expected = self._size  # before the file is looked at: the host thread may be making it longer
         try:
             found = os.fstat(self._file)
@@ -257,7 +257,7 @@ class DiskFile:
         return os.getpid() != self._process
 
     def check_process(self) -> None:
-        """`InvalidInput` in a forked copy of the process."""
+        """Raise `InvalidInput` in a forked copy of the process."""
         if self.forked:
             raise InvalidInput(
                 f"this is process {os.getpid()}, a copy (fork) of process {self._process}, whose model has a disk tier "
@@ -333,7 +333,7 @@ def pieces(place: FileExtent, start: int, memory: torch.Tensor) -> Iterator[IoRe
 
 
 def _blocks(piece: IoRequest) -> tuple[int, int]:
-    """The blocks that a piece touches: where they begin, and their size."""
+    """Return where the blocks that a request touches begin, and their size."""
     first = piece.offset - piece.offset % BLOCK_BYTES
     return first, align_up(piece.offset + piece.bytes - first, BLOCK_BYTES)
 

@@ -223,7 +223,7 @@ class DiskQueues:
 
 
 def _run_queue(jobs: SimpleQueue[_Transfer | None], file: DiskFile, tasks: SimpleQueue[_IoTask | None]) -> None:
-    """One stream: its jobs in order, each cut into pieces for the workers."""
+    """Run one stream: its jobs in order, each cut into pieces for the workers."""
     while (job := jobs.get()) is not None:
         for wait in job.waits:
             wait()

@@ -16,12 +16,7 @@ from ps_core.engine._parameters.meta_init.rebuild import ConstructorRecorder, te
 
 
 def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Every parameter once, in order of registration, with its value.
-
-    A parameter without memory is real when it is given out, still the same object, and has the numbers it would have
-    had on the CPU; see [Note: the plain run]. Only one is held here at a time: its user empties it before
-    asking for the next. Buffers become real on the way.
-    """
+    """Yield every parameter once with its value, in order of registration."""
     if not any(tensor.is_meta for _, tensor in tensors_of(model)):
         yield from ((name, parameter, parameter.detach()) for name, parameter in model.named_parameters())
         return
@@ -53,7 +48,7 @@ class _Values:
         self._filled: dict[int, Tensor] = {}
 
     def initial_value(self, tensor: Tensor) -> Tensor:
-        """The value of a tensor without memory; once."""
+        """Return the value of a tensor without memory; it can be had once."""
         source = self._sources[id(tensor)]
         return self._replay.value(source) if isinstance(source, ViewSpec) else source.detach().clone()
 

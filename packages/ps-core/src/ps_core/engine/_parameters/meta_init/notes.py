@@ -32,7 +32,7 @@ class ViewSpec:
         return self.size.numel() * self.dtype.itemsize == self.memory_bytes
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, on real memory."""
+        """Return the tensor on real memory."""
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
 
 
@@ -97,7 +97,7 @@ class TapedCalls:
                 indices.pop()
 
     def matter(self, memory: int) -> list[int]:
-        """The notes that this memory's final contents come from, in order."""
+        """Return the calls that this memory's final contents come from, in order."""
         found: set[int] = set()
         self._trace(memory, len(self.notes), found)
         return sorted(found)

@@ -28,7 +28,7 @@ class TapePlayer:
         """The generator's state before a draw that may be asked for later, or again."""
 
     def expect(self, places: Iterable[ViewSpec]) -> None:
-        """From here on, each of these is asked for once, and nothing else."""
+        """Announce the tensors that are asked for from now on, each once; generator states of others are dropped."""
         self._users = defaultdict(int)
         for place in places:
             for index in self._tape.matter(place.memory):

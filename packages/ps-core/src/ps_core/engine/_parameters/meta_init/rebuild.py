@@ -200,7 +200,7 @@ class ConstructorRecorder:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, buffer and tensor that is a plain attribute, under each of its names."""
+    """Yield every parameter, buffer and tensor attribute of a module, under each of its names."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         for tensors in (part._parameters, part._buffers, vars(part)):
             for name, tensor in tensors.items():

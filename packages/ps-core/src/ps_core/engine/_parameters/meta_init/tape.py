@@ -167,7 +167,7 @@ class Tape(TorchDispatchMode):
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors an operation changes."""
+    """Return the tensors that an operation changes."""
     rows = func._schema.arguments
     pairs: Iterator[tuple[Any, Any]] = zip(rows, args, strict=False)
     named = ((row, kwargs[row.name]) for row in rows if row.name in kwargs)
@@ -194,7 +194,7 @@ def _without_memory(values: Any) -> Any:
 
 
 def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """For shapes alone."""
+    """Return the arguments with ``device="meta"``, to compute shapes only."""
     takes = any(row.name == "device" for row in func._schema.arguments)
     return {**kwargs, "device": torch.device("meta")} if takes else kwargs
 
@@ -206,6 +206,6 @@ def _on_processor(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Bytes of what an operation on no tensors makes."""
+    """Return the bytes that an operation without tensor arguments would make."""
     result = func(*args, **_on_meta(func, kwargs))
     return sum(each.untyped_storage().nbytes() for each in tree_leaves(result) if isinstance(each, Tensor))
