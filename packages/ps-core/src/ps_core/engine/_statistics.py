@@ -43,11 +43,11 @@ class Statistics:
     passes: int
     groups: int
     moments: int
-    """Of the pass that was planned; 0 before there is a plan."""
+    """Moments of the planned pass; 0 before there is a plan."""
     bytes_per_parameter: float
     """Of model data with a home slot, padding included."""
     adam_backend: str
-    """What steps run on, as in ``cuda and avx512`` where a card has the states of some groups."""
+    """The backends of steps, as in ``cuda and avx512`` where a card has the states of some groups."""
     last_divergence: str
     """Why the last of those passes did; empty: none has."""
     stalls_s: float

@@ -1,4 +1,4 @@
-"""What `chunked` was given and makes no use of: choices of parameters that choose none, and gradients from before.
+"""Report arguments of `chunked` without effect: patterns that match no parameter, and gradients from before.
 
 No error: one `Options`, or one optimizer, may serve several models, not all of which have such parameters; and loops
 that begin by forgetting gradients lose nothing.

@@ -1,1 +1,1 @@
-"""What `pstar doctor --calibrate` measures, thing by thing."""
+"""The probes of `pstar doctor --calibrate`, one module for each kind of work."""

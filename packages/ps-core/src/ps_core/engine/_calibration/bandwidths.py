@@ -20,7 +20,7 @@ _DISK_BYTES = 2**28
 
 
 class StepRate:
-    """Of an Adam step: 28 bytes a parameter."""
+    """The bandwidth of an Adam step: 28 bytes a parameter."""
 
     def __init__(self, device: torch.device) -> None:
         self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
@@ -38,7 +38,7 @@ class StepRate:
 
 
 class NormRate:
-    """Of the norm of gradients in 16 bits."""
+    """The bandwidth of the norm of gradients in 16 bits."""
 
     def __init__(self) -> None:
         grad, out = torch.rand(2 * _PARAMETERS).bfloat16(), torch.zeros(2)

@@ -23,7 +23,7 @@ _FEW, _MANY = 2**15, 2**11
 
 
 class Told(NamedTuple):
-    """Of a model: seconds, and the numbers of parts that these are the time of."""
+    """Seconds of a model's passes and step, and how many parts of the engine's own work they hold."""
 
     passes_s: float
     step_s: float

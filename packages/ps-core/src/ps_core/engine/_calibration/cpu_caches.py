@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 DEFAULT_BYTES = 2**25
-"""Where the system does not say."""
+"""The size to assume where the operating system reports none."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _TIMES = 2.0
 _FEWEST, _MOST = 4, 16

@@ -12,11 +12,11 @@ from ps_core.engine._calibration.probes import Probe, Row
 
 _HEADS, _HEAD, _TOKENS = 8, 64, 512
 _LENGTHS = (128, 512)
-"""Of sequences: what grows from the one to the other goes with products of queries and keys."""
+"""Lengths of sequences: the time between the two is that of more products of queries and keys."""
 _BENT = (512, 2048)
-"""What functions are computed of: as much as within a block that is 512 wide, and of values that are usual there."""
+"""Shape of the inputs of GELU: as many as in a block that is 512 wide."""
 _TIMES = 4
-"""In a row, for what operators read has just been made, within a model."""
+"""Calls in a row: within a model, too, operators read what has just been made."""
 
 
 class Attended(NamedTuple):

@@ -82,7 +82,7 @@ def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, di
 
 
 SHOWN = 8
-"""So many differences are listed; the rest is counted."""
+"""Differences that a message lists; the rest is counted."""
 
 
 def parameters_of(engine: Engine) -> dict[str, Any]:

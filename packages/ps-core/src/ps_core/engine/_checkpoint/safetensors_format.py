@@ -47,7 +47,7 @@ LENGTH_BYTES, LARGEST_TABLE, _ALIGNED = 8, 100_000_000, 8
 _PICKLED = (b"PK\x03\x04", b"\x80\x02")
 """How files of ``torch.save`` begin."""
 METADATA = {"format": "pt"}
-"""What readers of model files look for."""
+"""Metadata that readers of model files look for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a device and a budget come to: the tiers, and the file of the lowest."""
+"""Turn a device and a budget into tiers, and open the file of the lowest one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 
 class _Route(Protocol):
-    """To the host's memory and back. (Any: what it makes is its own.)"""
+    """A way to move tensors to the host's memory and back. (Any: each class has its own handles.)"""
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Start a copy of the tensor to the host's memory; return the handle for `restore`."""
@@ -95,7 +95,7 @@ def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route
 
 
 class _Copied:
-    """Without an engine: by copies that are waited for."""
+    """Offload without an engine, by blocking copies."""
 
     def offload(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         """Copy the tensor to the CPU and wait; return its device and the copy."""
@@ -110,7 +110,7 @@ class _Copied:
 
 
 class _TracedOffload:
-    """Of fake tensors, which have no bytes: what is away is not there, what comes back is new."""
+    """Offload of fake tensors, which have no bytes: an offloaded one is dropped, a restored one is new."""
 
     def offload(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
         """Return the tensor's shape, type and device: fake tensors have no contents."""

@@ -1,4 +1,4 @@
-"""What an engine is made of, for one process; `_sharding.sharded_driver` has it for several."""
+"""Make the components of an engine for one process; `_sharding.sharded_driver` makes those for several."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What works on groups."""
+    """The parts of an engine that work on groups."""
 
     residency: Residency
     gradients: GradientStore

@@ -69,7 +69,7 @@ class Engine:
         self._deciding = StepDecisions(self.gradients)
         self.saved = SavedTensors(self, self.residency.owners, self.passes.count)
         self.activations = ActivationSlots(store, counters, self.passes.nonmodel)
-        """Where activations wait in the host's memory."""
+        """Slots in the host's memory for offloaded activations."""
         self.tables = HostTables(
             self.passes,
             self.gradients,

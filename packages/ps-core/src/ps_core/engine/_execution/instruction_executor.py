@@ -41,11 +41,11 @@ from ps_core.engine._support.counters import Counters
 
 
 class Diverged(Exception):
-    """What happens is not what the plan foresaw; the message says how."""
+    """A pass does other than the plan; the message says how."""
 
 
 class InstructionExecutor:
-    """What one segment's instructions do."""
+    """Carries out the instructions of one segment."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the planner is asked for: a recording as a trace, the tiers as they are, the machine; and what it refuses."""
+"""Ask the planner for a plan: a recording as a trace, the current tiers and the machine; and explain its errors."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class PlanScheduler:
 
     @property
     def moments(self) -> int:
-        """Of the pass that was planned."""
+        """Moments of the planned pass."""
         return 0 if self._plan is None else len(self._plan.moments)
 
     @property

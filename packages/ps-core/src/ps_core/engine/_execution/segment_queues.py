@@ -25,7 +25,7 @@ from ps_core.engine._parameters.param_state import ParamGroup
 
 
 class SlotUse(NamedTuple):
-    """What a planned moment does to one slot of the compute tier."""
+    """A planned moment's use of one slot of the compute tier."""
 
     group: ParamGroup
     slot: int

@@ -1,4 +1,4 @@
-"""Store gradients: over the weights, in fp32 sums, or for a while in the tensors that autograd made.
+"""Store gradients: in the weight slots, in fp32 sums, or for a while in the tensors that autograd made.
 
 [Note: over the weight]
 In 16-bit training without accumulation a gradient is written over its weight, so that it costs no memory. That is
@@ -67,7 +67,7 @@ class GradientStore:
     # Arrival.
 
     def accept(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """Store a gradient that autograd made; it can go over the weight if its group is on the compute tier."""
+        """Store a gradient that autograd made; it can go into the weight slot if its group is on the compute tier."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
@@ -83,7 +83,7 @@ class GradientStore:
             self.measure(record)  # while it is in the processor's caches
 
     def _keeps_own_tensor(self, record: ParamState) -> bool:
-        """True if a gradient that cannot go over the weight stays in a tensor of its own, and is added to there."""
+        """True if a gradient that cannot go into the weight slot stays, and is summed, in its own tensor."""
         return self._one_tier or record.group.fixed_tier == 0
 
     def write_over_weight(self, record: ParamState) -> bool:

@@ -78,7 +78,7 @@ class LossScale:
 
 
 class Scaled(Protocol):
-    """What `Scaler` asks of the optimizer."""
+    """The optimizer, as `Scaler` sees it."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on."""

@@ -33,7 +33,7 @@ SUGGESTION = (
 
 
 class GradientScaler(Protocol):
-    """What `ManagedGrad` asks of the engine that keeps the gradient."""
+    """The engine that stores the gradient, as `ManagedGrad` sees it."""
 
     def gradient_norm(self, record: ParamState) -> float:
         """Return the 2-norm of the stored gradient times its factor."""

@@ -31,13 +31,13 @@ class Slot:
     memory: torch.Tensor
     """``bytes`` of uint8; on the disk they are on ``meta``, so that they cannot be taken for contents."""
     extent: Extent | None = None
-    """What the slot holds, or held; None: nothing yet."""
+    """The extent that the slot holds, or held; None: none yet."""
     version: int = -1
     """Which version of the extent; -1: no usable bytes. `Chunk` writes both."""
     place: FileExtent | None = None
     """On the disk: where in the file."""
     bounds: dict[Hashable, SlotView] = field(default_factory=dict)
-    """What parameters were bound to here, for the next time; goes with the memory."""
+    """Views that parameters were bound to here, for the next time; freed with the memory."""
 
     def clear(self) -> None:
         """Note that the slot holds nothing."""

@@ -38,7 +38,7 @@ _PARAMETER = attrgetter("parameter")
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
-    """What ``chunked`` returns beside the model. ``param_groups`` are read at every step."""
+    """The optimizer that ``chunked`` returns beside the model. ``param_groups`` are read at every step."""
 
     masters_in_state_dict = True
     """True if `state_dict` holds the fp32 masters of parameters whose weights are 16 bits, if the call does not say."""

@@ -1,4 +1,4 @@
-"""What the optimizer asks of the engine, and the values that pass between them."""
+"""The engine as its optimizer sees it, and the values that pass between them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a step."""
+    """The result of a step."""
 
     norm: float
-    """Of all gradients as one vector, without the loss scale, before clipping."""
+    """The norm of all gradients as one vector, without the loss scale, before clipping."""
     skipped: bool
     """A gradient held infinity or not-a-number, so nothing was changed."""
 

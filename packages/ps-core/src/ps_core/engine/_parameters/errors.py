@@ -1,4 +1,4 @@
-"""What does not fit, said with its three remedies and what each would do; and what must not be done."""
+"""Make the errors of parameters: model data that does not fit, with ways to make it fit, and unsupported uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading does to fp32 masters: state dicts of a 16-bit model hold them rounded, the optimizer's hold them whole.
+"""Track loads of fp32 masters: state dicts of a 16-bit model hold them rounded, the optimizer's hold them exactly.
 
 [Note: which is loaded first]
 A model's weights and its optimizer's masters, saved at one moment, are the same numbers at two precisions. Whichever
@@ -19,7 +19,7 @@ from ps_core.engine._support.log import log_line, warn
 
 
 class Masters:
-    """What was loaded into one model since its last step."""
+    """The masters that were loaded into one model since its last step."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _PARTS_OF_DEVICE = 16
 
 
 class _GroupKey(NamedTuple):
-    """What the parameters of a group have in common."""
+    """The properties that the parameters of a group share."""
 
     trainable: bool
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The class every managed parameter gets: it brings its memory in for whatever is done with it.
+"""The class every managed parameter gets: it fetches its memory before any operation on it.
 
 A parameter keeps its identity; only its class changes, and changes back when the model is released. What asks for
 shape, type or place is answered at once. The gradient is the engine's to answer. Any other function *touches* each
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 class ParameterOwner(Protocol):
-    """What a parameter asks of the engine that manages it."""
+    """The engine that manages a parameter, as the parameter sees it."""
 
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function once these parameters are where it can read them."""

@@ -25,7 +25,7 @@ TAIL_NUMEL = 64
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """What the engine knows of one managed parameter."""
+    """The engine's record of one managed parameter."""
 
     index: int
     name: str
@@ -50,9 +50,9 @@ class ParamState:
     own_gradient: torch.Tensor | None = None
     """The gradient where ``gradient`` is OWN_TENSOR, else None. Only methods of this class write these four."""
     overwrite_pending: bool = False
-    """True if `own_gradient` is to go over the weight as soon as nothing may read the weight any more."""
+    """True if `own_gradient` is to be written into the weight slot once nothing may read the weight any more."""
     factor: float = 1.0
-    """What the user multiplied the gradient by (clipping); the step applies it."""
+    """The factor that the user multiplied the gradient by (clipping); the step applies it."""
     assigned: bool = False
     """True if the gradient was given by ``parameter.grad = ...``."""
     dropped: bool = False
@@ -123,7 +123,7 @@ class ParamState:
     # look into the table, and without helpers: backward and the step call them for every parameter.
 
     def keep_gradient(self, gradient: torch.Tensor, *, overwrite_pending: bool = False) -> None:
-        """Store the gradient in a tensor of its own; ``overwrite_pending``: it is to go over the weight later."""
+        """Store the gradient in its own tensor; ``overwrite_pending``: it goes into the weight slot later."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.KEPT, self.contents, self.gradient]
         except KeyError:
@@ -174,7 +174,7 @@ class ParamState:
         self.group.forget_moment()
 
     def mark_discarded(self) -> None:
-        """Forget the gradient; where it lay over the weight, the weight has to be rebuilt next."""
+        """Forget the gradient; if it was in the weight slot, the weight has to be rebuilt next."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.DISCARDED, self.contents, self.gradient]
         except KeyError:

@@ -1,4 +1,4 @@
-"""What autograd keeps of a parameter: not its memory, but a handle that finds it again.
+"""Save parameters for backward without their memory: autograd keeps a handle that fetches the parameter again.
 
 [Note: whose hooks see what]
 PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the root module's forward, so that a
@@ -36,7 +36,7 @@ class AliasPolicy(Enum):
 
 
 class Fetcher(Protocol):
-    """What unpacking asks of the engine."""
+    """The engine, as unpacking sees it."""
 
     def fetch(self, record: ParamState) -> SlotView:
         """Return the record's view on the compute tier, fetching its group if need be."""
@@ -73,7 +73,7 @@ class SavedTensors:
         """``count``: add a tensor to the non-model bytes."""
         self._fetcher, self._count = fetcher, count
         self._owners = owners
-        """By the address of a storage: whose residency it is."""
+        """The record whose parameter is bound to a storage, by the storage's address."""
         self._pushed: list[saved_tensors_hooks] = []
         self._counts = False
         """True if the bytes of every saved tensor that is not a parameter are counted."""

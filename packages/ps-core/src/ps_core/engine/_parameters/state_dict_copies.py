@@ -22,7 +22,7 @@ class StateCopies:
         self.made: dict[ParamState, torch.Tensor] = {}
         """For the state dict that is being made; tied parameters share theirs, as plain ones would."""
         self.given: list[tuple[ParamState, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
-        """What state dicts were given that `check` has to look at."""
+        """Tensors given to state dicts that `check` has to compare."""
 
     def get(self, record: ParamState) -> torch.Tensor | None:
         """Return the copy that the state dict that is being made has already."""

@@ -29,12 +29,12 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
 
 _PIECE_NUMEL = 2**18
-"""So many elements are compared at a time: where one side has to be rounded or fetched, the copy stays small."""
+"""Elements compared at a time: where one side has to be rounded or fetched, the copy stays small."""
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class SlotMoves(Protocol):
-    """What is asked of the residency that has the parameters' slots."""
+    """The residency of the parameters' slots, as these checks see it."""
 
     tampered: list[ParamState]
     """Parameters whose changes in place are lost, and not yet told of."""

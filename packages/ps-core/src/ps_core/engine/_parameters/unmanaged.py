@@ -1,4 +1,4 @@
-"""What of a model is in no chunk, and has to be where the rest computes: buffers, and parameters of whole numbers."""
+"""Move the tensors of a model that are in no chunk to the compute device: buffers and integer parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ps_core.engine._parameters.managed_parameter import ManagedParameter, set_d
 
 
 def move_unmanaged(model: nn.Module, device: torch.device) -> None:
-    """Move it there, as ``model.to(device)`` would."""
+    """Move buffers and integer parameters to a device, as ``model.to(device)`` would."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -52,14 +52,14 @@ class CollectiveOp:
     position: int | None
     """In the schedule; None: a rank requested it out of order."""
     shard: torch.Tensor
-    """Of a gather: this process's part. Of a sum: what it fills."""
+    """Of a gather: this rank's shard. Of a sum: the shard that receives it."""
     whole: torch.Tensor | None = None
-    """Of a gather: where it goes. Of a sum: this process's gradients. None: it does not want, or has, any."""
+    """Of a gather: where it goes. Of a sum: this rank's gradients. None: this rank takes or gives nothing."""
     scratch: torch.Tensor | None = None
     slots: tuple[Slot, ...] = ()
     """Slots to release afterwards."""
     slot: Slot | None = None
-    """What it fills; None: nothing, or its buffers were released for lack of memory."""
+    """The slot that receives the result; None: none, or its buffers were released for lack of memory."""
     staged: StagedGradients | None = None
     """The gradients that it gives."""
     proposals: Sequence[Proposal] = ()

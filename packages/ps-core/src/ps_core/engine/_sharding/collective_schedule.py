@@ -25,7 +25,7 @@ _HEAD = "<BB?qQ"
 
 
 class ProposalKind(IntEnum):
-    """What a rank needs next."""
+    """The kind of collective that a rank needs next."""
 
     HELLO = 0
     """Its pass begins."""
@@ -50,7 +50,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one rank tells the others; sets are the bits of whole numbers."""
+    """One rank's message to the others; sets are the bits of integers."""
 
     kind: ProposalKind
     arg: int = 0
@@ -91,7 +91,7 @@ def _bytes(bits: int) -> int:
 
 
 class Headroom(IntEnum):
-    """What a rank has room for, beyond a pass in which nothing was gathered ahead."""
+    """The room that a rank has beyond a pass in which nothing was gathered ahead."""
 
     TIGHT = 0
     NEXT = 1
@@ -101,7 +101,7 @@ class Headroom(IntEnum):
 
 
 class Decision(NamedTuple):
-    """What all ranks do next."""
+    """The action that all ranks take next."""
 
     kind: ProposalKind
     arg: int = 0

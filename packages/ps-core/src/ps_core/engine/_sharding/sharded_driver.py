@@ -82,14 +82,14 @@ class ShardedDriver(OnDemandDriver):
         self._expected: dict[int, dict[int, int]] = {}
         """Tensors of each group that got gradients in the last pass of a kind, as bits."""
         self._kind: int | None = None
-        """Of the pass that is on; None: the processes do not agree on it."""
+        """The kind of the running pass; None: the ranks do not agree on it."""
         self._on = False
         """True: the other ranks were told that a pass is on."""
         self._backward = False
         self._touched = 0
         """Groups that were used in this pass, as bits."""
         self._used: set[int] = set()
-        """Of the gathers of this pass, those that this process used."""
+        """The gathers of this pass that this rank used."""
         self._keeps: bool | None = None
         """True: groups stay gathered until their gradients leave; None: decided after the first pass."""
         self._bound = False

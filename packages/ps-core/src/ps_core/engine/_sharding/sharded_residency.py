@@ -40,7 +40,7 @@ class ShardedResidency(Residency):
         """Evicted copies whose memory is kept because tensors still use it."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
-        """So many have begun in this pass, whose activations wait for backward."""
+        """Forward passes begun in this pass whose activations wait for backward."""
         self.unknown = False
         """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self._whole: tuple[Chunk, int, torch.Tensor] | None = None

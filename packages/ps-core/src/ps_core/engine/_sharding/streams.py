@@ -28,9 +28,9 @@ from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, BufferCollectives, CollectiveSession
 
 MOST_STAGING_BYTES = 32 * 2**20
-"""Of the host's memory, for each process; what does not fit goes in pieces."""
+"""Most bytes of host memory that a rank uses for staging; larger collectives go in pieces."""
 _PART_OF_FREE = 8
-"""And at most this fraction of the host tier's free bytes."""
+"""Staging memory is at most this fraction of the host tier's free bytes."""
 _CUT_NUMEL = 64
 """Elements of a shard that go at once at least."""
 _OTHERS = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
@@ -109,7 +109,7 @@ class StreamCollectives:
         whole = max((together.staging_bytes(group.shard_numel, group.dtype) for group in groups), default=1)
         room = min(MOST_STAGING_BYTES, store.free_bytes(1) // _PART_OF_FREE & -128)
         self.staging = store.reserve(1, align_up(max(least, min(whole, room)))) if whole else None
-        """Of the host's tier, for as long as the engine lives; None: nothing goes that way."""
+        """Staging memory on the host tier, for as long as the engine lives; None: no collective is staged."""
         memory = torch.empty(0, dtype=torch.uint8) if self.staging is None else self.staging.memory
         self._carrier = DeviceStaging(store.device, memory)
 

@@ -1,4 +1,4 @@
-"""What the engine says on its own: few lines, through the standard library's logging."""
+"""Log the engine's few own lines, through the standard library's logging."""
 
 from __future__ import annotations
 

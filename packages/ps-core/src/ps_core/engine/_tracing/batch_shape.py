@@ -17,7 +17,7 @@ _MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._cal
 
 @dataclass(slots=True)
 class BatchShape:
-    """What the root module was last called with."""
+    """The size of the batch that the root module was last called with."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     tokens: int = 0

@@ -55,9 +55,9 @@ class FakePassOptions:
     unit_of: Callable[[str], int] | None = None
     """The unit of a parameter's name; None: the module that owns it."""
     dtype_of: Callable[[str], torch.dtype] | None = None
-    """What a floating parameter is computed in; None: as it is."""
+    """The type that a floating-point parameter is computed in; None: its own."""
     input_dtype: torch.dtype | None = None
-    """What floating inputs are cast to; None: as they are."""
+    """The type that floating-point inputs are cast to; None: their own."""
     stays_on_host: Callable[[str], bool] | None = None
     """True if a parameter, by name, is a table of which only rows are moved; None: none is."""
     timeout_s: float = 120.0
@@ -118,7 +118,7 @@ def fake_pass(
 ) -> Trace:
     """Trace one pass of a copy of the model; see [Note: what a fake pass leaves alone] in `isolation`.
 
-    Objects in ``shared`` hang on the model and are not copied. Whatever the model's code raises comes out of this. An
+    Objects in ``shared`` belong to the model and are not copied. Whatever the model's code raises comes out of this. An
     interrupt ends the pass at its next operator: within FakeTensorMode's own code it could end the process.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -86,7 +86,7 @@ class DiskFile:
         self.failure: TierFailure | None = None
         """The first failure; nothing is written after it."""
         self._rescued: list[tuple[int, torch.Tensor]] = []
-        """By position: what could not be written, in the order in which it should have been."""
+        """Bytes that could not be written, with their positions, in the order of the writes."""
         self._free: list[tuple[int, int]] = []  # Invariant: ascending, apart
         self._buffers = threading.local()
 

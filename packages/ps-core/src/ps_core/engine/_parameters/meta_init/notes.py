@@ -1,4 +1,4 @@
-"""What a tape says: operations, and the memory they read and write; see [Note: the tape] in `tape`."""
+"""The contents of a tape: operations, and the memory they read and write; see [Note: the tape] in `tape`."""
 
 from __future__ import annotations
 

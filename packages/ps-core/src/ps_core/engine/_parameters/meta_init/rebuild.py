@@ -1,4 +1,4 @@
-"""What building a model would have done to its tensors, inferred from the model and put on a tape.
+"""Infer from a model how its constructors would have filled its tensors, and record that on a tape.
 
 [Note: the plain run]
 A model built without memory shall get the numbers that building it on the CPU would have given from the same state of
@@ -51,7 +51,7 @@ class ConstructorRecorder:
         self.sources: dict[int, ViewSpec | Tensor] = {}
         """Where the value of a tensor without memory comes from, by the tensor's id."""
         self._alive: list[Any] = []
-        """What the ids belong to, and what the places are in."""
+        """References that keep the ids and storages named here from being reused."""
         self._entered: dict[int, int] = {}
         """Modules, numbered as they come."""
         self._filled: dict[int, int] = {}
