@@ -145,6 +145,10 @@ class ModelHooks:
                 f"this {self.name} is under management and cannot run inside torch.func transforms, which "
                 "would read parameters that are not there: release(model) first"
             )
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            raise UnsupportedParameter(
+                f"this {self.name} is under management and cannot run on fake tensors: release(model) first"
+            )
         if self._check_parameters(model) or self._blocks.blocks:
             self._blocks.refresh(model)
         if self._running:

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
+"""Functions that change their first argument, besides those whose names end so."""
 
 
 class CannotCopy(Exception):
@@ -56,9 +58,14 @@ class FakeTensors(TorchFunctionMode):
         memo: dict[int, Any] = {id(each): each for each in shared}
         memo.update((real, made) for real, (_, made) in self._pairs.items())
         try:
-            return copy.deepcopy(model, memo)
+            copied = copy.deepcopy(model, memo)
         except Exception as error:
             raise CannotCopy(f"{type(error).__name__}: {error}") from error
+        real = set(map(id, model.modules()))
+        for module in copied.modules():
+            if id(module) in real:
+                raise CannotCopy(f"the copy has the same {type(module).__name__}, not one of its own")
+        return copied
 
     def replace(self, tree: T, dtype: torch.dtype | None) -> T:
         """Return nested containers with fakes in place of their tensors."""
@@ -69,6 +76,9 @@ class FakeTensors(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             return self.fake(args[0], "a tensor")
         kwargs = kwargs or {}
+        for target in _written(func, args, kwargs):
+            if type(target) is torch.Tensor and not self._is_replaced(target):
+                raise RuntimeError(f"it changes a tensor of shape {tuple(target.shape)} outside of the model in place")
         if any(self._is_replaced(leaf) for leaf in tree_leaves((args, kwargs))):
             args, kwargs = tree_map_only(
                 torch.Tensor,
@@ -82,6 +92,14 @@ class FakeTensors(TorchFunctionMode):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return False
         return id(leaf) in self._pairs or leaf.requires_grad
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a function changes in place, as its name tells."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    out = kwargs.get("out")
+    return (*(args[:1] if in_place else ()), *(out if isinstance(out, tuple | list) else (out,)))
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:

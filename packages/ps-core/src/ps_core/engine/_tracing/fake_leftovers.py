@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import MutableSet
 from functools import _lru_cache_wrapper
 from types import CellType, FrameType
@@ -40,12 +41,13 @@ def _any_alive(made: list[weakref.ref[torch.UntypedStorage]]) -> bool:
 
 
 def _remove(value: Any, depth: int, ignored: set[int]) -> set[str]:
-    """Remove a value from its holders; return the types of those that cannot be changed, nor removed from theirs."""
+    """Remove a value from its holders, and tuples from theirs; return the types of those that cannot be changed."""
     holders = [each for each in gc.get_referrers(value) if id(each) not in ignored and type(each) is not FrameType]
     kept: set[str] = set()
     for holder in holders:
         if not _remove_from(holder, value):
-            kept |= _remove(holder, depth - 1, ignored | {id(holders)}) if depth else {type(holder).__name__}
+            climbs = depth and isinstance(holder, tuple | frozenset)
+            kept |= _remove(holder, depth - 1, ignored | {id(holders)}) if climbs else {type(holder).__name__}
     return kept
 
 
@@ -59,6 +61,11 @@ def _remove_from(holder: Any, value: Any) -> bool:
         holder[:] = [each for each in holder if each is not value]
     elif isinstance(holder, MutableSet):
         holder.discard(value)
+    elif isinstance(holder, deque):
+        for _ in range(len(holder)):
+            each = holder.popleft()
+            if each is not value:
+                holder.append(each)
     elif isinstance(holder, dict):
         if not any(_clear_attributes(owner, value) for owner in gc.get_referrers(holder)):
             for key in [key for key, each in holder.items() if each is value]:

@@ -27,6 +27,7 @@ from ps_core.engine._tracing.fake_copy import CannotCopy, FakeTensors
 from ps_core.engine._tracing.fake_isolation import Isolation
 from ps_core.engine._tracing.fake_leftovers import remove_leftovers
 from ps_core.engine._tracing.fake_recorder import FakePassRecorder
+from ps_core.engine._tracing.fake_snapshot import CannotRewind, Snapshot
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call: by position and by name."""
@@ -145,14 +146,14 @@ def _traced(
     """Do what `fake_pass` says, and note the storages of all fake tensors in ``made``."""
     fakes, recorder, copied = FakeTensors(mode), None, None
     originals = dict(model.named_parameters())
-    isolation = Isolation()
+    isolation, snapshot = Isolation(), Snapshot(model)
     try:
         isolation.enter(mode, torch.set_grad_enabled(options.training))
         named = {name: fakes.fake(each, name, _dtype_of(name, options)) for name, each in originals.items()}
         given = fakes.replace(given, options.input_dtype)
         recorder = FakePassRecorder(named, options.unit_of, options.timeout_s)
         isolation.add(fakes)
-        copied = fakes.copy(model, shared)
+        copied = fakes.copy(model, (*shared, *snapshot.generators))
         for name, parameter in named.items():
             if options.stays_on_host is not None and options.stays_on_host(name):
                 parameter._away = True  # type: ignore[attr-defined]  # a `FakeParameter` by now
@@ -170,8 +171,12 @@ def _traced(
             moments=recorder.moments(),
             tokens=_tokens(*given),
         )
+    except (KeyboardInterrupt, SystemExit):
+        snapshot.discard()  # it comes out of the model's call, which is not repeated
+        raise
     finally:
         isolation.restore()
+        snapshot.restore()
         made += () if recorder is None else recorder.release()
         for module in () if copied is None else list(copied.modules()):
             vars(module).clear()  # its hooks may refer to it, and it is not to wait for the garbage collector
@@ -192,7 +197,7 @@ def _forward_backward(model: nn.Module, given: Arguments, options: FakePassOptio
 def describe(error: Exception) -> str:
     """Say in one line what ended a fake pass, and where in the user's code."""
     lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, CannotCopy | TimeoutError):
+    if isinstance(error, CannotCopy | CannotRewind | TimeoutError):
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}{_where(error)}"
 
