@@ -242,6 +242,20 @@ def _is_managed(engine: Engine) -> Callable[[], bool]:
     return lambda: (found := reference()) is not None and not found.released
 
 
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The methods that return the dense tensors of which a sparse one consists, by layout."""
+
+
+def _buffer_bytes(buffer: torch.Tensor) -> int:
+    """Return the bytes of a buffer; a sparse one has those of its indices and values."""
+    parts = _SPARSE_PARTS.get(buffer.layout)
+    return sum(getattr(buffer, part)().nbytes for part in parts) if parts else buffer.nbytes
+
+
 def _constant_bytes(model: nn.Module, device: Device) -> int:
     """Return the bytes of buffers; 0 where the count of non-model bytes includes them already."""
-    return sum(buffer.nbytes for buffer in model.buffers()) if device.overcommits else 0
+    return sum(map(_buffer_bytes, model.buffers())) if device.overcommits else 0

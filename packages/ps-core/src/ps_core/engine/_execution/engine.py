@@ -162,7 +162,7 @@ class Engine:
         """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
-        if record.gradient is GradientPlace.NONE:
+        if record.gradient is GradientPlace.NONE and record.staged_factor is None:
             return None
         if record.grad_proxy is None:
             record.grad_proxy = ManagedGrad(record, self, self.loss_scale)
@@ -394,7 +394,7 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             for record in chosen:
                 record.parameter.grad = None  # autograd's own, if a hook before ours failed
-                record.dropped = False
+                record.dropped, record.staged_factor = False, None
         if records is None and self.tables.pending:
             self.tables.forget()
         moment = self.passes.current

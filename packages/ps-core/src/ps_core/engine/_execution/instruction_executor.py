@@ -147,6 +147,7 @@ class InstructionExecutor:
         self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         records.append(record)
+        record.staged_factor = 1.0
         return True
 
     # Instructions.

@@ -72,7 +72,10 @@ class StateDicts:
         if self._making <= 0:
             return None
         copy = self.copies.get(record)
-        return self.copies.add(record, self._read(record)) if copy is None else copy
+        if copy is not None:
+            return copy
+        with torch.inference_mode(False):  # or the copy would be one that does not count its changes
+            return self.copies.add(record, self._read(record))
 
     def load(self, record: ParamState, value: torch.Tensor) -> bool:
         """Replace a parameter by its value in the state dict that is loaded; False: none is.

@@ -222,6 +222,8 @@ class GradientStore:
 
     def sum_staged(self, record: ParamState, slot: Slot) -> None:
         """Add a gradient that lies in a staging slot to the sums."""
+        if record.factor != 1.0:
+            self.apply_factor(record)
         flat, chunk = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
         tier = self._store.work_tier(chunk.home.tier)
         if slot.tier and not tier:
@@ -297,7 +299,10 @@ class GradientStore:
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Multiply the factor that the step applies to a gradient."""
-        record.factor *= factor
+        if record.staged_factor is None:
+            record.factor *= factor
+        else:
+            record.staged_factor *= factor
 
     def discard(self, records: list[ParamState]) -> None:
         """Forget gradients, and rebuild the weights that they were written over."""

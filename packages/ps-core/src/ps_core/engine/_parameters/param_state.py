@@ -53,6 +53,11 @@ class ParamState:
     """True if `own_gradient` is to be written into the weight slot once nothing may read the weight any more."""
     factor: float = 1.0
     """The factor that the user multiplied the gradient by (clipping); the step applies it."""
+    staged_factor: float | None = None
+    """The factor of a gradient that is not yet in the sum it belongs to; None: there is no such gradient.
+
+    `factor` is the earlier sum's meanwhile. `mark_summed` makes this one the new sum's.
+    """
     assigned: bool = False
     """True if the gradient was given by ``parameter.grad = ...``."""
     dropped: bool = False
@@ -152,6 +157,8 @@ class ParamState:
         except KeyError:
             raise self._illegal(ParamEvent.SUMMED) from None
         self.own_gradient, self.overwrite_pending = None, False
+        if self.staged_factor is not None:
+            self.factor, self.staged_factor = self.staged_factor, None
 
     def mark_slot_taken(self) -> None:
         """Note that the weight slot was given to gradients: the slot does not hold the weight any more."""
