@@ -3,10 +3,9 @@
 [Note: what a fake pass leaves alone]
 The pass runs the Python code of the model once more, on a copy (`fake_copy`). Put back afterwards: the random states of
 Python, NumPy and torch (CUDA's too), grad mode, warning filters and dispatch modes. Off meanwhile: the user's dispatch
-modes, warnings, torch's log lines about fake tensors, and compilation. Autocast's cache is emptied. A fake tensor that
-the code stored where no copy reaches is removed there (`leftovers`), or the next pass would compute with it.
-
-Everything else that the code does outside of the model happens once more: it prints, writes a file, counts in a global.
+modes, warnings, torch's log lines about fake tensors, and compilation. Autocast's cache is emptied. Python objects that
+the code reaches outside of the copy are restored (`fake_snapshot`). A fake tensor that was stored elsewhere is removed
+there (`fake_leftovers`), or the next pass would compute with it. Effects outside of Python's objects happen once more.
 """
 
 from __future__ import annotations
