@@ -10,7 +10,7 @@ from torch import nn
 
 import ps_kernels
 from _threads import Together, run
-from ps_core import SGD, Budget, Options
+from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
@@ -63,3 +63,27 @@ def measured(each: Together, precision: str, accumulate: int) -> None:
 @pytest.mark.parametrize(("precision", "accumulate"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
 def test_a_group_is_measured_in_one_call(precision: str, accumulate: int) -> None:
     run(2, measured, precision, accumulate)
+
+
+def test_a_gradient_is_not_multiplied_while_its_sum_is_on_its_way() -> None:
+    """A hook that does so is told, for the factor would be lost."""
+
+    def train(each: Together) -> str:
+        model = nn.Linear(8, 4)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+            model.bias.fill_(0.5)
+        model, optimizer = chunked(
+            model, SGD(lr=0.1), device="cpu", precision="fp32", budget=Budget(host="64MiB"), collectives=each
+        )
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+        try:
+            with pytest.raises(UnsupportedParameter) as told:
+                model(torch.ones(2, 8)).sum().backward()
+        finally:
+            optimizer.zero_grad()
+            release(model)
+        return str(told.value)
+
+    found, _ = run(2, train)
+    assert all("cannot be multiplied during backward" in message for message in found)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import ps_kernels
+from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import GradientStore, measured, measured_spans
@@ -60,6 +61,11 @@ class ShardedGradients(GradientStore):
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Scale a gradient as one process does; the other ranks must scale alike."""
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedParameter(
+                f"the gradient of {record.name!r} cannot be multiplied during backward: its sum over ranks is still on "
+                "its way; multiply it between backward() and optimizer.step()"
+            )
         self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
 
