@@ -84,15 +84,15 @@ def ahead(each: Together) -> list[str]:
     for _ in range(2):
         step(model, optimizer)
     said.clear()
-    device = hooks_of(model).engine.store.device
-    copy = device.copy
+    store = hooks_of(model).engine.store
+    copy = store.copy
 
-    def copying(queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copying(queue: Queue, *slots: Any, **places: Any) -> None:
         if queue is Queue.H2D:
             said.append("up")
-        copy(queue, target, source)
+        copy(queue, *slots, **places)
 
-    device.copy = copying  # type: ignore[method-assign]
+    store.copy = copying  # type: ignore[method-assign]
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
