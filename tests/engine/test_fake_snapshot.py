@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,16 @@ HISTORY: deque[Any] = deque(["mine"], maxlen=9)
 DICE = random.Random(5)
 TICKS = itertools.count(3)
 LINES = (line for line in "abc")
+
+
+class Makes(OrderedDict[str, Any]):
+    """Shows other values than it holds."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+MAKES = Makes(one=int)
 
 
 class Slots:
@@ -56,6 +66,10 @@ def counts_in_a_dictionary(module: Any, y: Tensor) -> None:
     TIMES["count"] += 1
     TIMES["mean"] = 0.9 * TIMES["mean"] + y.mean()
     TIMES["new"] = y
+
+
+def adds_to_a_dictionary_of_its_own(module: Any, y: Tensor) -> None:
+    MAKES["two"] = str
 
 
 def appends_to_a_deque(module: Any, y: Tensor) -> None:
@@ -91,13 +105,22 @@ def counts_by_a_weak_reference(module: Any, y: Tensor) -> None:
 
 def seen() -> Any:
     state = (dict(TIMES), list(HISTORY), SLOTS.last, Calls.mean, hasattr(Calls, "cache"), "MADE" in globals())
+    state = (*state, list(dict.items(MAKES)))
     return (*state, DICE.getstate(), next(copy.copy(TICKS)))
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        *(counts_in_a_dictionary, appends_to_a_deque, sets_a_slot, sets_a_class_attribute, makes_a_global, draws),
+        *(
+            counts_in_a_dictionary,
+            adds_to_a_dictionary_of_its_own,
+            appends_to_a_deque,
+            sets_a_slot,
+            sets_a_class_attribute,
+            makes_a_global,
+            draws,
+        ),
         counts_by_a_weak_reference,
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 ALLOWED = {
     "what is known of a parameter besides its state, which `test_state_owners` keeps": (
         r"_?record|other",
-        r"steps|update_count|compiled_block|counted_version|assigned|dropped|grad_proxy|norm_part|factor|tied|parameter"
+        r"steps|update_count|compiled_block|counted_version|assigned|dropped|grad_proxy|norm_part|factor|staged_factor|tied|parameter"
         r"|bound|offset|group",
     ),
     "where a group is kept, and the moment that used it last": (
@@ -24,7 +24,10 @@ ALLOWED = {
         r"memory|offset|place|bounds|extent|version",
     ),
     "what a pass did, or would do, is written down moment by moment": (r"moment|recording", r"\w+"),
-    "a fake tensor that a model's code stored somewhere is removed there": (r"holder|owner", r"cell_contents|name"),
+    "a fake tensor that a model's code stored somewhere is removed there, or what was there before put back": (
+        r"holder|owner|cell|kind|each",
+        r"cell_contents|name",
+    ),
     "a collective on its way has its memory and its result filled in by those who make it ready": (
         r"step|old|known",
         r"\w+",

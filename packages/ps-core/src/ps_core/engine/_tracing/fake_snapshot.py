@@ -17,7 +17,7 @@ import operator
 import random
 import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -92,9 +92,9 @@ class Snapshot:
             yield from self._attributes(each)
 
     def _container(self, each: Any) -> Iterator[Any]:
-        before = dict(each) if isinstance(each, dict) else list(each)
+        before = _entries(each)
         self._undo.append(functools.partial(_refill, each, before))
-        yield from before.values() if isinstance(before, dict) else before
+        yield from before
 
     def _cell(self, cell: CellType, *, own: bool) -> Iterator[Any]:
         try:
@@ -180,20 +180,28 @@ def _reset(each: Any, name: str, before: Any) -> None:
         setattr(each, name, before)
 
 
-def _refill(each: Any, before: Any) -> None:
-    if len(each) == len(before) and all(map(operator.is_, _entries(each), _entries(before))):
+def _refill(each: Any, before: list[Any]) -> None:
+    now = _entries(each)
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
-    each.clear()
-    (each.extend if isinstance(each, list | deque) else each.update)(before)
+    kind = _kind(each)
+    kind.clear(each)
+    if isinstance(each, dict):
+        for key, value in zip(before[::2], before[1::2], strict=True):
+            kind.__setitem__(each, key, value)
+    else:
+        (kind.update if kind is set else kind.extend)(each, before)
 
 
-def _entries(each: Any) -> Iterator[Any]:
-    if not isinstance(each, dict):
-        yield from each
-        return
-    for key, value in each.items():
-        yield key
-        yield value
+def _entries(each: Any) -> list[Any]:
+    """Return what a container holds, though its class may show other items; of a dictionary keys and values in turn."""
+    if isinstance(each, dict):
+        return [entry for pair in dict.items(each) for entry in pair]
+    return list(_kind(each).__iter__(each))
+
+
+def _kind(each: Any) -> Any:
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(each, kind))
 
 
 def _generator(each: Any) -> Callable[[], None] | None:
