@@ -12,6 +12,7 @@ from ps_core._command import advice as advising
 from ps_core._command.advice import advice, remedies
 from ps_core._command.forecast import Training, forecast, trace_of
 from ps_core._errors import DoesNotFit
+from ps_core._program import Precision
 from ps_core._simulate.machine import MACHINES
 
 
@@ -68,7 +69,7 @@ def levers(said: tuple[str, ...]) -> dict[str, float]:
         (training(device=28 * MIB, host=64 * MIB, batch=12, chunked_loss=False), "--chunked-loss"),
         (training(device=GIB), "--no-checkpointing"),
         (training(device=24 * MIB, batch=1), "--batch 2"),
-        (training(device=24 * MIB, offload_checkpoints=False, batch=8), "--accumulate 4"),
+        (training(batch=8, precision=Precision.FP32), "--accumulate 4"),
     ],
 )
 def test_advice_is_simulated_and_holds_when_followed(asked: Training, best: str) -> None:
