@@ -48,6 +48,9 @@ class Mark:
         found: Queue = self.event.queue
         return found
 
+    def block(self) -> None:
+        self.event.block()
+
 
 class CheckedCuda(CudaDevice):
     """Of computation and of the host's work it knows what is declared; of copies everything."""

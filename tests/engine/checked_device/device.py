@@ -18,7 +18,8 @@ import torch
 
 from checked_device.addresses import AddressNames
 from checked_device.faults import InjectedFault
-from checked_device.race_check import START, Clock, History, RaceDetector, Range
+from checked_device.race_check import LANES, START, WORKER, Clock, History, Lane, RaceDetector, Range
+from checked_device.worker import CheckedWorker, WorkMark
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cpu.device import CpuDevice
@@ -34,6 +35,9 @@ class Mark:
     clock: Clock = START
     position: int = 0
     """How many delayed operations of the queue come before it."""
+
+    def block(self) -> None:
+        raise NotImplementedError("the device waits for it")
 
 
 class CheckedDevice(CpuDevice):
@@ -58,7 +62,8 @@ class CheckedDevice(CpuDevice):
         history = History()
         self._places = AddressNames(history.forget)
         self._ordering = RaceDetector(self._places.name, history) if check else None
-        self._delays = None if seed is None else _Delays(seed)
+        self.delays = None if seed is None else _Delays(seed)
+        self._worker = CheckedWorker(self)
         self._saboteur = None if fault is None else _Saboteur(fault, seed or 0)
         self._file: DiskFile | None = None
 
@@ -74,7 +79,7 @@ class CheckedDevice(CpuDevice):
                 f"copy on {queue.name}: expected contiguous tensors, found strided ones; copy whole slots"
             )
         self._launch(queue, "copy", (source,), (target,))
-        if self._delays is not None and queue is not Queue.CPU:
+        if self.delays is not None and queue is not Queue.CPU:
             target, source = self._places.bytes_of(target), self._places.bytes_of(source)
             self._later(queue, partial(target.copy_, source))
         else:
@@ -97,24 +102,24 @@ class CheckedDevice(CpuDevice):
         self._launch(Queue.DISK_W, "disk write", (source,), (), ((), to_disk))
         self._later(Queue.DISK_W, partial(self._file.write, place, start, self._places.bytes_of(source)))
 
-    def _later(self, queue: Queue, work: Callable[[], object]) -> None:
-        if self._delays is None:
+    def _later(self, queue: Lane, work: Callable[[], object]) -> None:
+        if self.delays is None:
             work()
         else:
-            self._delays.later(queue, work)
-            self._delays.stir()
+            self.delays.later(queue, work)
+            self.delays.stir()
 
     # Order.
 
     def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         self._launch(queue, what, reads, writes)
-        if self._delays is not None:
-            self._delays.stir()
-            self._delays.perform(queue)  # for the host thread does the work now, and what comes before it is due
+        if self.delays is not None:
+            self.delays.stir()
+            self.delays.perform(queue)  # for the host thread does the work now, and what comes before it is due
 
     def _launch(
         self,
-        queue: Queue,
+        queue: Lane,
         what: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
@@ -130,29 +135,67 @@ class CheckedDevice(CpuDevice):
         mark = Mark(
             queue,
             START if self._ordering is None else self._ordering.record(queue),
-            0 if self._delays is None else self._delays.position(queue),
+            0 if self.delays is None else self.delays.position(queue),
         )
-        if self._delays is not None:
-            self._delays.stir()
+        if self.delays is not None:
+            self.delays.stir()
         return mark if self._saboteur is None else self._saboteur.record(mark)
 
+    # The worker.
+
+    @property
+    def worker(self) -> CheckedWorker | None:  # type: ignore[override]  # tests change the name
+        """Return it, unless the processor computes: there is no accelerator to work beside."""
+        return self._worker if self.name != "cpu" else None
+
+    def worker_works(
+        self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
+    ) -> tuple[Clock, int]:
+        """Launch work; return the clock behind it, and how much of the worker's comes before that."""
+        self._launch(WORKER, what, reads, writes)
+        clock = START if self._ordering is None else self._ordering.record(WORKER)
+        self._later(WORKER, work)
+        return clock, 0 if self.delays is None else self.delays.position(WORKER)
+
+    def worker_waits_for(self, event: Event) -> None:
+        """Make what the worker does from here on come after an event."""
+        assert isinstance(event, Mark), "an event of a stream"
+        if self._saboteur is not None and self._saboteur.ignores(Queue.CPU, event):
+            return
+        if self._ordering is not None:
+            self._ordering.wait(WORKER, event.clock)
+        if self.delays is not None:
+            self.delays.wait(WORKER, event)
+
+    def host_waits_for(self, mark: WorkMark) -> None:
+        """Have the worker's work done up to a mark."""
+        if self._ordering is not None:
+            self._ordering.wait(Queue.CPU, mark.clock)
+        if self.delays is not None:
+            self.delays.perform(WORKER, mark.position)
+
     def wait(self, queue: Queue, event: Event) -> None:
+        if isinstance(event, WorkMark):
+            if self._saboteur is None or not self._saboteur.ignores(queue, event):
+                event.block()
+            return
         if not isinstance(event, Mark):
             raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
         if self._saboteur is not None and self._saboteur.ignores(queue, event):
             return
         if self._ordering is not None:
             self._ordering.wait(queue, event.clock)
-        if self._delays is not None:
-            self._delays.stir()
-            self._delays.wait(queue, event)
+        if self.delays is not None:
+            self.delays.stir()
+            self.delays.wait(queue, event)
 
     def synchronize(self) -> None:
         if self._ordering is not None:
             self._ordering.synchronize()
-        if self._delays is not None:
-            for queue in Queue:
-                self._delays.perform(queue)
+        if self.delays is not None:
+            for queue in LANES:
+                self.delays.perform(queue)
+        self._worker.synchronize()
 
     def close(self) -> None:
         super().close()
@@ -168,7 +211,7 @@ class _Saboteur:
         self._random = Random(seed)
         self._last = [Mark(queue) for queue in Queue]
 
-    def ignores(self, queue: Queue, event: Mark) -> bool:
+    def ignores(self, queue: Queue, event: Mark | WorkMark) -> bool:
         return queue is self._fault.waiting and event.queue is self._fault.recorded
 
     def record(self, mark: Mark) -> Mark:
@@ -180,7 +223,7 @@ class _Saboteur:
 
 
 class _Delays:
-    """Copies (reads and writes of the disk too) that are launched but not done yet.
+    """Copies (reads and writes of the disk, and the worker's work too) that are launched but not done yet.
 
     Each is done at a random later call, in its queue's order, or when something needs it done.
     """
@@ -188,18 +231,23 @@ class _Delays:
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._eagerness = [self._random.choice((0.0, 0.1, 0.7)) for _ in Queue]  # one may be quick, another slow
-        self._todo: list[deque[Mark | Callable[[], object]]] = [deque() for _ in Queue]
-        self._begun = [0 for _ in Queue]  # Invariant: position(queue) operations launched, of which todo are left
+        self._eagerness.append(Random(-seed).choice((0.0, 0.1, 0.7)))
+        self._todo: list[deque[Mark | Callable[[], object]]] = [deque() for _ in LANES]
+        self._begun = [0 for _ in LANES]  # Invariant: position(queue) operations launched, of which todo are left
 
-    def position(self, queue: Queue) -> int:
+    def position(self, queue: Lane) -> int:
         """How many operations were launched on a queue."""
         return self._begun[queue] + len(self._todo[queue])
 
-    def later(self, queue: Queue, work: Callable[[], object]) -> None:
+    def begun(self, queue: Lane) -> int:
+        """How many of them are done."""
+        return self._begun[queue]
+
+    def later(self, queue: Lane, work: Callable[[], object]) -> None:
         """To be done later."""
         self._todo[queue].append(work)
 
-    def wait(self, queue: Queue, event: Mark) -> None:
+    def wait(self, queue: Lane, event: Mark) -> None:
         """What follows is to be done after an event."""
         if queue is Queue.CPU:
             self.perform(event.queue, event.position)
@@ -208,11 +256,11 @@ class _Delays:
 
     def stir(self) -> None:
         """Perhaps do a thing or two."""
-        for queue, eagerness in zip(Queue, self._eagerness, strict=True):
+        for queue, eagerness in zip(LANES, self._eagerness, strict=True):
             if self._todo[queue] and self._random.random() < eagerness:
                 self.perform(queue, self._begun[queue] + 1)
 
-    def perform(self, queue: Queue, position: int | None = None) -> None:
+    def perform(self, queue: Lane, position: int | None = None) -> None:
         """Do a queue's operations up to a position (None: all), each after what it waits for."""
         goals = [(queue, self.position(queue) if position is None else position)]
         while goals:

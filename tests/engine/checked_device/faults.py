@@ -56,6 +56,14 @@ class InjectedFault(StrEnum):
         *("step-over-fetch", Queue.CPU, Queue.H2D),
         "the host writes a weight that is still being copied up",
     )
+    FETCH_BEFORE_STEP = (
+        *("fetch-before-step", Queue.H2D, Queue.CPU),
+        "a weight is copied up that the worker's thread still steps",
+    )
+    COPY_OUT_OVER_STEP = (
+        *("copy-out-over-step", Queue.D2H, Queue.CPU),
+        "a gradient is copied down to where the worker's thread still steps",
+    )
     STEP_BEFORE_DISK_READ = (
         *("step-before-disk-read", Queue.CPU, Queue.DISK_R),
         "the host steps with states that have not come from the disk",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -26,7 +27,17 @@ Range: TypeAlias = tuple[int, int]
 Clock: TypeAlias = tuple[int, ...]
 """By queue; see [Note: clocks]."""
 
-START: Clock = (0,) * len(Queue)
+
+class Thread(IntEnum):
+    """A thread that does work in order, as a queue does; the host thread is ``Queue.CPU``."""
+
+    WORKER = len(Queue)
+
+
+WORKER = Thread.WORKER
+Lane: TypeAlias = Queue | Thread
+LANES: tuple[Lane, ...] = (*Queue, WORKER)
+START: Clock = (0,) * len(LANES)
 
 _start, _end = attrgetter("start"), attrgetter("end")
 
@@ -35,7 +46,7 @@ _start, _end = attrgetter("start"), attrgetter("end")
 class Access:
     """One operation's use of a range."""
 
-    queue: Queue
+    queue: Lane
     number: int
     """Which of its queue's operations, from 1."""
     what: str
@@ -142,9 +153,9 @@ class RaceDetector:
 
     def __init__(self, place: Callable[[int, int], str], history: History) -> None:
         self._place, self.history = place, history
-        self._clocks = [list(START) for _ in Queue]
+        self._clocks = [list(START) for _ in LANES]
 
-    def launch(self, queue: Queue, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
+    def launch(self, queue: Lane, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
         """An operation on a queue; raises `PlanMismatch` if it may meet an earlier one."""
         clock = self._clocks[queue]
         _take_in(clock, self._clocks[Queue.CPU])
@@ -158,11 +169,11 @@ class RaceDetector:
         for access in accesses:
             self.history.enter(access, clock)
 
-    def record(self, queue: Queue) -> Clock:
+    def record(self, queue: Lane) -> Clock:
         """The clock of an event; the host's part is taken in by whoever launches behind it."""
         return tuple(self._clocks[queue])
 
-    def wait(self, queue: Queue, event: Clock) -> None:
+    def wait(self, queue: Lane, event: Clock) -> None:
         """What a queue does from here on comes after an event."""
         _take_in(self._clocks[queue], event)
 

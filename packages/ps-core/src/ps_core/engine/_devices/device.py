@@ -5,6 +5,9 @@ Every `Queue` but ``CPU`` is a stream: what is launched on it runs in order, and
 thread had done when it launched it. ``Queue.CPU`` is the host thread itself; it knows of a stream's work only after
 it has waited for an event recorded behind that work, or after `Device.synchronize`. One stream knows of another's
 work in the same way, by `Device.wait`. Nothing else orders anything.
+
+A device whose streams run by themselves has a worker thread too. It does the processor's part of a plan, and is a
+stream as well, but one that no other stream can wait for: the host thread does, and then launches.
 """
 
 from __future__ import annotations
@@ -26,6 +29,36 @@ class Event(Protocol):
     @property
     def queue(self) -> Queue:
         """The queue that the event was recorded on."""
+
+    def block(self) -> None:
+        """Block the calling thread until everything before it is over."""
+
+
+class WorkEvent(Event, Protocol):
+    """Marks a place in a worker's queue."""
+
+    @property
+    def done(self) -> bool:
+        """True if everything before it is over; it must be waited for all the same."""
+
+
+class Worker(Protocol):
+    """A thread that works on host memory, in order."""
+
+    @property
+    def busy(self) -> bool:
+        """True if something that was launched may not be over."""
+
+    def wait(self, event: Event) -> None:
+        """Make all work launched from now on wait for an event of a stream."""
+
+    def launch(
+        self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
+    ) -> WorkEvent:
+        """Launch work that may touch these tensors only; ``what`` names it in messages."""
+
+    def synchronize(self) -> None:
+        """Block the host thread until everything launched is over."""
 
 
 class NonModelBytes(Protocol):
@@ -69,6 +102,10 @@ class Device(Protocol):
 
     synchronous: bool
     """True if all work is done when its call returns, so that nothing has to be waited for, or declared."""
+
+    @property
+    def worker(self) -> Worker | None:
+        """The thread that does the processor's part of a plan; None: the host thread does it itself."""
 
     @property
     def machine(self) -> Machine | None:

@@ -8,7 +8,8 @@ Issued instructions are then finished, and `OnDemandDriver` continues from there
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ps_core._plan import (
     Step,
 )
 from ps_core._program import Kind
+from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_home_slots import restore_lent_homes
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
@@ -58,6 +60,7 @@ class InstructionExecutor:
         self._plan, self._segment = plan, segment
         self._residency, self._gradients, self._counters = residency, gradients, counters
         self._store, self._device = residency.store, residency.store.device
+        self._worker = self._device.worker
         self._slots: dict[int, Slot] = {number: chunk.home for number, chunk in enumerate(plan.chunks)}
         self._places: dict[int, tuple[int, int]] = {}
         """Tier and address of the slots that the plan reserved, by the plan's numbers."""
@@ -84,6 +87,13 @@ class InstructionExecutor:
     def reach(self, moment: int) -> None:
         """Note which moment the model has come to."""
         self.moment = moment
+
+    def work_before(self, instr: Instr) -> list[WorkEvent]:
+        """Return the events of the worker's thread that an instruction of another queue has to wait for."""
+        if not isinstance(instr.op, Copy):
+            return []  # releasing only takes note, and all else is about the compute tier
+        slots = self._slots[instr.op.source], self._slots[instr.op.target]
+        return [slot.work for slot in slots if slot.work is not None]
 
     def carry_out(self, instr: Instr) -> None:
         """Do what an instruction other than a moment says."""
@@ -228,19 +238,17 @@ class InstructionExecutor:
             raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
-        self._gradients.add_staged(group, records, flat, sums, instr.queue)
+        self._gradients.add_staged(group, records, flat, sums, partial(self._launch, instr.queue, (slot, sums)))
         if records and sums is not chunk.home:
             chunk.add_copy(sums)
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
-        if not self._store.synchronous:
-            self._device.work(instr.queue, f"norm of {group.name}", (slot.memory,), ())
         overwrites = self._plan.overwrites
         flat = slot.flat(group.dtype if overwrites else torch.float32, group.chunk_numel)
         wanted = GradientPlace.IN_WEIGHT_SLOT if overwrites else GradientPlace.IN_ACCUMULATOR
         rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
-        self._gradients.measure_all(rows, flat)
+        self._gradients.measure_all(rows, flat, partial(self._launch, instr.queue, (slot,)))
 
     def _step(self, instr: Instr, op: Step) -> None:
         assert self._settings_of is not None, "only `step` carries out steps"
@@ -250,7 +258,29 @@ class InstructionExecutor:
             slot = slots[kind] = self._slots[number]
             if slot.version != group.chunks[kind].version and (kind is not group.weight or self._plan.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
-        step_group(self._device, group, slots, self._settings_of, self._factor, instr.queue)
+        launch = partial(self._launch, instr.queue, slots.values())
+        step_group(group, slots, self._settings_of, self._factor, launch)
+
+    def _launch(
+        self,
+        queue: Queue,
+        slots: Iterable[Slot],
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        work: Callable[[], object],
+    ) -> None:
+        """Do work on slots: on the worker's thread where there is one and the queue is the processor's."""
+        if self._store.synchronous:
+            work()
+            return
+        if self._worker is None or queue is not Queue.CPU:
+            self._device.work(queue, what, reads, writes)
+            work()
+            return
+        event = self._worker.launch(what, reads, writes, work)
+        for slot in slots:
+            slot.work = event
 
     def _cast(self, instr: Instr, op: Cast) -> None:
         # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it

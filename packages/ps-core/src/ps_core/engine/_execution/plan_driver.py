@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from ps_core._plan import Instr
+from ps_core._plan import Instr, Queue, Reserve
 from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.streams import DiskEvent
@@ -52,18 +52,25 @@ class PlanDriver:
         self._recorded = frozenset[int]() if self._store.synchronous else self._segment.recorded
         self._events: dict[int, Event] = {}
         """By instruction: the event behind it."""
-        self._order = None if self._store.file is None else IssueOrder(self._segment, self._awaits_disk)
-        """Works out what to issue as the disk gets on; None: there is no disk, and it is known already."""
+        self._worker = self._device.worker
         if not self._store.synchronous:
-            residency.transfers.join_queues()  # segments join here; whatever came before is done with all addresses
+            residency.transfers.begin_segment()
+        waits_on_threads = self._store.file is not None or self._uses_worker
+        self._order = IssueOrder(self._segment, self._would_block) if waits_on_threads else None
+        """Works out what to issue as other threads get on; None: there is none, and it is known already."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
+
+    @property
+    def _uses_worker(self) -> bool:
+        """True if the worker's thread has work to do in the segment, or still has some of the segments before."""
+        return self._worker is not None and (self._worker.busy or bool(self._segment.by_queue[Queue.CPU]))
 
     # The driver.
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin the next moment, which must be the one that the plan has next."""
-        if self._order is not None:
+        if self._store.file is not None:
             self._residency.transfers.check_disk()
         if self._begun >= len(self._segment.moments):
             raise Diverged(f"{name} comes after the last moment of {self._segment.name.value}")
@@ -125,6 +132,8 @@ class PlanDriver:
         for instr in instrs:
             if instr.id in self._waits:
                 self._wait_for_others(instr)
+            if self._worker is not None and instr.queue is not Queue.CPU:
+                self._wait_for_worker(instr)
             self._executor.carry_out(instr)
             if instr.id in self._recorded:
                 self._events[instr.id] = self._device.record(instr.queue)
@@ -132,14 +141,31 @@ class PlanDriver:
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""
         started = time.perf_counter()
-        for wait in self._waits[instr.id]:
-            self._device.wait(instr.queue, self._events[wait])
+        events = [self._events[wait] for wait in self._waits[instr.id]]
+        for event in events:
+            if self._worker is not None and instr.queue is Queue.CPU:
+                self._worker.wait(event)
+            else:
+                self._device.wait(instr.queue, event)
         self._counters.waited(time.perf_counter() - started)
 
-    def _awaits_disk(self, instr: Instr) -> bool:
-        """Return True if an instruction comes after something that the disk has not done yet."""
+    def _wait_for_worker(self, instr: Instr) -> None:
+        """Wait for the worker's thread, as far as an instruction of a stream needs what it does."""
+        events = self._executor.work_before(instr)
+        if events:
+            started = time.perf_counter()
+            for event in events:
+                self._device.wait(instr.queue, event)
+            self._counters.waited(time.perf_counter() - started)
+
+    def _would_block(self, instr: Instr) -> bool:
+        """Return True if the host thread would have to wait for another thread before it issues an instruction."""
         for wait in instr.after:
             event = self._events.get(wait)
             if isinstance(event, DiskEvent) and not event.done:
                 return True
-        return False
+        if self._worker is None or instr.queue is Queue.CPU:
+            return False
+        if isinstance(instr.op, Reserve) and instr.op.tier:
+            return self._store.is_leaving
+        return any(not event.done for event in self._executor.work_before(instr))

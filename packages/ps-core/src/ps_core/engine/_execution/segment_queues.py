@@ -4,10 +4,11 @@
 An instruction is issued as soon as all it waits for has been: it is then put on its queue's stream behind the events
 of what it waits for on other queues. So moves are issued as early as the plan allows, whatever moment they are for.
 A moment is special: it is issued when the model begins it, and is over when the next one begins. Work of the CPU's
-queue is done by the host thread when its turn comes.
+queue is done by a thread of its own, where there is one, or by the host thread when its turn comes.
 
-So what is issued before which moment is known from the plan alone, and worked out once. Only where there is a disk does
-it depend on what the disk has done by then.
+So what is issued before which moment is known from the plan alone, and worked out once. Only where there are other
+threads (for the disk, or for the CPU's queue) does it depend on what they have done by then: a stream cannot wait for a
+thread, so the host thread passes over what it would have to wait for, until a moment needs it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class IssueOrder:
     """Issues each instruction as soon as all it waits for was; see [Note: issuing]."""
 
     def __init__(self, segment: SegmentQueues, blocks: Callable[[Instr], bool]) -> None:
-        """``blocks``: True if the host thread would have to wait for the disk before it issues an instruction."""
+        """``blocks``: True if the host thread would have to wait for another thread before it issues an instruction."""
         self._segment, self._blocks = segment, blocks
         self._at = dict.fromkeys(Queue, 0)
         self._done: set[int] = set()
@@ -112,7 +113,7 @@ class IssueOrder:
             raise self._stuck(f"{self._segment.count - len(self._done)} instructions never come")
 
     def _sweep(self, *, patient: bool) -> Iterator[Instr]:
-        """Go once through all queues. A patient sweep yields one instruction, even if the disk must be waited for."""
+        """Go once through all queues. A patient sweep yields one instruction, even if it must wait for a thread."""
         for queue, line in self._segment.by_queue.items():
             while self._at[queue] < len(line) and self._may_issue(line[self._at[queue]], patient=patient):
                 instr = line[self._at[queue]]

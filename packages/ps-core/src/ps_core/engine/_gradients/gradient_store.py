@@ -9,9 +9,11 @@ Then the gradient moves into an fp32 sum, and the weight is rebuilt from its mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 
@@ -23,6 +25,10 @@ from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Launch: TypeAlias = Callable[[str, Tensors, Tensors, Callable[[], object]], None]
+"""Launches work: its name, the tensors that it reads, those that it writes, and what does it."""
 
 SMALL_NUMEL = 2**14
 """Smaller gradients take less time than a call: those of one group are measured, and stepped, together."""
@@ -202,7 +208,8 @@ class GradientStore:
     def _add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
         """Add a vector, which is on the tier that works on the home slot, to the parameter's part of the sums."""
         if chunk.home.place is None:
-            self._add_run([record], flat, chunk.home, Queue.CPU if chunk.home.tier else Queue.COMPUTE)
+            queue = Queue.CPU if chunk.home.tier else Queue.COMPUTE
+            self._add_run([record], flat, chunk.home, partial(self._residency.transfers.do_now, queue))
             return
         fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
         total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
@@ -237,29 +244,26 @@ class GradientStore:
             self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     def add_staged(
-        self, group: ParamGroup, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue
+        self, group: ParamGroup, records: list[ParamState], flat: torch.Tensor, slot: Slot, launch: Launch
     ) -> None:
         """Add the gradients in a group's staging slot to the group's sums, which are on the same tier."""
         for record in records:
             if record.factor != 1.0:
                 self.apply_factor(record)
         if len(records) == len(group.tensors) and len(set(map(_PLACE, records))) == 1:
-            self._add_run(group.tensors, flat[: group.numel], slot, queue)
+            self._add_run(group.tensors, flat[: group.numel], slot, launch)
             return
         for record in records:
-            self._add_run([record], flat[record.span], slot, queue)
+            self._add_run([record], flat[record.span], slot, launch)
 
-    def _add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, queue: Queue) -> None:
+    def _add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, launch: Launch) -> None:
         """Add the gradients of neighbours to their sums; either all have sums already, or none has."""
         first, group = records[0], records[0].group
         start = first.offset
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
-        self._residency.transfers.wait_for_other_queues(queue)
-        self._store.device.work(queue, f"sum of the gradient of {first.name}", (flat, target), (target,))
-        if first.gradient is GradientPlace.IN_ACCUMULATOR:
-            ps_kernels.accumulate(target, flat)
-        else:
-            target.copy_(flat)
+        begun = first.gradient is GradientPlace.IN_ACCUMULATOR
+        add = partial(ps_kernels.accumulate, target, flat) if begun else partial(target.copy_, flat)
+        launch(f"sum of the gradient of {first.name}", (flat, target), (target,), add)
         for record in records:
             record.mark_summed()
             record.norm_part = None
@@ -363,13 +367,26 @@ class GradientStore:
             record.norm_part = measured(self.gradient_vector(record))
         return record.norm_part
 
-    def measure_all(self, records: list[ParamState], flat: torch.Tensor) -> None:
-        """Measure gradients of one group, which lie in ``flat``, in one call."""
+    def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
+        """Measure gradients of one group, which lie in ``flat``, in one call; ``launch`` None: at once."""
         if records:
-            self._measure_spans(records, flat, [(record.offset, record.offset + record.numel) for record in records])
+            spans = [(record.offset, record.offset + record.numel) for record in records]
+            self._measure_spans(records, flat, spans, launch)
 
-    def _measure_spans(self, records: list[ParamState], flat: torch.Tensor, spans: list[tuple[int, int]]) -> None:
-        for record, part in zip(records, measured_spans(flat, spans), strict=True):
+    def _measure_spans(
+        self,
+        records: list[ParamState],
+        flat: torch.Tensor,
+        spans: list[tuple[int, int]],
+        launch: Launch | None = None,
+    ) -> None:
+        parts = torch.zeros(len(spans), 2, device=flat.device)
+        measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
+        if launch is None:
+            measure()
+        else:
+            launch(f"norm of {records[0].group.name}", (flat,), (parts,), measure)
+        for record, part in zip(records, parts.unbind(), strict=True):
             record.norm_part = part
 
 

@@ -17,6 +17,7 @@ import torch
 
 from ps_core._errors import PlanMismatch
 from ps_core._program import Extent
+from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._devices.disk.file import FileExtent
 
 
@@ -38,6 +39,8 @@ class Slot:
     """On the disk: where in the file."""
     bounds: dict[Hashable, SlotView] = field(default_factory=dict)
     """Views that parameters were bound to here, for the next time; freed with the memory."""
+    work: WorkEvent | None = None
+    """Behind the work of the worker thread that touches this slot; None: it is known to be over."""
 
     def clear(self) -> None:
         """Note that the slot holds nothing."""

@@ -6,7 +6,7 @@ import torch
 
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Queue, Tier, link
-from ps_core.engine._devices.device import Device
+from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._memory.chunk import Slot
@@ -50,11 +50,18 @@ class TierStore:
         top = tiers[0]
         self.arena = Arena(device, top.capacity_bytes, exists=len(tiers) > 1, host=top.name == "host", poison=poison)
         self.spare = SlotCache()
+        self._leaving: list[WorkEvent] = []
+        """Behind the work on host memory that was released before the work was over."""
 
     @property
     def limits(self) -> TierBudget:
         """Sizes of all tiers, for errors that suggest others."""
         return TierBudget(self.tiers, self.given, self.device.memory_bytes())
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if work is not over on host memory that was released: `reserve` waits for it."""
+        return any(not event.done for event in self._leaving)
 
     # Slots.
 
@@ -65,6 +72,9 @@ class TierStore:
                 self.free_spare()
             if self.free_bytes(tier) < size:
                 raise self._too_small(tier, size)
+            for event in self._leaving:
+                event.block()
+            self._leaving.clear()
             slot = self._on_disk(tier, size) if self.is_disk(tier) else Slot(tier, -1, size, self.device.host(size))
             if self.poison:
                 self.fill(slot, POISON)
@@ -127,6 +137,10 @@ class TierStore:
             self.arena.remove(slot)
         if slot.place is not None:
             self._release_on_disk(slot, slot.place, queue)
+        if slot.work is not None:
+            if not slot.work.done:
+                self._leaving.append(slot.work)
+            slot.work = None
         slot.clear()
         slot.bounds = {}
         self.ledger.remove(slot.tier, slot.bytes)

@@ -8,10 +8,12 @@ chunks, so either can take over from the other between two moments.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ps_core._plan import Queue
+from ps_core.engine._devices.device import Event
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
@@ -94,11 +96,27 @@ class Transfers:
             device.wait(other, event)
         self.watcher.waited(time.perf_counter() - started)
 
+    def do_now(
+        self,
+        queue: Queue,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        work: Callable[[], object],
+    ) -> None:
+        """Do work on the compute or CPU queue, behind everything that was launched on the others."""
+        self.wait_for_other_queues(queue)
+        if not self._store.synchronous:
+            self._device.work(queue, what, reads, writes)
+        work()
+
     def wait_for_other_queues(self, queue: Queue) -> None:
         """Make all work launched next on a queue wait for everything launched on the others."""
         if self._store.synchronous:
             return
         device, started = self._device, time.perf_counter()
+        if device.worker is not None and device.worker.busy:
+            device.worker.synchronize()
         for other in self._store.queues:
             if other is not queue:
                 device.wait(queue, device.record(other))
@@ -106,13 +124,32 @@ class Transfers:
 
     def join_queues(self) -> None:
         """Make all work launched next on any queue wait for everything launched on every queue."""
-        device, started = self._device, time.perf_counter()
-        events = [(queue, device.record(queue)) for queue in self._store.queues]
-        for queue in (*self._store.queues, Queue.CPU):
-            for other, event in events:
+        device = self._device
+        if device.worker is not None:
+            device.worker.synchronize()
+        started = time.perf_counter()
+        for event in self._join_streams():
+            device.wait(Queue.CPU, event)
+        self.watcher.waited(time.perf_counter() - started)
+
+    def begin_segment(self) -> None:
+        """Join all queues but the worker's, where there is one: who touches a slot waits for the work on it alone."""
+        worker = self._device.worker
+        if worker is None or self._store.file is not None:
+            self.join_queues()
+            return
+        for event in self._join_streams():
+            worker.wait(event)
+
+    def _join_streams(self) -> list[Event]:
+        """Make all work launched next on any stream wait for everything launched on every stream."""
+        device, queues = self._device, self._store.queues
+        events = [device.record(queue) for queue in queues]
+        for queue in queues:
+            for other, event in zip(queues, events, strict=True):
                 if other is not queue:
                     device.wait(queue, event)
-        self.watcher.waited(time.perf_counter() - started)
+        return events
 
     def _copy_within_tier(self, source: Slot, target: Slot, size: int) -> None:
         queue = Queue.CPU if target.tier else Queue.COMPUTE

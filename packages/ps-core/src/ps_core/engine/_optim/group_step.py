@@ -8,15 +8,14 @@ the parameters, and whatever tier a chunk is on, the same arithmetic is done to 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 import ps_kernels
-from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._devices.device import Device
-from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
+from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Settings, StepRule
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -64,24 +63,19 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
 
 
 def step_group(
-    device: Device,
-    group: ParamGroup,
-    slots: Mapping[Kind, Slot],
-    settings_of: SettingsOf,
-    factor: float,
-    queue: Queue,
+    group: ParamGroup, slots: Mapping[Kind, Slot], settings_of: SettingsOf, factor: float, launch: Launch
 ) -> None:
     """Step every tensor of a group that has a gradient; rebuild the weights of the others.
 
     ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and the chunks know it.
+    What touches memory is launched as one piece of work, before anything is noted of it.
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
     moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
-    if not device.synchronous:
-        written = [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
-        device.work(queue, f"step of {group.name}", [slot.memory for slot in slots.values()], written)
+    calls: list[Callable[[], object]] = []
+    stepped: dict[ParamState, None] = {}
     overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
         first, last = run.records[0], run.records[-1]
@@ -92,17 +86,27 @@ def step_group(
             gradient = _gradient(run, span, weight, slots)
             target = None if weight is None else weight[span]
             rows = master[span], moments[0][span], moments[1][span]
-            _step(run, rows, gradient, target, first.factor * factor)
+            calls.append(partial(_step, run.settings, first.steps + 1, rows, gradient, target, first.factor * factor))
         for record in run.records:
-            record.mark_stepped()
+            stepped[record] = None
             for other in record.others if record.tied else ():  # as memory that they share would be
-                master[other.piece].copy_(master[record.piece])
-                other.update_count += 1
+                calls.append(partial(master[other.piece].copy_, master[record.piece]))
                 overtaken.add(other)
-    for record in group.tensors:
-        if (record.contents is not SlotContents.WEIGHT or record in overtaken) and weight is not None:
-            weight[record.piece].copy_(master[record.piece])
-            record.mark_rebuilt()
+    rebuilt = [
+        record
+        for record in group.tensors
+        if weight is not None
+        and ((record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken)
+    ]
+    calls += [partial(weight[each.piece].copy_, master[each.piece]) for each in rebuilt if weight is not None]
+    written = [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
+    launch(f"step of {group.name}", [slot.memory for slot in slots.values()], written, partial(_carry_out, calls))
+    for record in stepped:
+        record.mark_stepped()
+    for record in overtaken:
+        record.update_count += 1
+    for record in rebuilt:
+        record.mark_rebuilt()
     for kind, slot in slots.items():  # what was written is the newest of its kind; sums are used up
         if kind is not Kind.ACC:
             chunk = group.chunks[kind]
@@ -113,24 +117,36 @@ def step_group(
         group.weight_chunk.invalidate_gathered()
 
 
-def _gradient(run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]) -> torch.Tensor:
+def _carry_out(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _gradient(
+    run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]
+) -> Callable[[], torch.Tensor]:
+    """Return what returns the gradient of a run: where it is put together, that is done when the run is stepped."""
     first = run.records[0]
     if first.gradient is GradientPlace.OWN_TENSOR:
-        return concatenate(run.records)
+        return partial(concatenate, run.records)
     if first.gradient is GradientPlace.IN_ACCUMULATOR:
-        return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
-    assert weight is not None, "only 16-bit weights have gradients over them"
-    return weight[span]
+        gradient = slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
+    else:
+        assert weight is not None, "only 16-bit weights have gradients over them"
+        gradient = weight[span]
+    return lambda: gradient
 
 
 def _step(
-    run: _StepRun,
+    settings: Settings,
+    number: int,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    gradient: torch.Tensor,
+    gradient_of: Callable[[], torch.Tensor],
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
-    settings, (master, momentum, variance) = run.settings, rows
+    """Make a parameter's step with this number."""
+    gradient, (master, momentum, variance) = gradient_of(), rows
     if settings.kind is StepRule.SGD:
         ps_kernels.sgd_step(
             master,
@@ -149,7 +165,7 @@ def _step(
         variance,
         gradient,
         target,
-        step=run.records[0].steps + 1,
+        step=number,
         lr=settings.lr,
         beta1=settings.betas[0],
         beta2=settings.betas[1],

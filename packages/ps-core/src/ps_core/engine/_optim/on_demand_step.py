@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -52,8 +53,7 @@ class OnDemandStepper:
         slots = self._all_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
-        self._residency.transfers.wait_for_other_queues(queue)
-        step_group(self._store.device, group, slots, settings_of, factor, queue)
+        step_group(group, slots, settings_of, factor, partial(self._residency.transfers.do_now, queue))
         for kind, slot in slots.items():
             self._put_back(group.chunks[kind], slot)
         for kind, copy in copies.items():

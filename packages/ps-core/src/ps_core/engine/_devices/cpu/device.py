@@ -10,7 +10,7 @@ import torch
 
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
-from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.pages import give_back_pages
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
@@ -23,6 +23,9 @@ class CpuEvent:
     """An event that is always over."""
 
     queue: Queue
+
+    def block(self) -> None:
+        """Return at once."""
 
 
 class CpuDevice:
@@ -37,6 +40,11 @@ class CpuDevice:
         """Until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
+
+    @property
+    def worker(self) -> Worker | None:
+        """Return None: there is nothing to work beside."""
+        return None
 
     def nonmodel_bytes(self) -> TensorBytesTracker:
         """Return a tracker of the tensors on the CPU."""

@@ -32,9 +32,10 @@ from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations, PinnedBlockCache
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, TorchRuntime
-from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
+from ps_core.engine._devices.host_worker import HostWorker, WorkDone
 
 
 class CudaEvent:
@@ -71,6 +72,7 @@ class CudaDevice:
         self.overcommits = False
         self.has_collective_stream = True
         self.synchronous = False
+        self._worker = HostWorker(runtime.bind_thread)
         self._runtime = runtime
         self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
         self._last: dict[Queue, CudaEvent | None] = dict.fromkeys((Queue.H2D, Queue.D2H))
@@ -83,6 +85,11 @@ class CudaDevice:
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
         runtime.watch_failures(OutOfMemoryObserver(self, self._owned, self._missing_bytes))
+
+    @property
+    def worker(self) -> Worker:
+        """The thread that steps beside what the device computes."""
+        return self._worker
 
     # Memory.
 
@@ -222,6 +229,12 @@ class CudaDevice:
         if isinstance(event, DiskEvent):
             self._disk.wait(queue, event)  # which blocks for a stream; the engine comes once it is over, or in need
             return
+        if isinstance(event, WorkDone):
+            if queue in DISK_QUEUES:
+                self._disk.streams.wait_for(queue, event.wait)
+            else:
+                event.block()  # no stream can wait for a thread
+            return
         if not isinstance(event, CudaEvent):
             raise InvalidInput(f"wait: expected an event of this device, found {type(event).__name__}")
         if event.raw is None:
@@ -255,11 +268,14 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Block until everything launched is done."""
         self._runtime.synchronize()
+        self._worker.synchronize()
         self._disk.synchronize()
 
     def close(self) -> None:
         """Finish what was launched; free memory kept for later, and close the disk."""
-        self.synchronize()
+        self._runtime.synchronize()
+        self._worker.close()
+        self._disk.synchronize()
         self._host.close()
         self._disk.close()
 

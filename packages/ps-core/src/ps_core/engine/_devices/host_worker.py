@@ -1,0 +1,154 @@
+"""Do the processor's work of a plan on a thread of its own: steps, sums and norms run beside what the GPU computes.
+
+[Note: the worker thread]
+The host thread launches work here as it launches copies on a stream. The worker does it in order, each piece after the
+events that it was told to wait for. The host thread learns that work is over from its event: a stream cannot wait for
+the worker, so the host thread does before it launches what needs the result.
+
+A piece of work touches memory only. What it means (which chunk is newest, which gradient is used up) is noted by the
+host thread when it launches the work. So whoever reads memory that a piece of work may touch first waits for it.
+
+If a piece of work fails, those behind it are dropped, since they may need it. The parameters are then a mixture of old
+and new, and every later wait of the host thread raises the same error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from ps_core._plan import Queue
+from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.disk.streams import DiskEvent
+from ps_core.engine._support.interrupts import defer_interrupts_installing
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One piece of work."""
+
+    waits: list[Callable[[], object]]
+    work: Callable[[], object]
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class _Failure:
+    """The first error of a worker; its thread and its events know of it."""
+
+    error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the error again, if there was one."""
+        if self.error is not None:
+            raise RuntimeError(
+                "work of the processor failed on its thread, so parameters are a mixture of old and new: load a "
+                f"checkpoint into a new model; it failed with {type(self.error).__name__}: {self.error}"
+            ) from self.error
+
+
+class WorkDone:
+    """Marks the end of a piece of work, and of all that was launched before it."""
+
+    __slots__ = ("_failure", "_over")
+
+    def __init__(self, over: threading.Event, failure: _Failure) -> None:
+        self._over, self._failure = over, failure
+
+    @property
+    def queue(self) -> Queue:
+        """The processor's."""
+        return Queue.CPU
+
+    @property
+    def done(self) -> bool:
+        """True if the work is over."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait until the work is over, on any thread."""
+        self._over.wait()
+
+    def block(self) -> None:
+        """Wait until the work is over; on the host thread, which hears of a failure."""
+        self._over.wait()
+        self._failure.check()
+
+
+class HostWorker:
+    """The thread of one device; see [Note: the worker thread]. Called by the host thread only."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        """``prepare`` is called by the thread when it starts."""
+        self._prepare = prepare
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._waits: list[Callable[[], object]] = []
+        self._failure = _Failure()
+        self._last: WorkDone | None = None
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], object] = lambda: None
+
+    def wait(self, event: Event) -> None:
+        """Make all work launched from now on wait for an event, which the worker's thread does."""
+        if isinstance(event, DiskEvent):
+            event.block()  # now: what a failure of the disk calls for is done by the host thread
+        else:
+            self._waits.append(event.block)
+
+    def launch(
+        self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
+    ) -> WorkDone:
+        """Launch work, which may touch these tensors only, behind all that was launched before."""
+        if self._thread is None:
+            self._start()
+        waits, self._waits = self._waits, []
+        job = _Job(waits, work)
+        self._jobs.put(job)
+        self._last = WorkDone(job.over, self._failure)
+        return self._last
+
+    @defer_interrupts_installing
+    def _start(self) -> None:
+        args = self._jobs, self._failure, self._prepare
+        self._thread = threading.Thread(target=_work, args=args, daemon=True, name="ps_core worker")
+        self._thread.start()
+        # The thread knows nothing of this object, so it does not keep it from ending.
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+
+    @property
+    def busy(self) -> bool:
+        """True if something that was launched may not be over, or failed."""
+        return self._last is not None and (not self._last.done or self._failure.error is not None)
+
+    def synchronize(self) -> None:
+        """Block until everything launched is over."""
+        if self._last is not None:
+            self._last.block()
+
+    def close(self) -> None:
+        """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing."""
+        thread, self._thread = self._thread, None
+        self._stop()
+        if thread is not None:
+            thread.join()
+
+
+def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[], None]) -> None:
+    """Do all work in order, until there is a None."""
+    prepare()
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            try:
+                for wait in job.waits:
+                    wait()
+                if failure.error is None:
+                    job.work()
+            except BaseException as error:  # the host thread raises it
+                failure.error = error
+            over = job.over
+            del job  # its tensors end here, and not when the next one comes
+            over.set()
