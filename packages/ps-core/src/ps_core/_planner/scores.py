@@ -1,7 +1,6 @@
 """How good a placement is: planned, simulated, and remembered; and the best number of groups to keep resident.
 
-What counts is the step time as today's engine runs a plan, with segments joined: so each segment is timed by itself,
-and one that two placements have in common is planned once.
+What counts is the step time as the engine runs a plan. A segment that two placements have in common is planned once.
 
 What a placement chooses is few numbers: how many groups live wholly on the compute tier (the first ones of a forward
 pass: no upload before it, no gradient to send after it), and which of the others have their optimizer states streamed
@@ -20,7 +19,7 @@ from ps_core._planner.placement import Placement, above_disk, filled, halves
 from ps_core._planner.policy import Policy
 from ps_core._planner.segments import make_segment
 from ps_core._program import Extent, Program, SegmentName
-from ps_core._simulate.joined import Joined
+from ps_core._simulate.issued import Issuing, Priced
 from ps_core._simulate.machine import Machine
 
 _STREAM_STRIDES = (16, 8, 4, 2, 1)
@@ -31,8 +30,6 @@ _SAME = 1.02
 
 Score = tuple[float, int]
 """Predicted seconds a step, and moved bytes."""
-
-_Segment = tuple[float, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,8 @@ class Scorer:
         self.program = program
         self.tiers = tiers
         self._policy = policy
-        self._joined = Joined(program, tiers, machine, ranks_per_node)
-        self._passes: dict[tuple[int, SegmentName], _Segment] = {}
+        self._issuing = Issuing(program, tiers, machine, ranks_per_node)
+        self._passes: dict[tuple[int, SegmentName], Priced] = {}
         """By resident groups. Where groups step changes nothing in them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
         self._floor_s = float("inf")  # no placement has the compute queue do less
@@ -100,20 +97,17 @@ class Scorer:
 
     def _planned(self, resident: int, stride: int) -> Score:
         frame = make_frame(self.program, self.tiers, self.placement(resident, stride), self._policy)
-        segments = [self._segment(frame, name, resident) for name in self.program.iteration()]
-        seconds, moved, computing_s = (sum(row) for row in zip(*segments, strict=True))
-        self._floor_s = min(self._floor_s, computing_s)
-        return seconds, moved
+        priced = [self._segment(frame, name, resident) for name in self.program.iteration()]
+        timed = self._issuing.time(frame.home, priced)
+        self._floor_s = min(self._floor_s, sum(each.busy_s[Queue.COMPUTE] for each in timed))
+        moved = sum(sum(each.work.copied_bytes) + each.work.wire_bytes for each in priced)
+        return sum(each.seconds for each in timed), moved
 
-    def _segment(self, frame: Frame, name: SegmentName, resident: int) -> _Segment:
-        """Seconds of a segment, the bytes it moves, and the seconds its compute queue is busy."""
+    def _segment(self, frame: Frame, name: SegmentName, resident: int) -> Priced:
         key = resident, name
-        if name is not SegmentName.STEP and key in self._passes:
-            return self._passes[key]
-        timed = self._joined.time(frame.home, make_segment(frame, name))
-        moved = sum(timed.work.copied_bytes) + timed.work.wire_bytes
-        self._passes[key] = found = timed.seconds, moved, timed.busy_s[Queue.COMPUTE]
-        return found
+        if name is SegmentName.STEP or key not in self._passes:
+            self._passes[key] = self._issuing.price(frame.home, make_segment(frame, name))
+        return self._passes[key]
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
         """What looked good turned out not to work."""

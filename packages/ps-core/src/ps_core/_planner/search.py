@@ -23,7 +23,7 @@ from ps_core._planner.segments import make_plan
 from ps_core._planner.tight import tight_plan
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate
-from ps_core._simulate.joined import Joined
+from ps_core._simulate.issued import Issuing
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core._verify import verify
@@ -136,8 +136,9 @@ class Search:
         return _tight(programs, self._tiers, self._machine, self._setup, self._check_step)
 
     def _check_step(self, program: Program, plan: Plan) -> None:
-        joined = Joined(program, self._tiers, self._machine, self._setup.ranks_per_node)
-        self._check_speed(sum(joined.time(plan.home, plan.segment(name)).seconds for name in program.iteration()))
+        issuing = Issuing(program, self._tiers, self._machine, self._setup.ranks_per_node)
+        priced = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
+        self._check_speed(sum(timed.seconds for timed in issuing.time(plan.home, priced)))
 
     def _check_speed(self, step_time_s: float) -> None:
         if step_time_s > self._slowest_s:

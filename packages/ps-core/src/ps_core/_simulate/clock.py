@@ -1,7 +1,7 @@
 """Running a plan against a clock instead of memory: how long a training step takes, and what it moves.
 
-Two step times are predicted: what today's engine takes, which joins segments (`joined`), and what the plan itself would
-allow. The first is what all other figures are about.
+Two step times are predicted: what the engine takes (`issued`), and what the plan itself would allow. The first is what
+all other figures are about.
 
 [Note: the clock]
 What a plan allows. Every queue does one thing at a time, in list order; an instruction starts when its queue is free
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ps_core._errors import InvalidInput
 from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment
 from ps_core._program import Program
-from ps_core._simulate.joined import Joined, Timed
+from ps_core._simulate.issued import Issuing, Timed
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.scan import Cells, Scan
 from ps_core._trace import Phase
@@ -45,9 +45,9 @@ class Prediction:
     """What simulating a plan says of one training step, on one process, once steps follow each other steadily."""
 
     step_time_s: float
-    """As today's engine runs the plan, one segment after the other; see [Note: segments joined]."""
+    """As the engine carries the plan out; see [Note: as the engine issues]."""
     bound_step_time_s: float
-    """If segments overlapped wherever the plan allows it, which the engine does not do yet; see [Note: the clock]."""
+    """If segments overlapped wherever the plan's addresses allow it; see [Note: the clock]."""
     forward_s: float
     """To the start of backward, with what the first moment waits for."""
     backward_s: float
@@ -57,7 +57,7 @@ class Prediction:
     stalled_s: float
     """Of the step, how long the compute queue has nothing to do."""
     elapsed_s: float
-    """All simulated steps from a standing start, with segments overlapping."""
+    """All steps simulated for the bound, from a standing start."""
     busy_s: Mapping[str, float]
     """Per queue and step."""
     moved_bytes: Mapping[str, int]
@@ -84,18 +84,19 @@ def simulate(
     """
     if iterations < 1:
         raise InvalidInput(f"iterations must be at least 1, found {iterations}")
-    joined = Joined(program, plan.tiers, machine, ranks_per_node)
+    issuing = Issuing(program, plan.tiers, machine, ranks_per_node)
     names = program.iteration()
     scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
-    timed = {name: joined.time(plan.home, plan.segment(name)) for name in scans}
-    stages = {name: _Stage(plan.segment(name), scan, timed[name]) for name, scan in scans.items()}
-    steps = [stages[name] for name in names]
+    priced = {name: issuing.price(plan.home, plan.segment(name)) for name in scans}
+    timed = issuing.time(plan.home, [priced[name] for name in names])
+    steps = [_Stage(plan.segment(name), scans[name], each) for name, each in zip(names, timed, strict=True)]
+    stages = dict(zip(names, steps, strict=True))
     elapsed = bound = sum(stage.timed.seconds for stage in steps)
     if machine.played_copy_bandwidth:  # one thread does everything: nothing overlaps but what it launched
         elapsed *= iterations
     else:
         clock = _Clock(Cells(plan, scans.values()), stages.values())
-        rounds = [[clock.run(stage) for stage in steps] for _ in range(iterations)]
+        rounds = [[clock.run(stages[name]) for name in names] for _ in range(iterations)]
         elapsed = max(clock.free)
         bound = _period(steps, rounds, elapsed)
     return _predict(program, plan, steps, bound, elapsed)
@@ -225,10 +226,10 @@ def _passes(program: Program, steps: list[_Stage]) -> tuple[float, float]:
         if not stage.runs:
             continue
         ends = stage.timed.ends
-        turn = finish = ends[stage.runs[-1][0]]
+        turn = finish = ends[stage.runs[-1][0]] - stage.timed.begin
         for place, visit in stage.runs:
             if program.visits[visit].phase is Phase.BACKWARD:
-                turn = stage.begin(place, ends)
+                turn = stage.begin(place, ends) - stage.timed.begin
                 break
         forward += turn
         backward += finish - turn

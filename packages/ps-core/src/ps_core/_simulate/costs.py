@@ -77,7 +77,17 @@ class Work(NamedTuple):
 class Costs:
     """Prices a program's instructions on a machine; see [Note: cost model]."""
 
-    def __init__(self, program: Program, tiers: tuple[Tier, ...], machine: Machine, ranks_per_node: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        tiers: tuple[Tier, ...],
+        machine: Machine,
+        ranks_per_node: int,
+        *,
+        beside: bool = False,
+    ) -> None:
+        """``beside``: the caller slows the processor's work while copies use the host's memory."""
+        self._beside = beside
         host = machine.host_bandwidth / ranks_per_node
         disk_read = machine.disk_read_bandwidth / ranks_per_node
         disk_write = machine.disk_write_bandwidth / ranks_per_node
@@ -151,7 +161,8 @@ class Costs:
         if self._played:
             return Work(seconds, copied, wire, evictions, self._of_the_thread(instrs, seconds, slot_bytes))
         self._slow_copies(instrs, seconds, copied)
-        self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
+        if not self._beside:
+            self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
         return Work(seconds, copied, wire, evictions, [])
 
     def _of_the_thread(

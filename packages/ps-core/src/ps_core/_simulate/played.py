@@ -1,4 +1,4 @@
-"""Time a segment as the engine's host thread issues it, moment by moment.
+"""Time a segment where the processor plays the accelerator: one thread issues and does everything, moment by moment.
 
 [Note: one thread]
 The thread goes from moment to moment as the engine does. Before each it issues whatever may be: an instruction whose
@@ -6,8 +6,7 @@ predecessors all have been issued, in order on its queue. What it launches on a 
 queue is free and all predecessors are over. What it does itself it begins once all predecessors are over, and launches
 nothing else meanwhile. Where a segment begins, all that was launched before is over.
 
-With an accelerator the thread does the processor's queue itself, and launches all else. Where the processor plays the
-accelerator the thread does everything but carry copies over links: a copy takes it as long as the bytes take in memory.
+The thread does everything but carry copies over links: a copy takes it as long as the bytes take in memory.
 """
 
 from __future__ import annotations
@@ -17,19 +16,15 @@ from ps_core._plan import Instr, Queue, Run, Segment, Step
 
 LINKS = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
 """Queues that the processor launches on where it plays the accelerator."""
-LAUNCHED = frozenset(Queue) - {Queue.CPU}
-"""Queues that it launches on where there is an accelerator."""
 
 
-def play(
-    segment: Segment, seconds: list[float], thread_s: list[float], launched: frozenset[Queue]
-) -> tuple[list[float], float]:
+def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple[list[float], float]:
     """Run a segment; return when each of its instructions ends, and when the thread and every queue are done.
 
-    ``seconds``: of an instruction on a ``launched`` queue; ``thread_s``: what the thread takes to launch it, or to do
+    ``seconds``: of a copy over its link; ``thread_s``: what the thread takes to launch it, or to do
     it; see [Note: one thread].
     """
-    walk = _Walk(segment, seconds, thread_s, launched)
+    walk = _Walk(segment, seconds, thread_s)
     while walk.sweep() or walk.next_moment():
         pass
     return walk.finished()
@@ -38,11 +33,8 @@ def play(
 class _Walk:
     """One segment on its way."""
 
-    def __init__(
-        self, segment: Segment, seconds: list[float], thread_s: list[float], launched: frozenset[Queue]
-    ) -> None:
+    def __init__(self, segment: Segment, seconds: list[float], thread_s: list[float]) -> None:
         self._now = 0.0
-        self._launched = launched
         self._name, self._instrs = segment.name.value, segment.instrs
         self._seconds, self._thread_s, self._free = seconds, thread_s, [0.0] * len(Queue)
         self._lines: dict[Queue, list[int]] = {queue: [] for queue in Queue}
@@ -90,7 +82,7 @@ class _Walk:
     def _issue(self, place: int, instr: Instr) -> None:
         queue = instr.queue
         after = max((end for earlier in instr.after if (end := self._ends[earlier]) is not None), default=0.0)
-        if queue in self._launched:
+        if queue in LINKS:
             end = max(self._free[queue], after, self._now) + self._seconds[place]
             self._now += self._thread_s[place]
         else:

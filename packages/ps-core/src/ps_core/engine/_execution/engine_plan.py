@@ -39,6 +39,30 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
     return layout, order
 
 
+def _waits(instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
+    """Map instructions to those on streams that their queue waits for.
+
+    No stream waits for the processor's queue itself. What comes after an instruction there comes after all that the
+    processor's queue has waited for by then.
+    """
+    queue_of = {instr.id: instr.queue for instr in instrs}
+    latest: dict[Queue, int] = {}
+    behind: dict[int, tuple[int, ...]] = {}
+    waits: dict[int, tuple[int, ...]] = {}
+    for instr in instrs:
+        found: dict[int, None] = {}
+        for wait in instr.after:
+            found.update(dict.fromkeys(behind[wait] if queue_of[wait] is Queue.CPU else (wait,)))
+        others = tuple([wait for wait in found if queue_of[wait] is not instr.queue])
+        if instr.queue is Queue.CPU:
+            latest.update((queue_of[wait], max(wait, latest.get(queue_of[wait], -1))) for wait in others)
+            behind[instr.id] = tuple(latest.values())
+            others = tuple([wait for wait in instr.after if queue_of[wait] is not Queue.CPU])
+        if others:
+            waits[instr.id] = others
+    return waits
+
+
 @dataclass(frozen=True)
 class EnginePlan:
     """A plan, whose group numbers are not the engine's."""
@@ -104,12 +128,7 @@ class EnginePlan:
 
     def _queues(self, segment: Segment) -> SegmentQueues:
         instrs, homes = segment.instrs, len(self.plan.home)
-        queue_of = {instr.id: instr.queue for instr in instrs}
-        waits: dict[int, tuple[int, ...]] = {}
-        for instr in instrs:
-            others = [wait for wait in instr.after if queue_of[wait] not in (instr.queue, Queue.CPU)]
-            if others:
-                waits[instr.id] = tuple(others)
+        waits = _waits(instrs)
         return SegmentQueues(
             name=segment.name,
             by_queue={queue: tuple([instr for instr in instrs if instr.queue is queue]) for queue in Queue},

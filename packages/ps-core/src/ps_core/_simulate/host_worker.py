@@ -1,0 +1,97 @@
+"""When the worker's thread is done with each piece of work, beside copies that use the host's memory too.
+
+Work goes on at the rate that copies leave, as far as these are known: a copy that is launched later begins later. So
+nothing is worked out beyond the time that somebody asks about.
+"""
+
+from __future__ import annotations
+
+import math
+
+_LEAST = 0.25
+"""The part of the host's bandwidth that work has in any case."""
+
+
+class HostWorker:
+    """Pieces of work in order, and the copies beside them."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        """Of the pieces that are over."""
+        self.busy_s = 0.0
+        self._ready: list[float] = []
+        self._seconds: list[float] = []
+        self._copies: tuple[list[tuple[float, float, float]], ...] = ([], [])
+        self._at = [0, 0]
+        """By direction: the first copy that is not over."""
+        self._now = 0.0
+        self._left: float | None = None
+        """Of the piece that has begun, its seconds if nothing were beside it; None: none has."""
+
+    def launch(self, ready: float, seconds: float) -> int:
+        """Add a piece of work that may begin at a time, and return its number."""
+        self._ready.append(ready)
+        self._seconds.append(seconds)
+        return len(self._ready) - 1
+
+    def copies(self, direction: int, begin: float, end: float, share: float) -> None:
+        """Add a copy, which takes this share of the host's bandwidth."""
+        self._copies[direction].append((begin, end, share))
+
+    def done(self, number: int, now: float) -> bool:
+        """Whether a piece of work is over at a time; nothing may be added later that begins before."""
+        self._advance(number, now)
+        return number < len(self.ends) and self.ends[number] <= now
+
+    def end(self, number: int) -> float:
+        """When a piece of work is over, if nothing else is launched before."""
+        self._advance(number, math.inf)
+        return self.ends[number]
+
+    def expected_end(self, number: int) -> float:
+        """When a piece of work is over; where that was not asked for yet, if no copies come beside it."""
+        if number < len(self.ends):
+            return self.ends[number]
+        first = len(self.ends)
+        begun = self._seconds[first] if self._left is None else self._left
+        return self._now + begun + sum(self._seconds[first + 1 : number + 1])
+
+    def finish(self) -> float:
+        """When all work is over."""
+        return self.end(len(self._ready) - 1) if self._ready else 0.0
+
+    def _advance(self, number: int, until: float) -> None:
+        while len(self.ends) <= number and self._now < until:
+            place = len(self.ends)
+            if self._left is None:
+                if self._ready[place] > until:
+                    return
+                self._now, self._left = max(self._now, self._ready[place]), self._seconds[place]
+            share, change = self._beside()
+            speed = max(1.0 - share, _LEAST)
+            over = self._now + self._left / speed
+            then = min(over, change, until)
+            self.busy_s += then - self._now
+            if over <= then:
+                self.ends.append(over)
+                self._left = None
+            else:
+                self._left -= (then - self._now) * speed
+            self._now = then
+
+    def _beside(self) -> tuple[float, float]:
+        """What copies take of the bandwidth now, and when that changes."""
+        share, change = 0.0, math.inf
+        for direction, copies in enumerate(self._copies):
+            at = self._at[direction]
+            while at < len(copies) and copies[at][1] <= self._now:
+                at += 1
+            self._at[direction] = at
+            if at < len(copies):
+                begin, end, part = copies[at]
+                if begin <= self._now:
+                    share += part
+                    change = min(change, end)
+                else:
+                    change = min(change, begin)
+        return share, change

@@ -1,0 +1,172 @@
+"""The host thread, the worker's thread and the queues, segment after segment; see [Note: as the engine issues]."""
+
+from __future__ import annotations
+
+from ps_core._errors import PlanMismatch
+from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
+from ps_core._program import SegmentName
+from ps_core._simulate.host_worker import HostWorker
+
+_STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])
+_DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}
+_DISKS = (Queue.DISK_R, Queue.DISK_W)
+
+
+class Timeline:
+    """One process."""
+
+    def __init__(self, homes: int, *, worker: bool, joins: bool, bandwidth: float) -> None:
+        """``homes``: how many slots every segment finds. ``worker``: a thread does the processor's queue.
+
+        ``joins``: the host thread waits for everything where a segment begins. ``bandwidth``: of the host's memory.
+        """
+        self._homes, self._joins, self._bandwidth = homes, joins, bandwidth
+        self.worker = HostWorker() if worker else None
+        self.now = 0.0
+        """How far the host thread is."""
+        self.free = [0.0] * len(Queue)
+        """When each queue is; of the processor's: what the worker waits for besides its own work."""
+        self.touching: dict[int, int] = {}
+        """By home slot: the last piece of the worker's work that touches it."""
+        self.leaving: list[int] = []
+        """Pieces of work on slots that were released before it was over."""
+
+    def run(self, segment: Segment, seconds: list[float]) -> tuple[float, list[float]]:
+        """Run a segment; return when the streams are free for it, and when each of its instructions ends."""
+        if self._joins or segment.name is SegmentName.STEP:
+            self.now = max(self.now, *self.free, 0.0 if self.worker is None else self.worker.finish())
+        begin = max(self.now if self._joins else 0.0, *(self.free[queue] for queue in _STREAMS))
+        self.free = [max(begin, free) for free in self.free]
+        walk = _Walk(self, segment, seconds, self._homes)
+        walk.run()
+        self.touching = {slot: work for slot, work in walk.touching.items() if slot < self._homes}
+        return begin, walk.final_ends()
+
+    def finish(self) -> float:
+        """Wait for everything; return when it is over."""
+        self.now = max(self.now, *self.free, 0.0 if self.worker is None else self.worker.finish())
+        return self.now
+
+    def note_copy(self, queue: Queue, begin: float, end: float, count: int) -> None:
+        """Take note of a copy, beside which the worker is slower."""
+        if self.worker is not None and queue in _DIRECTIONS and end > begin:
+            self.worker.copies(_DIRECTIONS[queue], begin, end, count / (end - begin) / self._bandwidth)
+
+
+class _Walk:
+    """One segment on its way."""
+
+    def __init__(self, timeline: Timeline, segment: Segment, seconds: list[float], homes: int) -> None:
+        self._line, self._name, self._instrs = timeline, segment.name.value, segment.instrs
+        self._seconds = seconds
+        self._worker = timeline.worker
+        self.touching = dict(timeline.touching)
+        self._queues = {queue: [p for p, instr in enumerate(segment.instrs) if instr.queue is queue] for queue in Queue}
+        self._queues = {queue: line for queue, line in self._queues.items() if line}
+        self._at = dict.fromkeys(self._queues, 0)
+        self._ends: list[float | None] = [None] * len(segment.instrs)
+        self._waited = 0.0
+        """When all is over that the worker was told to wait for."""
+        self._works: dict[int, int] = {}
+        """By place of an instruction: its piece of the worker's work."""
+
+    def run(self) -> None:
+        """Issue everything, as `_execution.segment_queues.IssueOrder` does."""
+        moments = [place for place in self._queues.get(Queue.COMPUTE, ()) if isinstance(self._instrs[place].op, Run)]
+        for moment in (*moments, None):
+            while True:
+                moved = self._sweep(patient=False)
+                if not moved and (moment is None or not self._is_next(moment)):
+                    moved = self._sweep(patient=True)
+                if not moved:
+                    break
+            if moment is not None:
+                if not self._is_next(moment):
+                    break
+                self._issue(moment)
+                self._at[Queue.COMPUTE] += 1
+        if None in self._ends:
+            raise PlanMismatch(f"segment {self._name!r}: an instruction waits for one that never comes")
+
+    def final_ends(self) -> list[float]:
+        """Return when each instruction ends, also those of the worker that the host thread did not wait for."""
+        for place, work in self._works.items():
+            self._ends[place] = None if self._worker is None else self._worker.expected_end(work)
+        return [end for end in self._ends if end is not None]
+
+    def _sweep(self, *, patient: bool) -> bool:
+        moved = False
+        for queue, line in self._queues.items():
+            while self._at[queue] < len(line):
+                place = line[self._at[queue]]
+                instr = self._instrs[place]
+                if isinstance(instr.op, Run) or not self._ready(instr) or (not patient and self._would_block(instr)):
+                    break
+                self._issue(place)
+                self._at[queue] += 1
+                moved = True
+                if patient:
+                    return True
+                if queue is Queue.CPU or isinstance(instr.op, Step):
+                    break
+        return moved
+
+    def _ready(self, instr: Instr) -> bool:
+        try:
+            return all(self._ends[earlier] is not None for earlier in instr.after)
+        except IndexError as error:
+            raise PlanMismatch("an instruction waits for one that comes later") from error
+
+    def _is_next(self, moment: int) -> bool:
+        line, at = self._queues[Queue.COMPUTE], self._at[Queue.COMPUTE]
+        return at < len(line) and line[at] == moment and self._ready(self._instrs[moment])
+
+    def _waits(self, instr: Instr) -> list[int]:
+        """Return the pieces of the worker's work that the host thread waits for before it issues an instruction."""
+        if self._worker is None or instr.queue is Queue.CPU:
+            return []
+        if isinstance(instr.op, Copy):
+            return [self.touching[slot] for slot in (instr.op.source, instr.op.target) if slot in self.touching]
+        return self._line.leaving if isinstance(instr.op, Reserve) and instr.op.tier else []
+
+    def _would_block(self, instr: Instr) -> bool:
+        worker, now = self._worker, self._line.now
+        return worker is not None and any(not worker.done(work, now) for work in self._waits(instr))
+
+    def _issue(self, place: int) -> None:
+        line, instr, took = self._line, self._instrs[place], self._seconds[place]
+        worker = self._worker
+        if worker is not None:
+            for work in self._waits(instr):
+                line.now = max(line.now, worker.end(work))
+            if instr.queue is Queue.CPU:
+                self._to_worker(worker, place, instr)
+                return
+        after = max([end for earlier in instr.after if (end := self._ends[earlier]) is not None], default=0.0)
+        begin = max(line.free[instr.queue], after, line.now)
+        end = begin + took
+        line.free[instr.queue] = end
+        if instr.queue is Queue.CPU:  # the host thread does it itself
+            line.now = end
+        elif isinstance(instr.op, Copy):
+            line.note_copy(instr.queue, begin, end, instr.op.bytes)
+        elif worker is not None and isinstance(instr.op, Release):
+            self._release(instr.op)
+        self._ends[place] = end
+
+    def _to_worker(self, worker: HostWorker, place: int, instr: Instr) -> None:
+        """Launch work of the processor. A stream that waits for it waits for its slot, and for what the worker waits for."""
+        line = self._line
+        after = [end for earlier in instr.after if (end := self._ends[earlier]) is not None]
+        self._waited = self._ends[place] = max(line.now, self._waited, *after)
+        if isinstance(instr.op, Release):
+            self._release(instr.op)
+        elif not isinstance(instr.op, Reserve):
+            work = worker.launch(max(line.free[Queue.CPU], self._waited), self._seconds[place])
+            self._works[place] = work
+            self.touching.update(dict.fromkeys(slots_of(instr.op), work))
+
+    def _release(self, op: Release) -> None:
+        work = self.touching.pop(op.slot, None)
+        if work is not None:
+            self._line.leaving.append(work)
