@@ -4,6 +4,10 @@ The host thread and each stream have a time of their own, in seconds since the s
 begins when the stream is free and the host has launched it. A stream that waits for an event is free no earlier than
 the event. A host thread that waits for an event goes on no earlier. Work that the host does itself takes host time.
 
+The worker's thread has a time of its own too. Its work is done when it is launched, but takes time as if it were done
+after what came before. When it ends is worked out only as far as the host thread asks: copies that are launched later
+begin later.
+
 Prices are the simulator's rates (`ps_core._simulate.machine.Machine`), but no price of a segment: matrix products by
 their operations, copies by their bytes, work on memory by what the engine says that it reads and writes. The processor
 shares the host's memory with copies that run beside its work; copies come first.
@@ -12,7 +16,7 @@ shares the host's memory with copies that run beside its work; copies come first
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,22 +119,27 @@ class TimedRuntime(FakeRuntime):
         self.waited_s += max(0.0, until_s - self.now_s)
         self.now_s = max(self.now_s, until_s)
 
-    def host_works(self, size_bytes: int, what: str) -> None:
-        """Let the host stream so many bytes of its memory, beside the copies that run meanwhile."""
-        begin, left = self.now_s + self.machine.latency_s, float(size_bytes)
-        when = begin
+    def streamed_by(self, begin: float, size_bytes: float) -> float:
+        """When so many bytes of the host's memory were streamed, beside the copies that are known by now."""
         rates = {"copies 0": self.machine.h2d_bandwidth, "copies 1": self.machine.d2h_bandwidth}
-        ends = sorted((stream.free_s, rates.get(stream.name, 0.0)) for stream in self.streams)  # type: ignore[attr-defined]
-        while True:
-            active = [(end, rate) for end, rate in ends if end > when]
-            rate = max(self.machine.host_bandwidth - sum(each for _, each in active), self.machine.host_bandwidth / 4)
-            if not active or when + left / rate <= active[0][0]:
-                when += left / rate
-                break
-            left -= (active[0][0] - when) * rate
-            when = active[0][0]
-        self.note("host", what, begin, when)
-        self.now_s = when
+        copies = [(each.begin, each.end, rates[each.queue]) for each in self.timeline if each.queue in rates]
+        copies = [each for each in copies if each[1] > begin]
+        cuts = sorted({moment for each in copies for moment in each[:2] if moment > begin})
+        when, left = begin, size_bytes
+        for cut in [*cuts, float("inf")]:
+            taken = sum(rate for first, last, rate in copies if first <= when < last)
+            rate = max(self.machine.host_bandwidth - taken, self.machine.host_bandwidth / 4)
+            if when + left / rate <= cut:
+                return when + left / rate
+            left -= (cut - when) * rate
+            when = cut
+        raise AssertionError("the last stretch is endless")
+
+    def host_works(self, size_bytes: int, what: str) -> None:
+        """Let the host thread stream so many bytes of its memory."""
+        begin = self.now_s + self.machine.latency_s
+        self.now_s = self.streamed_by(begin, size_bytes)
+        self.note("host", what, begin, self.now_s)
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -156,18 +165,90 @@ class TimedRuntime(FakeRuntime):
         self.host_waits(max([self.compute.free_s, *(stream.free_s for stream in self.streams)]))  # type: ignore[attr-defined]
 
 
+class TimedWorker:
+    """A `Worker` whose work is done at once, and over when a thread would be done with it."""
+
+    def __init__(self, runtime: TimedRuntime) -> None:
+        self._runtime = runtime
+        self._last: TimedWork | None = None
+        self._after_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._last is not None and not self._last.done
+
+    def wait(self, event: Any) -> None:
+        if event.raw is not None:
+            event.raw.stream.catch_up(event.raw.position)
+            self._after_s = max(self._after_s, event.raw.time_s)
+
+    def launch(
+        self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], object]
+    ) -> TimedWork:
+        size = sum(each.nbytes for each in (*reads, *writes))
+        ready = max(self._after_s, self._runtime.now_s)
+        self._last = TimedWork(self._runtime, what, size, ready, self._last)
+        work()
+        return self._last
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.block()
+
+    def close(self) -> None:
+        self.synchronize()
+
+
+class TimedWork:
+    """A piece of work on the worker's thread, behind another one."""
+
+    queue = Queue.CPU
+
+    def __init__(
+        self, runtime: TimedRuntime, what: str, size_bytes: int, ready_s: float, before: TimedWork | None
+    ) -> None:
+        self._runtime, self._what, self._size, self._ready_s = runtime, what, size_bytes, ready_s
+        self._before = before
+        self._end_s: float | None = None
+
+    def end_s(self, *, final: bool) -> float:
+        """When it is over; ``final``: no copies are launched before that any more."""
+        if self._end_s is not None:
+            return self._end_s
+        begin = self._ready_s if self._before is None else max(self._ready_s, self._before.end_s(final=final))
+        end = self._runtime.streamed_by(begin, self._size) + self._runtime.machine.latency_s
+        if final or end <= self._runtime.now_s:
+            self._end_s, self._before = end, None
+            self._runtime.note("worker", self._what, begin, end)
+        return end
+
+    @property
+    def done(self) -> bool:
+        return self.end_s(final=False) <= self._runtime.now_s
+
+    def block(self) -> None:
+        self._runtime.host_waits(self.end_s(final=True))
+
+
 class TimedDevice(CudaDevice):
     """Prices copies, and work on memory."""
 
     def __init__(self, runtime: TimedRuntime) -> None:
         self._timed = runtime
         super().__init__(runtime)
+        self._worker = TimedWorker(runtime)  # type: ignore[assignment]
         self.moments_s: list[float] = []
         """When each moment began on the device."""
 
     @property
     def machine(self) -> Machine:
         return self._timed.machine
+
+    def wait(self, queue: Queue, event: Any) -> None:
+        if isinstance(event, TimedWork):
+            event.block()
+        else:
+            super().wait(queue, event)
 
     def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
         machine = self._timed.machine

@@ -125,7 +125,7 @@ class _Walk:
         """Return the pieces of the worker's work that the host thread waits for before it issues an instruction."""
         if self._worker is None or instr.queue is Queue.CPU:
             return []
-        if isinstance(instr.op, Copy):
+        if isinstance(instr.op, Copy) and instr.queue not in _DISKS:
             return [self.touching[slot] for slot in (instr.op.source, instr.op.target) if slot in self.touching]
         return self._line.leaving if isinstance(instr.op, Reserve) and instr.op.tier else []
 
@@ -155,7 +155,7 @@ class _Walk:
         self._ends[place] = end
 
     def _to_worker(self, worker: HostWorker, place: int, instr: Instr) -> None:
-        """Launch work of the processor. A stream that waits for it waits for its slot, and for what the worker waits for."""
+        """Launch work; a stream that comes after it waits for its slot, and for what the worker waits for."""
         line = self._line
         after = [end for earlier in instr.after if (end := self._ends[earlier]) is not None]
         self._waited = self._ends[place] = max(line.now, self._waited, *after)

@@ -11,6 +11,7 @@ from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._trace import Trace
+from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -39,26 +40,26 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
     return layout, order
 
 
-def _waits(instrs: tuple[Instr, ...]) -> dict[int, tuple[int, ...]]:
-    """Map instructions to those on streams that their queue waits for.
+def _waits(instrs: tuple[Instr, ...], threads: frozenset[Queue]) -> dict[int, tuple[int, ...]]:
+    """Map instructions to those on streams that their queue waits for; ``threads``: queues that are no streams.
 
-    No stream waits for the processor's queue itself. What comes after an instruction there comes after all that the
-    processor's queue has waited for by then.
+    No stream waits for a thread. What comes after an instruction there comes after all that its queue has waited for by
+    then.
     """
     queue_of = {instr.id: instr.queue for instr in instrs}
-    latest: dict[Queue, int] = {}
+    latest: dict[Queue, dict[Queue, int]] = {queue: {} for queue in threads}
     behind: dict[int, tuple[int, ...]] = {}
     waits: dict[int, tuple[int, ...]] = {}
     for instr in instrs:
         found: dict[int, None] = {}
         for wait in instr.after:
-            found.update(dict.fromkeys(behind[wait] if queue_of[wait] is Queue.CPU else (wait,)))
+            found.update(dict.fromkeys(behind[wait] if queue_of[wait] in threads else (wait,)))
         others = tuple([wait for wait in found if queue_of[wait] is not instr.queue])
-        if instr.queue is Queue.CPU:
-            latest.update((queue_of[wait], max(wait, latest.get(queue_of[wait], -1))) for wait in others)
-            behind[instr.id] = tuple(latest.values())
-            others = tuple([wait for wait in instr.after if queue_of[wait] is not Queue.CPU])
-        if others:
+        if instr.queue in threads:
+            known = latest[instr.queue]
+            known.update((queue_of[wait], max(wait, known.get(queue_of[wait], -1))) for wait in others)
+            behind[instr.id] = tuple(known.values())
+        if others and (instr.queue is Queue.CPU or instr.queue not in threads):
             waits[instr.id] = others
     return waits
 
@@ -128,7 +129,8 @@ class EnginePlan:
 
     def _queues(self, segment: Segment) -> SegmentQueues:
         instrs, homes = segment.instrs, len(self.plan.home)
-        waits = _waits(instrs)
+        over_disk = self.plan.tiers[-1].name == "disk"
+        waits = _waits(instrs, frozenset({Queue.CPU} if over_disk else {Queue.CPU, *DISK_QUEUES}))
         return SegmentQueues(
             name=segment.name,
             by_queue={queue: tuple([instr for instr in instrs if instr.queue is queue]) for queue in Queue},

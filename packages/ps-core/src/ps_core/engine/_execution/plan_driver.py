@@ -13,7 +13,7 @@ import torch
 from ps_core._plan import Instr, Queue, Reserve
 from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event
-from ps_core.engine._devices.disk.streams import DiskEvent
+from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
@@ -160,12 +160,14 @@ class PlanDriver:
 
     def _would_block(self, instr: Instr) -> bool:
         """Return True if the host thread would have to wait for another thread before it issues an instruction."""
+        if isinstance(instr.op, Reserve) and instr.op.tier:
+            return self._store.is_leaving
+        if instr.queue in DISK_QUEUES:
+            return False  # their threads wait
         for wait in instr.after:
             event = self._events.get(wait)
             if isinstance(event, DiskEvent) and not event.done:
                 return True
         if self._worker is None or instr.queue is Queue.CPU:
             return False
-        if isinstance(instr.op, Reserve) and instr.op.tier:
-            return self._store.is_leaving
         return any(not event.done for event in self._executor.work_before(instr))

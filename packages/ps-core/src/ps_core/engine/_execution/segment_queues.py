@@ -21,7 +21,6 @@ from typing import NamedTuple
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Instr, Queue, Run, Step
 from ps_core._program import SegmentName
-from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._parameters.param_state import ParamGroup
 
 
@@ -128,7 +127,7 @@ class IssueOrder:
     def _may_issue(self, instr: Instr, *, patient: bool) -> bool:
         if isinstance(instr.op, Run) or not self._done.issuperset(instr.after):
             return False
-        if not patient and instr.queue not in DISK_QUEUES and self._blocks(instr):
+        if not patient and self._blocks(instr):
             return False
         prefetch = self._segment.prefetch
         if prefetch is None or instr.queue not in (Queue.H2D, Queue.DISK_R) or not self._segment.moments:
