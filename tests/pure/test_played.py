@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ps_core._errors import PlanMismatch
-from ps_core._plan import Accumulate, Copy, Queue, Release, Reserve, Run, Segment, Shift, Tier
+from ps_core._plan import Copy, Queue, Release, Reserve, Run, Segment, Shift, Tier
 from ps_core._program import Extent, Kind, SegmentName
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.costs import Costs
-from ps_core._simulate.played import LAUNCHED, play
 from test_simulate import LEFT, offloaded_plan, resident_plan, segment, tiny, whole
 
 PLAYED = replace(LEFT, played_copy_bandwidth=128.0)
@@ -110,22 +109,3 @@ def test_damage_that_shows_is_a_mismatch() -> None:
         late = Segment(SegmentName.STEP, (replace(step.instrs[0], after=(after,)),))
         with pytest.raises(PlanMismatch):
             simulate(tiny(), replace(plan, segments=(plan.segments[0], late)), PLAYED)
-
-
-def test_the_host_thread_launches_nothing_while_it_works() -> None:
-    # It waits for the first moment, until 4, and the copy of 2 s, works for 3 s, and only then launches the second
-    # moment, which depends on nothing. Without a moment after it, what it launches before is not held up.
-    copy = Copy(Extent(Kind.GRAD, 0), 0, 1, 2, 128)
-    held = segment(
-        SegmentName.MICRO_LAST,
-        (Queue.COMPUTE, Run(0, (0,), 0), ()),
-        (Queue.D2H, copy, (0,)),
-        (Queue.CPU, Accumulate(0, 1, 2, first=True), (1,)),
-        (Queue.COMPUTE, Run(1, (0,), 0), ()),
-    )
-    seconds = [4.0, 2.0, 3.0, 8.0]
-    ends, last = play(held, seconds, [0.0, 0.0, 3.0, 0.0], LAUNCHED)
-    assert (ends, last) == ([4.0, 6.0, 9.0, 17.0], 17.0)
-    moved = replace(held, instrs=(*held.instrs[:2], replace(held.instrs[3], id=2), replace(held.instrs[2], id=3)))
-    ends, last = play(moved, [4.0, 2.0, 8.0, 3.0], [0.0, 0.0, 0.0, 3.0], LAUNCHED)
-    assert (ends, last) == ([4.0, 6.0, 17.0, 9.0], 17.0)  # its queue comes first: the thread would do it all the same

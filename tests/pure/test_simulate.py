@@ -172,7 +172,8 @@ def test_an_offloaded_model_by_hand() -> None:
     # the next copy up reads the weight the step wrote: 4 more before the next moment. 4 + 4 + 8 + 2 + 7 + 4 = 29.
     found = whole(simulate(tiny(), offloaded_plan(), LEFT))
     assert (found["step_time_s"], found["bound_step_time_s"]) == (29, 29)
-    assert (found["forward_s"], found["backward_s"], found["update_s"]) == (12, 8, 9)  # both wait for a copy up first
+    # Forward waits for the step and a copy up, backward for a copy up; what is left is the copy down.
+    assert (found["forward_s"], found["backward_s"], found["update_s"]) == (7 + 12, 8, 2)
     assert found["stalled_s"] == 29 - 13
     assert found["busy_s"] == {
         "compute": 13,
@@ -362,7 +363,7 @@ def slow_clock(
     program: Program, plan: Plan, machine: Machine, names: tuple[SegmentName, ...]
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
-    costs = Costs(program, plan.tiers, machine, program.ranks)
+    costs = Costs(program, plan.tiers, machine, program.ranks, beside=has_worker(program, plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []
@@ -422,8 +423,9 @@ def test_the_clock_follows_the_definition(seed: int, origin: str) -> None:
         if isinstance(instr.op, Run) and instr.op.visit == 0 and name is names[0]
     ]
     assert len(firsts) == 2
-    assert found.bound_step_time_s == pytest.approx(max(firsts[1] - firsts[0], *found.busy_s.values()))
-    assert found.bound_step_time_s >= max(found.busy_s.values())
+    bound = max(firsts[1] - firsts[0], *found.busy_s.values())
+    assert found.bound_step_time_s == pytest.approx(min(bound, found.step_time_s))
+    assert found.bound_step_time_s >= max(found.busy_s.values()) * (1 - 1e-12)
     assert found.step_time_s == pytest.approx(found.forward_s + found.backward_s + found.update_s)
     assert min(found.forward_s, found.backward_s, found.update_s) >= 0
     assert found.moved_bytes == moved_bytes(program, plan)
@@ -434,7 +436,7 @@ def test_the_clock_follows_the_definition(seed: int, origin: str) -> None:
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from(ORIGINS), st.integers(1, 4))
 def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, iterations: int) -> None:
-    """As run, a step takes all segments one by one, each what its own longest chain takes.
+    """Without a worker's thread, a step takes all segments one by one, each what its own longest chain takes.
 
     Or more, where the host thread has work of its own between moments, and launches nothing meanwhile.
     """
@@ -442,12 +444,20 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
     machine = random_machine(random.Random(seed))
     found = simulate(program, plan, machine, iterations=iterations)
     assert found.step_time_s >= found.bound_step_time_s * (1 - 1e-12)
+    assert found.step_time_s >= max(found.busy_s.values()) * (1 - 1e-12)
+    if has_worker(program, plan):
+        return
     names = program.iteration()
     alone = sum(slow_clock(program, plan, machine, (name,))[1] for name in names)
     if any(held_up(plan.segment(name)) for name in names):
         assert found.step_time_s >= alone * (1 - 1e-12)
     else:
         assert found.step_time_s == pytest.approx(alone)
+
+
+def has_worker(program: Program, plan: Plan) -> bool:
+    """Whether a thread does the processor's work, beside the accelerator."""
+    return program.ranks == 1 and plan.tiers[0].name == "device"
 
 
 def held_up(one: Segment) -> bool:

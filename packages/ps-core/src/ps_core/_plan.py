@@ -280,4 +280,3 @@ class Plan:
     def fingerprint(self) -> str:
         """The same for equal plans and, but for accidents, for no others: what processes compare."""
         return hashlib.sha256(repr((self.tiers, self.home, self.segments)).encode()).hexdigest()[:16]
-

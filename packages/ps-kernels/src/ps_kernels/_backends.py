@@ -115,9 +115,7 @@ def choose(name: str, library: str, device: str, wanted: str | None) -> Backend:
         raise BackendMissing(f"backend {wanted!r}: {why_not}")
     if (wanted in LEVELS and device == "cpu") or (wanted == "cuda" and on_cuda):
         return load(wanted)
-    raise InvalidArgument(
-        f"backend {wanted!r}: cannot work on {name}, which is a {library} array on {device}"
-    )
+    raise InvalidArgument(f"backend {wanted!r}: cannot work on {name}, which is a {library} array on {device}")
 
 
 def fastest() -> Backend | None:

@@ -1,8 +1,8 @@
 """Every error this package raises on purpose; each is raised before anything is written.
 
-    KernelError
-    ├── InvalidArgument (also a ValueError)   an array or number that cannot be used
-    └── BackendMissing (also a RuntimeError)  the backend asked for is not there; says why
+KernelError
+├── InvalidArgument (also a ValueError)   an array or number that cannot be used
+└── BackendMissing (also a RuntimeError)  the backend asked for is not there; says why
 """
 
 from __future__ import annotations

@@ -52,9 +52,11 @@ class HostWorker:
         """When a piece of work is over; where that was not asked for yet, if no copies come beside it."""
         if number < len(self.ends):
             return self.ends[number]
-        first = len(self.ends)
-        begun = self._seconds[first] if self._left is None else self._left
-        return self._now + begun + sum(self._seconds[first + 1 : number + 1])
+        first, end = len(self.ends), self._now
+        for place in range(first, number + 1):
+            left = self._seconds[place] if place > first or self._left is None else self._left
+            end = max(end, self._ready[place]) + left
+        return end
 
     def finish(self) -> float:
         """When all work is over."""

@@ -10,9 +10,9 @@ Where a pass begins all streams wait for each other, but not for the worker: ste
 Where a step begins the host thread waits for everything, since it must know the norm. So a training step takes as long
 as its step segment and its passes one after the other, from one step's beginning to the next.
 
-Three kinds of plan are carried out otherwise. Over a disk the host thread waits for everything where a pass begins. Of
-several processes, and where the processor computes, the host thread does the work of the processor's queue itself.
-Where the processor plays the accelerator one thread does almost everything; see `played`.
+Where there is a disk the host thread waits for it, too, where a pass begins. Two kinds of plan are carried out
+otherwise. Of several processes, and where the processor computes, the host thread does the work of the processor's
+queue itself. Where the processor plays the accelerator one thread does almost everything; see `played`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Issuing:
             raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
         self._worker = program.ranks == 1 and tiers[0].name == "device" and not self._played
-        self._joins = not self._worker or tiers[-1].name == "disk"
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
 
@@ -74,7 +73,7 @@ class Issuing:
             return [_alone(priced, *play(priced.segment, priced.work.seconds, priced.work.thread_s)) for priced in step]
         if not self._worker and not any(_works_between_moments(priced.segment) for priced in step):
             return [_alone(priced, *_ends(priced)) for priced in step]
-        timeline = Timeline(len(home), worker=self._worker, joins=self._joins, bandwidth=self._host_bandwidth)
+        timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth)
         order = sorted(range(len(step)), key=lambda place: step[place].segment.name is not SegmentName.STEP)
         ran = [timeline.run(step[place].segment, step[place].work.seconds) for place in order]
         begins = [*(begin for begin, _ in ran), timeline.finish()]

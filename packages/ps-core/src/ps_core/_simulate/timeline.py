@@ -15,12 +15,12 @@ _DISKS = (Queue.DISK_R, Queue.DISK_W)
 class Timeline:
     """One process."""
 
-    def __init__(self, homes: int, *, worker: bool, joins: bool, bandwidth: float) -> None:
+    def __init__(self, homes: int, *, worker: bool, bandwidth: float) -> None:
         """``homes``: how many slots every segment finds. ``worker``: a thread does the processor's queue.
 
-        ``joins``: the host thread waits for everything where a segment begins. ``bandwidth``: of the host's memory.
+        ``bandwidth``: of the host's memory.
         """
-        self._homes, self._joins, self._bandwidth = homes, joins, bandwidth
+        self._homes, self._bandwidth = homes, bandwidth
         self.worker = HostWorker() if worker else None
         self.now = 0.0
         """How far the host thread is."""
@@ -33,9 +33,11 @@ class Timeline:
 
     def run(self, segment: Segment, seconds: list[float]) -> tuple[float, list[float]]:
         """Run a segment; return when the streams are free for it, and when each of its instructions ends."""
-        if self._joins or segment.name is SegmentName.STEP:
-            self.now = max(self.now, *self.free, 0.0 if self.worker is None else self.worker.finish())
-        begin = max(self.now if self._joins else 0.0, *(self.free[queue] for queue in _STREAMS))
+        waits = self.worker is None or segment.name is SegmentName.STEP
+        if waits:
+            self.finish()
+        self.now = max(self.now, *(self.free[queue] for queue in _DISKS))
+        begin = max(self.now if waits else 0.0, *(self.free[queue] for queue in _STREAMS))
         self.free = [max(begin, free) for free in self.free]
         walk = _Walk(self, segment, seconds, self._homes)
         walk.run()

@@ -135,7 +135,7 @@ class Transfers:
     def begin_segment(self) -> None:
         """Join all queues but the worker's, where there is one: who touches a slot waits for the work on it alone."""
         worker = self._device.worker
-        if worker is None or self._store.file is not None:
+        if worker is None:
             self.join_queues()
             return
         for event in self._join_streams():
