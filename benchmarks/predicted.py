@@ -153,11 +153,11 @@ with `verify`, and simulating it on a machine file. `python benchmarks/predicted
 page anew. Sequences have 1024 tokens; batch is per GPU; blocks are recomputed in backward; the loss is computed in
 chunks of rows; checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token, per GPU.
 
-Speeds are what today's engine makes of a plan: forward, backward and step one after the other, with a wait for every
-queue between them. *Bound* is what the plan itself would allow if they overlapped, which the engine does not do yet
-([ADR 34](adr/0034-as-run.md)): 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes 1,539 ms
-where the bound is 1,262. Rows of several GPUs are of a plan too, and several processes do not follow one
-([what they do](distributed.md#order)).
+Speeds are what the engine makes of a plan. The CPU steps beside the next forward pass, which waits for each group's
+step before it needs the group ([ADR 42](adr/0042-steps-beside-the-next-pass.md)). *Bound* is what the plan would allow
+if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes 1,400
+ms where the bound is 1,262. Rows of several GPUs are of a plan too, and several processes do not follow one
+([what they do](distributed.md#order)): they step between two passes, and so do these rows.
 
 The published figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their
 plots, at batch sizes of their choice.

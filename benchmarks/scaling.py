@@ -93,7 +93,7 @@ process), blocks recomputed in backward, the loss in chunks of rows. *Peaks* are
 of host memory. TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv
 2108.05818; IEEE TPDS 34(1)), read off its plots, at a batch of its choice.
 
-*Step* is with forward, backward and optimizer one after the other, as today's engine runs a plan; *bound* is what the
+*Step* is with forward, backward and optimizer one after the other, as several processes do it; *bound* is what the
 plan would allow, were they to overlap. And several processes do not follow this plan yet: they agree on collectives as
 they run, and keep on the GPU what steps have shown room for ([what they do](distributed.md#order)).
 

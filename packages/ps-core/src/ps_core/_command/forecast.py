@@ -140,7 +140,7 @@ class Forecast:
 
     @property
     def step_time_s(self) -> float:
-        """Of one optimizer step, all micro-batches included, as today's engine runs the plan."""
+        """Of one optimizer step, all micro-batches included, as the engine runs the plan."""
         return self.prediction.step_time_s
 
     @property

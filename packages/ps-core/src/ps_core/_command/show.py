@@ -269,7 +269,7 @@ def _overlapped(told: Prediction) -> list[str]:
     if bound == _seconds(told.step_time_s):
         return []
     return [
-        f"  {'bound of the plan':<20}{bound:>12}  if forward, backward and step overlapped: today's engine joins them"
+        f"  {'bound of the plan':<20}{bound:>12}  if the step overlapped backward too, wherever addresses allow it"
     ]
 
 
