@@ -16,18 +16,14 @@ from _programs import TINY
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._layout import lay_out
 from ps_core._plan import (
-    Accumulate,
-    Cast,
     Copy,
     Decide,
-    Gather,
     Held,
     Instr,
     Norm,
     Op,
     Plan,
     Queue,
-    ReduceScatter,
     Release,
     Reserve,
     Run,
@@ -327,27 +323,6 @@ def test_a_shifted_home_slot_is_followed() -> None:
     copy = segment(SegmentName.STEP, (Queue.H2D, Reserve(4, 0, 2048, 128), ()), (Queue.H2D, Norm(0, 4), ()))
     found = simulate(tiny(), replace(base, segments=(micro, copy)), LEFT, iterations=1)
     assert round(found.elapsed_s, 6) == 2 + 4 + 2 + 4  # not at 2048 until the shift back has left it
-
-
-@pytest.mark.parametrize(
-    ("op", "slots"),
-    [
-        (Reserve(7, 0, 0, 128), (7,)),
-        (Release(7), (7,)),
-        (Shift(7, 0), (7,)),
-        (Norm(0, 7), (7,)),
-        (Copy(Extent(Kind.P16, 0), 0, 7, 8, 128), (7, 8)),
-        (Cast(0, 7, 8), (7, 8)),
-        (Accumulate(0, 7, 8, True), (7, 8)),
-        (Gather(0, 7, 8, 0), (7, 8)),
-        (ReduceScatter(0, 7, 8, 9, 0), (7, 8, 9)),
-        (Run(0, (7, 9), 0), (7, 9)),
-        (Step(0, (7, 8, 9)), (7, 8, 9)),
-        (Decide(0), ()),
-    ],
-)
-def test_what_an_instruction_touches(op: Op, slots: tuple[int, ...]) -> None:
-    assert slots_of(op) == slots
 
 
 # ---------------------------------------------------------------- against the definition

@@ -280,7 +280,7 @@ class InstructionExecutor:
             return
         event = self._worker.launch(what, reads, writes, work)
         for slot in slots:
-            slot.work = event
+            slot.note_work(event)
 
     def _cast(self, instr: Instr, op: Cast) -> None:
         # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it

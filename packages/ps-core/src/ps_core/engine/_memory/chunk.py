@@ -44,7 +44,11 @@ class Slot:
 
     def clear(self) -> None:
         """Note that the slot holds nothing."""
-        self.extent, self.version = None, -1
+        self.extent, self.version, self.work = None, -1, None
+
+    def note_work(self, event: WorkEvent) -> None:
+        """Note which work of the worker's thread touches the slot last."""
+        self.work = event
 
     def mark_unread(self) -> None:
         """Note that a read from the disk into this slot failed."""

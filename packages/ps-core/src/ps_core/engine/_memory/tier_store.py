@@ -137,10 +137,8 @@ class TierStore:
             self.arena.remove(slot)
         if slot.place is not None:
             self._release_on_disk(slot, slot.place, queue)
-        if slot.work is not None:
-            if not slot.work.done:
-                self._leaving.append(slot.work)
-            slot.work = None
+        if slot.work is not None and not slot.work.done:
+            self._leaving.append(slot.work)
         slot.clear()
         slot.bounds = {}
         self.ledger.remove(slot.tier, slot.bytes)
