@@ -1,8 +1,8 @@
 """List the states of a parameter's weight slot and gradient, and every transition between them.
 
 [Note: contents and gradient]
-A state is a pair: what the parameter's part of its group's weight slot holds (`SlotContents`), and where its gradient
-is (`GradientPlace`). Memory is counted besides the 2n bytes of a 16-bit weight with n elements. The fp32 master always
+A state is a pair. `SlotContents` says what the parameter's part of its group's weight slot holds. `GradientPlace` says
+where its gradient is. Memory is counted besides the 2n bytes of a 16-bit weight with n elements. The fp32 master always
 holds the weight, so every state can return to (WEIGHT, NONE).
 
     contents            gradient        registered                                    memory besides the weight

@@ -2,7 +2,7 @@
 
 See [Note: one order of collectives] in `collective_schedule`. The training thread prepares collectives. The other
 thread runs them in order, as far as all ranks agree. Where another rank needs something else first, those that were not
-done yet are passed over, and the training thread finds the decision the next time it looks.
+done yet are passed over. The training thread finds the decision the next time it looks.
 """
 
 from __future__ import annotations

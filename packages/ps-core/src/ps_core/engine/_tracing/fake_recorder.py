@@ -2,11 +2,12 @@
 
 [Note: moments of a fake pass]
 They are the engine's (`_tracing.pass_recording`), with a *unit* for its groups: by default, the module that owns the
-parameter. A moment begins when a function is called on a parameter, or a backward node takes one out of what was saved,
-whose unit the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor
-brought gradients for. A parameter that has live aliases (a checkpoint's recomputed block) is read by the
-next moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies
-between the last touch of forward and the first of backward (the loss) to the former.
+parameter. Each parameter belongs to a unit. A moment begins when a parameter of a unit is used that the present moment
+was not begun for. A function that is called on it uses it; so does a backward node that saved it. A moment also begins
+when a gradient arrives for a unit that the present moment was not begun for. It has brought that unit no gradient
+either. A parameter that has live aliases (a checkpoint's recomputed block) is read by the next moment, too. It is held
+from the one to the other. What comes before the first moment belongs to it. The loss lies between the last touch of
+forward and the first of backward, and belongs to the former.
 """
 
 from __future__ import annotations
