@@ -116,8 +116,8 @@ def _check_held(process: Process, leg: Leg, uses: Sequence[Use], slots: Mapping[
         here = slots[use.extent]
         if use.held and (slot is not here or moves != here.moves):
             raise PlanMismatch(
-                f"{leg.name.value}: {use.extent.kind.value} of {use.extent.index}, still referenced since the moment before, "
-                f"was moved to {here.offset}"
+                f"{leg.name.value}: {use.extent.kind.value} of {use.extent.index}, still referenced since "
+                f"the moment before, was moved to {here.offset}"
             )
     process.used = {extent: (slot, slot.moves) for extent, slot in slots.items()}
 

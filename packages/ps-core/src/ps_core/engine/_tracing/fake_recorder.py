@@ -69,6 +69,13 @@ class _Handle:
     offset: int
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Saved:
+    """A tensor that autograd saves; a pass that broke off clears it."""
+
+    tensor: torch.Tensor | None
+
+
 class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """Counts the bytes and operations of a fake pass, moment by moment."""
 
@@ -86,6 +93,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         self._storages = [parameter.untyped_storage() for parameter in self._parameters]
         self._owners = {storage._cdata: index for index, storage in enumerate(self._storages)}
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        self._saved: list[weakref.ref[_Saved]] = []
         self._moments: list[_FakeMoment] = []
         self._before = _FakeMoment(False, "", frozenset(), frozenset())
         """Takes what comes before the first moment."""
@@ -138,7 +146,13 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return frozenset(index for index in aliased if self._units[index] in units)
 
     def release(self) -> list[weakref.ref[torch.UntypedStorage]]:
-        """Release all tensors, and return the storages that were counted; use this object no more."""
+        """Release all tensors, and return the storages that were counted; use this object no more.
+
+        An operator that saves its own result is in a cycle with it that no garbage collector sees, until backward runs.
+        """
+        for saved in self._saved:
+            if (holder := saved()) is not None:
+                holder.tensor = None
         counted = [storage for life in list(self._lives.values()) if (storage := life()) is not None]
         for parameter in self._parameters:
             del parameter._recorder  # type: ignore[attr-defined]
@@ -173,17 +187,20 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
 
     # What autograd saves.
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+    def pack(self, tensor: torch.Tensor) -> _Saved | _Handle:
         """Save a handle in place of a parameter's alias, as the engine does."""
         index = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if index is None or tensor.dtype is not self._parameters[index].dtype:
-            return tensor
+            saved = _Saved(tensor)
+            self._saved.append(weakref.ref(saved))
+            return saved
         return _Handle(index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
+    def unpack(self, packed: _Saved | _Handle) -> torch.Tensor:
         """Return what a backward node saved, before any of its operators runs."""
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, _Saved):
+            assert packed.tensor is not None, "the pass is on"
+            return packed.tensor
         parameter = self._parameters[packed.index]
         self.touch((parameter,))
         return parameter.detach().as_strided(packed.shape, packed.stride, packed.offset)
