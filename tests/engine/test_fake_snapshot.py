@@ -195,6 +195,55 @@ def test_a_variable_of_a_closure_that_was_not_set_is_unset_again() -> None:
     last = X
 
 
+class Sealed(type):
+    """Its classes refuse other attributes."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+    __delattr__ = None  # type: ignore[assignment]
+
+
+class Settings(metaclass=Sealed):
+    rate: Any = "mine"
+
+
+def test_a_class_whose_attributes_cannot_be_assigned_is_restored() -> None:
+    def changes(module: Any, y: Tensor) -> None:
+        type.__setattr__(Settings, "rate", y)
+        type.__setattr__(Settings, "other", y)
+        TIMES["count"] += 1
+
+    before = TIMES["count"]
+    trace(Calls(changes), X)
+    assert (Settings.rate, hasattr(Settings, "other"), TIMES["count"]) == ("mine", False, before)
+
+
+class Fleeting:
+    """Cannot be put into a set once its mark, which nothing restores, has an end."""
+
+    mark = torch.zeros(())
+
+    def __hash__(self) -> int:
+        if hasattr(self.mark, "end"):
+            raise TypeError("it is gone")
+        return 5
+
+
+def test_one_object_that_cannot_be_restored_leaves_the_others_restored() -> None:
+    a_count, members, z_count = {"it": 0}, {Fleeting()}, {"it": 0}  # a closure's variables are in this order
+
+    def changes(module: Any, y: Tensor) -> None:
+        a_count["it"] += 1
+        z_count["it"] += 1
+        members.clear()
+        Fleeting.mark.end = True  # type: ignore[attr-defined]
+
+    with pytest.raises(CannotTrace, match="it is gone"):
+        trace(Calls(changes), X)
+    assert (a_count, z_count) == ({"it": 0}, {"it": 0})
+
+
 def test_modules_that_name_each_other_are_walked_once() -> None:
     one, two = ModuleType("one"), ModuleType("two")
     vars(one).update(two=two), vars(two).update(one=one, count=0)

@@ -66,9 +66,13 @@ class Snapshot:
 
     def restore(self) -> None:
         """Give everything that was saved its old entries, the last first: it may have been saved with a copy."""
-        for undo in reversed(self._undo):
-            undo()
-        self.discard()
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:
+                self.restore()  # the others, where one could not be restored
+            self.discard()
 
     def discard(self) -> None:
         """Forget what was saved: the code has run, as its user sees it."""
@@ -160,10 +164,10 @@ class Snapshot:
             now = dict(vars(kind))
             for name in now.keys() - before.keys():
                 if not name.startswith("__"):
-                    delattr(kind, name)
+                    type.__delattr__(kind, name)  # its metaclass may refuse `delattr`
             for name, value in before.items():
                 if now.get(name) is not value:
-                    setattr(kind, name, value)
+                    type.__setattr__(kind, name, value)
 
         self._undo.append(undo)
         functions = [getattr(value, "__func__", getattr(value, "fget", value)) for value in before.values()]
