@@ -17,7 +17,7 @@ from ps_core.engine._checkpoint.safetensors_format import TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a tensor's elements are: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
+    """Locates a tensor's elements: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
 
     offset: int
     shard_numel: int

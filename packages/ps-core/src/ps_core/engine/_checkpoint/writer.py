@@ -57,7 +57,7 @@ FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What is saved, and this rank's part of it."""
+    """Lists what is saved, and this rank's part of that."""
 
     ranks: CheckpointRanks
     manifest: dict[str, Any]

@@ -84,7 +84,7 @@ class SavedTensors:
 
     @property
     def depth(self) -> int:
-        """How often ours are on the stack of pairs."""
+        """The number of our pairs on the stack."""
         return len(self._pushed)
 
     @property

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 
 class SlotContents(StrEnum):
-    """What a parameter's part of the weight slot holds.
+    """Says what a parameter's part of the weight slot holds.
 
     WEIGHT     The weight.
     GRADIENT   The gradient, written over the weight. The weight is in the fp32 master only.
@@ -41,7 +41,7 @@ class SlotContents(StrEnum):
 
 
 class GradientPlace(StrEnum):
-    """Where a parameter's gradient is.
+    """Says where a parameter's gradient is.
 
     NONE            There is none.
     OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its place.
@@ -58,7 +58,7 @@ class GradientPlace(StrEnum):
 
 
 class ParamEvent(StrEnum):
-    """What happens to a parameter: one method of `ParamState` for each.
+    """Names what happens to a parameter: one method of `ParamState` for each.
 
     KEPT            The gradient is in a tensor of its own: as autograd made it, or added to, or copied from the slot.
     SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was promised.

@@ -52,9 +52,9 @@ class CollectiveOp:
     position: int | None
     """In the schedule; None: a rank requested it out of order."""
     shard: torch.Tensor
-    """Of a gather: this rank's shard. Of a sum: the shard that receives it."""
+    """This rank's shard, for a gather. The shard that receives the sum, for a sum."""
     whole: torch.Tensor | None = None
-    """Of a gather: where it goes. Of a sum: this rank's gradients. None: this rank takes or gives nothing."""
+    """Where gathered shards go, or the gradients to sum. None: this rank takes or gives nothing."""
     scratch: torch.Tensor | None = None
     slots: tuple[Slot, ...] = ()
     """Slots to release afterwards."""

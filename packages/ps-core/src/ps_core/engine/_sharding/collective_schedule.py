@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 WINDOW = 62
-"""How many collectives of the schedule a proposal can follow ahead."""
+"""The most collectives of the schedule that a proposal can follow ahead."""
 _HEAD = "<BB?qQ"
 
 
@@ -64,7 +64,7 @@ class Proposal:
     tensors: int = 0
     """The tensors whose gradients these are."""
     room: int = 0
-    """How much it has: `Headroom`."""
+    """The amount of memory: `Headroom`."""
     backward: bool = False
     """True: it is in its backward pass."""
 

@@ -1,4 +1,4 @@
-"""What every rank must do alike between collectives; it is compared where the ranks meet next.
+"""Compare what every rank must do alike between collectives, where the ranks meet next.
 
 [Note: alike]
 A rank applies to its own shard what the program sets, loads, writes, scales or forgets. If one rank does otherwise than

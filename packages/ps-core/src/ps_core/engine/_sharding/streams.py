@@ -1,4 +1,4 @@
-"""How collectives are ordered with the rest of a device's work.
+"""Order collectives with the rest of a device's work.
 
 [Note: two threads]
 Collectives are done by a thread of their own. Where the processor computes (`BlockingCollectives`), that thread reads

@@ -37,7 +37,7 @@ _NO_TOUCH = (
     | managed_parameter._STRIDED
     | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
 )
-"""What the engine, too, answers without the parameter's memory."""
+"""Functions that the engine answers without the parameter's memory, too."""
 
 
 @dataclass(slots=True)

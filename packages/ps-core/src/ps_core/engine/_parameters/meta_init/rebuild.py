@@ -49,7 +49,7 @@ class ConstructorRecorder:
     def __init__(self, model: nn.Module) -> None:
         self.tape = Tape()
         self.sources: dict[int, ViewSpec | Tensor] = {}
-        """Where the value of a tensor without memory comes from, by the tensor's id."""
+        """Sources of values of tensors without memory, by the tensor's id."""
         self._alive: list[Any] = []
         """References that keep the ids and storages named here from being reused."""
         self._entered: dict[int, int] = {}
