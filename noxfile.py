@@ -256,7 +256,7 @@ def tests(session: nox.Session) -> None:
     """Everything that runs on each change."""
     checks = (run_lint, run_types, run_imports, run_meta, run_kernels, run_engine, run_dist, run_models, run_docs)
     failed = []
-    # pip and the checks of the source use one core, so sessions with environments of their own run beside them.
+    # pip and the checks of the source use one core, so sessions with environments of their own run at the same time.
     with ThreadPoolExecutor(1) as pool:
         apart = {name: pool.submit(run_apart, name, *words) for name, words in APART.items()}
         install(session, *ALL, *PYTEST, *TOOLS, *NVRTC)

@@ -41,7 +41,7 @@ class Counter:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """How many calls there were, and how many files the functions are in."""
+        """Return the number of calls, and of files that the called functions are in."""
         return self.functions.total(), len({file for file, _ in self.functions})
 
     def _profile(self, frame: Any, event: str, _: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -166,7 +166,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Pass]]:
 
 
 @given(program=programs(), device_kib=st.sampled_from((None, 10, 14, 40)), prefetch=st.sampled_from((None, 0, 1)))
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=20, deadline=None)
 def test_any_experts_in_any_order_train_like_one_process(
     program: tuple[int, list[Pass]], device_kib: int | None, prefetch: int | None
 ) -> None:

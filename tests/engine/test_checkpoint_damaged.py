@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from _checkpoints import Run, assert_same
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, TierFailure
 from ps_core.engine import load_checkpoint, load_weights, save_checkpoint
 from ps_core.engine._checkpoint import writer as _writing
+from ps_core.engine._checkpoint.atomic_folder import SUMS
 from ps_core.engine._checkpoint.safetensors_format import read_table
 
 
@@ -42,13 +44,32 @@ def check_damaged(whole: tuple[Run, Path, dict[str, Any]], name: str, change: An
         assert not file.exists() or file.read_bytes() != before, "that is no damage"
         with pytest.raises(CheckpointDamaged, match=rf"^{path}/.*; take another checkpoint, or copy this file anew"):
             load_checkpoint(path, run.model, run.optimizer)
-        if not name.startswith(("exp_avg", "extra")):
+        after = file.read_bytes() if file.exists() else b""
+        if name == SUMS and sums_of_weights(before) == sums_of_weights(after):
+            check_weights(run, path)
+        elif not name.startswith(NOT_OF_WEIGHTS):
             with Run("cpu", spec=None) as other, pytest.raises(CheckpointDamaged):
                 load_weights(other.model, path)
     finally:
         file.write_bytes(before)
     load_checkpoint(path, run.model, run.optimizer)
     assert_same(values, run.values())
+
+
+NOT_OF_WEIGHTS = ("exp_avg", "extra", "random")
+
+
+def sums_of_weights(sums: bytes) -> list[bytes]:
+    """The lines that `load_weights` relies on."""
+    return [line for line in sums.splitlines() if not line.startswith(tuple(map(str.encode, NOT_OF_WEIGHTS)))]
+
+
+def check_weights(run: Run, path: Path) -> None:
+    """Weights are refused, or right."""
+    with Run("cpu", spec=None) as other, suppress(CheckpointDamaged):
+        load_weights(other.model, path)
+        found, right = other.model.state_dict(), run.model.state_dict()
+        assert all(torch.equal(found[name], right[name]) for name in right)
 
 
 FILES = ("masters", "exp_avg", "weights", "buffers", "extra", "manifest", "checksums")
@@ -73,6 +94,18 @@ def test_flipped_bytes(whole: tuple[Run, Path, dict[str, Any]], data: st.DataObj
         file.write_bytes(text)
 
     check_damaged(whole, name, flip)
+
+
+@pytest.mark.parametrize("start", FILES[:-1])
+def test_a_sum_that_is_not_its_files(whole: tuple[Run, Path, dict[str, Any]], start: str) -> None:
+    """Also where `load_weights` does not read the file."""
+
+    def change(sums: Path) -> None:
+        text = sums.read_text("utf-8")
+        place = text.index("\n", text.index(start)) - 1
+        sums.write_text(text[:place] + ("0" if text[place] != "0" else "1") + text[place + 1 :], "utf-8")
+
+    check_damaged(whole, SUMS, change)
 
 
 @settings(max_examples=20, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ps_core import InvalidInput, Moment, Phase, Setup, Tier, Trace, find_plan, machine
 from ps_core.cli import main
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
-from ps_core.engine._tracing.fake_trace import CannotTrace, trace
+from ps_core.engine._tracing.fake_trace import CannotTrace, NoLoss, trace
 
 FP32 = 4
 IDS = torch.arange(2 * 48).reshape(2, 48) % 90
@@ -410,6 +412,13 @@ def test_what_ends_the_pass_is_one_clear_error(
 def goes_on_forever(x: torch.Tensor) -> None:
     while True:
         x = x + 1
+
+
+def test_a_pass_without_a_loss_frees_its_tensors() -> None:
+    """Softmax saves its own result, which autograd would hold for ever."""
+    with pytest.raises(NoLoss):
+        trace(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.ones(2, 4))
+    assert [each for each in gc.get_objects() if type(each) is FakeTensor] == []
 
 
 def test_a_pass_that_takes_too_long_is_ended() -> None:

@@ -8,6 +8,7 @@ import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from types import CellType, ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ HISTORY: deque[Any] = deque(["mine"], maxlen=9)
 DICE = random.Random(5)
 TICKS = itertools.count(3)
 LINES = (line for line in "abc")
+BATCHES = itertools.chain([1, 2], [3])
+PAIRS = zip("abc", [1, 2, 3], strict=True)
 
 
 class Makes(OrderedDict[str, Any]):
@@ -38,7 +41,10 @@ MAKES = Makes(one=int)
 
 
 class Slots:
-    __slots__ = ("last",)
+    __slots__ = ("__own", "last", "unset")
+
+    def set_own(self, value: Any) -> None:
+        self.__own = value
 
 
 SLOTS = Slots()
@@ -80,6 +86,11 @@ def sets_a_slot(module: Any, y: Tensor) -> None:
     SLOTS.last = y
 
 
+def sets_slots_that_were_not_set(module: Any, y: Tensor) -> None:
+    SLOTS.unset = y
+    SLOTS.set_own(y)
+
+
 def sets_a_class_attribute(module: Any, y: Tensor) -> None:
     Calls.mean = y.mean()
     if not hasattr(Calls, "cache"):
@@ -97,6 +108,13 @@ def makes_a_global(module: Any, y: Tensor) -> None:
 def draws(module: Any, y: Tensor) -> None:
     DICE.random()
     next(TICKS)
+    draws_further()
+
+
+def draws_further() -> None:
+    next(TICKS)
+    next(BATCHES)
+    next(PAIRS)
 
 
 def counts_by_a_weak_reference(module: Any, y: Tensor) -> None:
@@ -105,7 +123,7 @@ def counts_by_a_weak_reference(module: Any, y: Tensor) -> None:
 
 def seen() -> Any:
     state = (dict(TIMES), list(HISTORY), SLOTS.last, Calls.mean, hasattr(Calls, "cache"), "MADE" in globals())
-    state = (*state, list(dict.items(MAKES)))
+    state = (*state, list(dict.items(MAKES)), [name for name in ("unset", "_Slots__own") if hasattr(SLOTS, name)])
     return (*state, DICE.getstate(), next(copy.copy(TICKS)))
 
 
@@ -117,6 +135,7 @@ def seen() -> Any:
             adds_to_a_dictionary_of_its_own,
             appends_to_a_deque,
             sets_a_slot,
+            sets_slots_that_were_not_set,
             sets_a_class_attribute,
             makes_a_global,
             draws,
@@ -126,10 +145,10 @@ def seen() -> Any:
 )
 def test_what_code_reaches_is_restored(what: Callable[[Any, Tensor], object]) -> None:
     model = Calls(what)
-    before, ticks = seen(), TICKS
+    before, iterators = seen(), (TICKS, BATCHES, PAIRS)
     trace(model, X)
     assert seen() == before
-    assert TICKS is ticks
+    assert all(now is then for now, then in zip((TICKS, BATCHES, PAIRS), iterators, strict=True))
     assert model.calls == 0
     assert type(model(X)) is Tensor
 
@@ -148,6 +167,115 @@ def test_a_closure_over_the_model_is_restored() -> None:
     assert (model.calls, model.mean_seen is before) == (0, True)
     model(X)
     assert (model.calls, float(model.mean_seen)) == (1, 1.0)
+
+
+def test_iterators_go_on_where_they_were() -> None:
+    """Also those that read other iterators, which a shallow copy shares."""
+    cells = itertools.cycle("xyz"), enumerate("xyz"), iter(["x", "y"]), itertools.islice("xyz", 1, None)
+    first, second, third, fourth = cells
+    model = Calls(lambda module, y: (next(first), next(second), next(third), next(fourth)))
+    trace(model, X)
+    assert [next(each) for each in cells] == ["x", (0, "x"), "x", "y"]
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def test_a_variable_of_a_closure_that_was_not_set_is_unset_again() -> None:
+    def sets_it(module: Any, y: Tensor) -> None:
+        nonlocal last
+        last = y
+
+    trace(Calls(sets_it), X)
+    assert [cell for cell in sets_it.__closure__ or () if _is_set(cell)] == []
+    last = X
+
+
+class Sealed(type):
+    """Its classes refuse other attributes."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+    __delattr__ = None  # type: ignore[assignment]
+
+
+class Settings(metaclass=Sealed):
+    rate: Any = "mine"
+
+
+def test_a_class_whose_attributes_cannot_be_assigned_is_restored() -> None:
+    def changes(module: Any, y: Tensor) -> None:
+        type.__setattr__(Settings, "rate", y)
+        type.__setattr__(Settings, "other", y)
+        TIMES["count"] += 1
+
+    before = TIMES["count"]
+    trace(Calls(changes), X)
+    assert (Settings.rate, hasattr(Settings, "other"), TIMES["count"]) == ("mine", False, before)
+
+
+class Fleeting:
+    """Cannot be put into a set once its mark, which nothing restores, has an end."""
+
+    mark = torch.zeros(())
+
+    def __hash__(self) -> int:
+        if hasattr(self.mark, "end"):
+            raise TypeError("it is gone")
+        return 5
+
+
+def test_one_object_that_cannot_be_restored_leaves_the_others_restored() -> None:
+    a_count, members, z_count = {"it": 0}, {Fleeting()}, {"it": 0}  # a closure's variables are in this order
+
+    def changes(module: Any, y: Tensor) -> None:
+        a_count["it"] += 1
+        z_count["it"] += 1
+        members.clear()
+        Fleeting.mark.end = True  # type: ignore[attr-defined]
+
+    with pytest.raises(CannotTrace, match="it is gone"):
+        trace(Calls(changes), X)
+    assert (a_count, z_count) == ({"it": 0}, {"it": 0})
+
+
+def test_modules_that_name_each_other_are_walked_once() -> None:
+    one, two = ModuleType("one"), ModuleType("two")
+    vars(one).update(two=two), vars(two).update(one=one, count=0)
+
+    def counts(module: Any, y: Tensor) -> None:
+        ONE.two.one.two.count += 1  # type: ignore[name-defined]  # noqa: F821
+
+    globals()["ONE"] = one
+    trace(Calls(counts), X)
+    del globals()["ONE"]
+    assert vars(two)["count"] == 0
+
+
+def test_a_random_generator_without_a_state_is_passed_by() -> None:
+    system = random.SystemRandom()
+    assert trace(Calls(lambda module, y: system.random()), X).moments
+
+
+class Breaks:
+    """Raises where it is asked what it is, as a proxy of nothing does."""
+
+    __class__ = property(lambda _: {}["nothing"])  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("other", [lambda: (line for line in "abc"), Breaks], ids=["generator", "breaks"])
+def test_iterators_are_put_back_if_saving_fails(other: Callable[[], Any]) -> None:
+    ticks, z_other = itertools.count(3), other()  # a closure's variables are in the order of their names
+    before = ticks
+    model = Calls(lambda module, y: (next(ticks), z_other))
+    with pytest.raises(CannotTrace):
+        trace(model, X)
+    assert ticks is before
 
 
 def test_a_generator_of_numbers_is_restored_and_not_copied() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core.engine._memory.usage import ByteLedger
+from ps_core.engine._support.counters import ByteLedger
 
 SIZES = st.integers(0, 100)
 EVENTS = st.lists(

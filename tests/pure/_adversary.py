@@ -236,7 +236,7 @@ class Machine:
         now = {use.extent: (number, self._room(number).moves) for number, use in zip(op.slots, uses, strict=True)}
         for number, use in zip(op.slots, uses, strict=True):
             if use.held and self.used.get(use.extent) != now[use.extent]:
-                raise Broken(f"{use.extent} is held on to, and was moved from {self.used.get(use.extent)}")
+                raise Broken(f"{use.extent} is still referenced, and was moved from {self.used.get(use.extent)}")
             if use.before is not None:
                 self._take(number, use.extent, use.before)
             self._put(number, use.extent, use.after)

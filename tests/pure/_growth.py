@@ -13,8 +13,9 @@ from ps_core._planner.frame import make_frame
 from ps_core._planner.placement import filled
 from ps_core._planner.segments import make_plan
 from ps_core._program import WIRE_BYTES, Extent, Program
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.named import shape
+from ps_core._workloads.workload import Workload
 
 SIZES = ("gpt-1b", "gpt-4b", "gpt-10b", "gpt-30b", "gpt-68b", "gpt-175b", "gpt-1t")
 """At a group a layer, from 22 groups to 129."""

@@ -21,9 +21,10 @@ from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase
 from ps_core._verify import verify
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.named import bert, gpt, shape
 from ps_core._workloads.shapes import tensors
+from ps_core._workloads.workload import Workload
 
 MIB, GIB = 2**20, 2**30
 TOKENS, WIDTH, WORDS = 64, 64, 98

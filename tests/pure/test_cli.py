@@ -17,8 +17,9 @@ from ps_core import cli
 from ps_core._command.doctor import Accelerator
 from ps_core._errors import DoesNotFit
 from ps_core._simulate.machine import MACHINES, UNSTEADY
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.named import gpt, shape
+from ps_core._workloads.workload import Workload
 from ps_core.cli import main
 
 SMALL = ("--seq", "128", "--batch", "2", "--device-memory", "1GiB", "--host-memory", "8GiB", "--gpus", "1")

@@ -156,7 +156,7 @@ def test_a_plan_for_tight_memory_leaves_what_is_held_where_it_is():
     careless = tight_plan(free, tiers)
     verify(free, careless)
     assert moved_while_held(made, careless) == [weight(0)]
-    with pytest.raises(PlanMismatch, match="held on to since the moment before, to stay in slot"):
+    with pytest.raises(PlanMismatch, match="still referenced since the moment before, to stay in slot"):
         verify(made, careless)
     plan = tight_plan(made, tiers)
     verify(made, plan)
@@ -173,7 +173,7 @@ def test_verify_knows_of_every_slot_that_is_moved_while_it_is_held():
             plan = tight_plan(free, (*snug(free, largest_extent_bytes(free)), Tier("disk", WIDE)))
             moved = bool(moved_while_held(made, plan))
             found = [fault for fault in faults(made, plan) if fault.segment == MICRO]
-            assert ["held on to" in str(fault) for fault in found] == [True] * moved
+            assert ["still referenced" in str(fault) for fault in found] == [True] * moved
             tally[moved] += 1
 
 
@@ -187,7 +187,7 @@ def test_the_reference_refuses_a_plan_that_moves_what_is_held():
     tiers = snug(made)
     careless, plan = tight_plan(without_holds(made), tiers), tight_plan(made, tiers)
     assert trained(made, plan) == trained(without_holds(made), careless)
-    with pytest.raises(PlanMismatch, match="held on to since the moment before, was moved to"):
+    with pytest.raises(PlanMismatch, match="still referenced since the moment before, was moved to"):
         trained(made, careless)
 
 
@@ -236,11 +236,11 @@ def test_moving_there_and_back_is_moving(after, offsets, sound):
         trained(made, plan)
         return
     assert told is not None
-    assert "held on to" in told
+    assert "still referenced" in told
     (fault,) = faults(made, plan, limit=1)
     assert f"moved by instruction {len(micro.instrs) - 1}" in str(fault)
     assert fault.others == (len(micro.instrs) - 1,)
-    with pytest.raises(PlanMismatch, match="held on to"):
+    with pytest.raises(PlanMismatch, match="still referenced"):
         trained(made, plan)
 
 

@@ -14,8 +14,9 @@ from ps_core._planner.search import Setup, find_plan, group_sizes
 from ps_core._simulate.machine import machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 from ps_core._verify import verify
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.named import published_names, shape
+from ps_core._workloads.workload import Workload
 
 
 @given(traces(), st.integers(1, 2000), st.integers(1, 9))

@@ -20,8 +20,9 @@ from ps_core._simulate.clock import moved_bytes
 from ps_core._simulate.machine import machine
 from ps_core._trace import Phase
 from ps_core._verify import verify
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.named import shape
+from ps_core._workloads.workload import Workload
 
 GIB = 2**30
 MICRO = SegmentName.MICRO_LAST

@@ -14,8 +14,9 @@ from ps_core._planner.recall import find_plan_again
 from ps_core._planner.search import Setup
 from ps_core._simulate.machine import machine
 from ps_core._verify import verify
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.named import shape
+from ps_core._workloads.workload import Workload
 
 TRACE = analytic_trace(shape("gpt-50m"), Workload(batch=4))
 LAYOUT = lay_out(TRACE, group_numel=8_000_000)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 UNFINISHED = ".new"
-"""What the name of a file ends with until it is complete."""
+"""The end of a file's name until the file is complete."""
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a word that is not known."""
+"""Suggest the known names that are nearest to an unknown one."""
 
 from __future__ import annotations
 

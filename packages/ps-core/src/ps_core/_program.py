@@ -86,7 +86,7 @@ class Use(NamedTuple):
     before: int | None
     after: int
     held: bool = False
-    """Somebody holds on to its memory since the moment before: it is in the same slot, which has not been moved."""
+    """Its memory has been referenced since the moment before: it is in the same slot, which has not been moved."""
 
 
 class SegmentName(StrEnum):

@@ -72,7 +72,7 @@ class Moment:
     takes: tuple[int, ...] = ()
     """Activations read here. One dies after the last moment that takes it."""
     holds: tuple[int, ...] = ()
-    """Tensors whose payload somebody has held on to since the moment before (a recomputed block): it must not move in
+    """Tensors whose payload has had live aliases since the moment before (a recomputed block): it must not move in
     between. They are among the ``reads`` of both moments."""
     nonmodel_bytes: int = 0
     """Peak bytes on the compute tier during the moment besides model data and listed activations."""

@@ -17,7 +17,7 @@ class AbandonableCall:
         """Begin to call ``work``."""
         self._over, self._failure = Event(), ""
         self.error: BaseException | None = None
-        """What it raised."""
+        """The exception that the call raised; None: none."""
         try:
             Thread(target=self._run, args=(work,), name="ps_dist abandonable call", daemon=True).start()
         except RuntimeError:  # the interpreter is ending, and starts no more threads

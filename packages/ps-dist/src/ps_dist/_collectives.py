@@ -30,12 +30,12 @@ from ps_dist._watchdog import Watchdog
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
 """See `TorchCollectives.reach`."""
 _SHOWN_BYTES = 120
-"""Of a value that differs between ranks, in the message."""
+"""Bytes of a value that differs between ranks, in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What one process has exchanged with the others."""
+    """Counts what one process has exchanged with the others."""
 
     collectives: int
     """Begun so far, with whatever else was noted."""
@@ -44,7 +44,7 @@ class Statistics:
     wire_bytes: dict[str, int]
     """Bytes received, by operation; as many are sent."""
     transport: str
-    """What carries the data: ``gloo``, through the host's memory, or ``nccl``, between CUDA devices directly.
+    """The transport of the data: ``gloo``, through the host's memory, or ``nccl``, between CUDA devices directly.
 
     ``gloo`` until a CUDA device is used; ``none`` where a single process uses one, and nothing is sent.
     """

@@ -71,7 +71,7 @@ class CommThread:
         self.error: RanksDiverged | None = None
         """Why nothing runs any more, in the words that all ranks are told."""
         self.failure: Failure | None = None
-        """What the transport said when it failed; `Watchdog` finds out which rank is to blame."""
+        """The transport's error, if it failed; `Watchdog` finds out which rank is to blame."""
         self.check_wait: Callable[[], None] = _no_check
         """Called once in a while by a thread that waits: `Watchdog` may itself be waiting, for the store."""
         self._thread = Thread(target=self._run, name="ps_dist collectives", daemon=True)

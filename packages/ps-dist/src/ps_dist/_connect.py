@@ -41,7 +41,7 @@ _GRACE_S = 10.0
 _MOST_TRIAL_S = 120.0
 """Seconds in which NCCL connects the devices, if it works; or half of the timeout, if that is less."""
 _DEFAULT_GROUP = DefaultGroup()
-"""Of this process, as torch's default group is."""
+"""Owns torch's default group, of which a process has one."""
 
 
 def transports() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a process has done so far, so that ranks that do different things can be told where they began to.
+"""Record what a process has done, so that ranks that do different things can be told where they began to.
 
 [Note: fingerprints]
 Every process adds the same entries in the same order: its collectives, and whatever else it is told to note. An entry's

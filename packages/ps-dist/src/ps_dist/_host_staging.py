@@ -16,11 +16,9 @@ from torch import Tensor
 
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
-from ps_dist._reduce import OrderedReduceScatter
+from ps_dist._reduce import OrderedReduceScatter, largest_piece, pieces
 
 _ALIGNED = 128
-_CUT_NUMEL = 64
-"""Pieces end at multiples of this many elements."""
 
 
 class StagingCopier(Protocol):
@@ -111,14 +109,14 @@ class HostStagedCollectives:
             copier.copy(into[piece].view(torch.uint8), total.view(torch.uint8))
 
     def _pieces(self, numel: int, kind: torch.dtype) -> Iterator[slice]:
-        """Yield pieces of a shard, as large as the staging memory allows."""
-        room = self._copier.staging.numel()
-        step = numel
-        if staging_bytes(numel, kind, self._mesh, self._reduce_scatter) > room:
-            step = room // staging_bytes(_CUT_NUMEL, kind, self._mesh, self._reduce_scatter) * _CUT_NUMEL
-            assert step, "the engine has memory for a piece at least"
-        for start in range(0, numel, step or 1):
-            yield slice(start, min(start + step, numel))
+        """Return pieces of a shard, as large as the staging memory allows."""
+        step = largest_piece(
+            numel,
+            self._copier.staging.numel(),
+            lambda piece: staging_bytes(piece, kind, self._mesh, self._reduce_scatter),
+        )
+        assert step, "the engine has memory for a piece at least"
+        return pieces(numel, step)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a rank runs."""
+    """Says where a rank runs."""
 
     host: str
     process: int
     machine: str = ""
     """The same for processes that know each other's process ids; empty: not known."""
     started: str = ""
-    """When the process started, in the kernel's ticks."""
+    """Time of the process's start, in the kernel's ticks."""
 
     @staticmethod
     def own() -> Location:

@@ -24,7 +24,7 @@ _HANDLED_HERE = NO_DUMP | {
 
 
 class DefaultGroup:
-    """Who takes down torch's default process group, which all connections of a process use.
+    """Decides who takes down torch's default process group, which all connections of a process use.
 
     The last connection to close does, if a connection made the group and not the program.
     """

@@ -17,12 +17,12 @@ from ps_dist._timeouts import Timeouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerState:
-    """What another rank last wrote."""
+    """The last message that another rank wrote."""
 
     silent_s: float = 0.0
     """Seconds since it wrote; since it was first asked, where it never did."""
     number: int = 0
-    """Of its current or latest history entry."""
+    """The number of its current or latest history entry."""
     doing: str = ""
     """Its current collective; empty between collectives."""
     tail: Sequence[HistoryEntry] = ()
@@ -60,7 +60,7 @@ class Wait:
     store_silent_s: float = 0.0
     """Seconds since the store owes an answer, where that is long."""
     store_error: str = ""
-    """What the connection to the store failed with."""
+    """The error with which the connection to the store failed."""
 
     @property
     def number(self) -> int:
@@ -79,7 +79,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How messages name ranks and the store."""
+    """Names ranks and the store in messages."""
 
     hosts: Mapping[int, str]
     store_rank: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from ps_dist._mesh import Mesh
 HOST_PIECE_NUMEL = 1 << 15
 """Elements that are summed at a time on the host: few enough for the cache, and for torch to start no threads."""
 _CUT_NUMEL = 64
-"""A sum that does not fit into its scratch is cut at multiples of so many elements."""
+"""What does not fit into its memory is cut at multiples of so many elements."""
 
 
 class _Exchange(Protocol):
@@ -39,13 +39,11 @@ class OrderedReduceScatter:
 
     def piece_numel(self, numel: int, kind: torch.dtype, scratch: Tensor) -> int:
         """Return how many elements of a shard fit into the scratch at a time."""
-        if self.scratch_bytes(numel, kind) <= scratch.nbytes:
-            return max(numel, 1)
-        per_cut = self.scratch_bytes(_CUT_NUMEL, kind)
-        cuts = scratch.nbytes // per_cut
-        if not cuts:
-            raise InvalidInput(f"reduce_scatter: scratch of {scratch.nbytes} bytes, expected at least {per_cut}")
-        return cuts * _CUT_NUMEL
+        found = largest_piece(numel, scratch.nbytes, lambda piece: self.scratch_bytes(piece, kind))
+        if not found:
+            least = self.scratch_bytes(_CUT_NUMEL, kind)
+            raise InvalidInput(f"reduce_scatter: scratch of {scratch.nbytes} bytes, expected at least {least}")
+        return found
 
     def __call__(
         self,
@@ -60,10 +58,7 @@ class OrderedReduceScatter:
     ) -> None:
         """Sum this rank's shard of every giver's ``source`` into ``into``, piece by piece; ``kind``: their type."""
         rows = None if source is None else source.view(len(self._shards), -1)
-        numel = into.numel()
-        step = self.piece_numel(numel, kind, scratch)
-        for start in range(0, numel, step):
-            piece = slice(start, min(start + step, numel))
+        for piece in pieces(into.numel(), self.piece_numel(into.numel(), kind, scratch)):
             parts = None if rows is None else [row[piece] for row in rows]
             within, rest = into[piece], scratch
             if len(self._replicas) > 1:
@@ -116,6 +111,19 @@ class OrderedReduceScatter:
             into.zero_()
 
 
+def largest_piece(numel: int, room_bytes: int, needed_bytes: Callable[[int], int]) -> int:
+    """Return how many of a shard's elements can be exchanged at a time in this much memory; 0: too little for any."""
+    if needed_bytes(numel) <= room_bytes:
+        return max(numel, 1)
+    return room_bytes // needed_bytes(_CUT_NUMEL) * _CUT_NUMEL
+
+
+def pieces(numel: int, step: int) -> Iterator[slice]:
+    """Yield slices of at most ``step`` elements, in order, which cover ``numel`` elements."""
+    for start in range(0, numel, step):
+        yield slice(start, min(start + step, numel))
+
+
 def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor) -> None:
     """Sum the parts in their order and in fp32, and round once into ``into``; ``work``: fp32 memory for a piece.
 
@@ -127,8 +135,7 @@ def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor) -> None:
     most = work.numel()
     if fused and two and torch.get_num_threads() == 1:
         most = max(into.numel(), 1)  # nothing is read twice, and no threads can be started
-    for start in range(0, into.numel(), most):
-        piece = slice(start, min(start + most, into.numel()))
+    for piece in pieces(into.numel(), most):
         total = into[piece] if direct else work[: piece.stop - piece.start]
         if fused:
             torch.add(parts[0][piece], parts[1][piece], out=total)

@@ -34,12 +34,12 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """What every rank knows of all ranks."""
+    """Holds what every rank knows of all ranks."""
 
     call: str
     """The number of the call by which they found each other."""
     locations: Mapping[int, Location]
-    """Where each rank runs."""
+    """The computer and process of each rank."""
 
 
 def find_ranks(store: Any, facts: Facts, *, rank: int, ranks: int, timeout_s: float) -> Roster:
@@ -89,7 +89,7 @@ def _roster(call: str, rows: Mapping[int, _Row]) -> Roster:
 
 
 class _Caller:
-    """What rank 0 does."""
+    """Do rank 0's part: call, collect the answers, write the roster."""
 
     def __init__(self, store: Any, facts: Facts, ranks: int, timeout_s: float) -> None:
         self._store, self._ranks, self._timeout_s = store, ranks, timeout_s
@@ -157,7 +157,7 @@ class _Caller:
 
 
 class _Answerer:
-    """What every other rank does."""
+    """Do every other rank's part: answer calls until a roster has this rank's number."""
 
     def __init__(self, store: Any, facts: Facts, rank: int, ranks: int, timeout_s: float) -> None:
         self._store, self._rank, self._ranks, self._timeout_s = store, rank, ranks, timeout_s
@@ -167,7 +167,7 @@ class _Answerer:
         self._looks = 0
         """Rank 0's count of its looks, as last read."""
         self._grew_at_s: float | None = None
-        """When that count was last seen to grow; None: it never was."""
+        """Time at which that count was last seen to grow; None: it never was."""
 
     def find(self) -> Roster:
         """Answer every call, until the roster of one has this process on it."""

@@ -27,7 +27,7 @@ class Timeouts:
 
     @property
     def failure_grace_s(self) -> float:
-        """How long the others have to explain a failure of this rank's transport that names no rank."""
+        """Seconds that the others have to explain a failure of this rank's transport that names no rank."""
         return 5 * self.look_s
 
     @property
@@ -37,7 +37,7 @@ class Timeouts:
 
     @property
     def exit_s(self) -> float:
-        """How long a rank that leaves after an error stays at most, so that the others can read why."""
+        """Most seconds that a rank which leaves after an error stays, so that the others can read why."""
         return 10 * self.look_s
 
     @property

@@ -1,4 +1,4 @@
-"""What memory of CUDA devices travels by: all ranks decide at once, and NCCL is tried before it is used.
+"""Choose what memory of CUDA devices travels by: all ranks decide at once, and NCCL is tried before it is used.
 
 [Note: a trial]
 Whether NCCL works is known once it has worked: it may refuse devices that look like any others, deliver nothing, or
@@ -30,12 +30,12 @@ from ps_dist._roster import name_ranks
 from ps_dist._session import CollectiveSession
 
 _SHOWN_BYTES = 320
-"""Of what went wrong on a rank."""
+"""Bytes of the error message of a rank."""
 _ELSEWHERE = "it had failed on another rank"
 
 
 class NcclGroup(Protocol):
-    """What makes a group of NCCL's: `ProcessGroups`."""
+    """Makes a group of NCCL's, as `ProcessGroups` does."""
 
     def connect_nccl(self) -> Any:
         """Make the group; it may also raise, or never return."""

@@ -57,7 +57,7 @@ class Watchdog:
         """For each rank how often it wrote its state, when that was last seen to change, and the state."""
         self._failed_at_s: float | None = None
         self._asked_at_s: float | None = None
-        """When the store was asked for what it has not answered yet."""
+        """Time at which the store was asked for what it has not answered yet."""
         self._heard: str | None = None
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False

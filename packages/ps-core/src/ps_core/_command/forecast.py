@@ -25,9 +25,10 @@ from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase, Trace
 from ps_core._units import ALIGNMENT_BYTES
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.apart import check_apart
 from ps_core._workloads.shapes import Family, TransformerShape, tensors
+from ps_core._workloads.workload import Workload
 
 _STALLED = 0.05
 """A plan that leaves the compute queue idle longer than this part of a step is worth a second try."""

@@ -10,9 +10,9 @@ from ps_core._program import Extent
 
 NEVER_FREED = -1
 EMPTY = float("-inf")
-"""What a piece is worth that nobody needs: nothing need be given up to have it."""
+"""The worth of free space: nothing need be evicted to use it."""
 STALE = -1e308
-"""What a copy is worth that is not the newest: less than any other, but somebody's."""
+"""The worth of a stale copy: less than any current one, but more than free space."""
 
 
 @dataclass(slots=True, eq=False)

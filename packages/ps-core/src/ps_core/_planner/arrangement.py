@@ -61,7 +61,7 @@ class Arrangement:
         self.pins: set[Extent] = set()
         self.holds = Holds(program, name)
         self.fixed: frozenset[Extent] = frozenset()
-        """Of the pinned ones, those that must not be shifted either: somebody holds on to their memory."""
+        """Pinned extents that must not be shifted either: their memory is still referenced."""
         self.tide_bytes = 0
         self.now = -1
         self.place = "between segments"

@@ -1,4 +1,4 @@
-"""What must stay where it is from one moment to the next, because somebody holds on to its memory.
+"""Tells what must stay in its place from one moment to the next, because its memory is still referenced.
 
 [Note: ground]
 A tier can be pushed together only around what must not move. So before something is held it is put on *ground*: the

@@ -110,14 +110,14 @@ def _run(process: Process, leg: Leg, op: Run) -> None:
 
 
 def _check_held(process: Process, leg: Leg, uses: Sequence[Use], slots: Mapping[Extent, Slot]) -> None:
-    """What somebody has held on to since the moment before is where it was, and was all the while."""
+    """Raise if an extent has moved since the moment before, although its memory was still referenced."""
     for use in uses:
         slot, moves = process.used.get(use.extent, (None, 0))
         here = slots[use.extent]
         if use.held and (slot is not here or moves != here.moves):
             raise PlanMismatch(
-                f"{leg.name.value}: {use.extent.kind.value} of {use.extent.index}, held on to since the moment before, "
-                f"was moved to {here.offset}"
+                f"{leg.name.value}: {use.extent.kind.value} of {use.extent.index}, still referenced since "
+                f"the moment before, was moved to {here.offset}"
             )
     process.used = {extent: (slot, slot.moves) for extent, slot in slots.items()}
 

@@ -232,13 +232,13 @@ class Contents:
         self._used = {use.extent: (slot.number, slot.since) for slot, use in zip(slots, uses, strict=True)}
 
     def _check_held(self, slot: Slot, extent: Extent) -> None:
-        """`Fault` unless it is where the moment before had it, and was all the while.
+        """Raise `Fault` if an extent has moved since the moment before.
 
         Whatever moves or releases a slot is ordered against the moments that use it, so one order tells of all.
         """
         number, since = self._used.get(extent, (-1, BEGINNING))
         if (slot.number, slot.since) != (number, since):
-            name = f"{extent.kind.value} of {extent.index}, held on to since the moment before,"
+            name = f"{extent.kind.value} of {extent.index}, still referenced since the moment before,"
             moved = f"slot {slot.number}" if slot.number != number else f"moved by instruction {slot.since.id}"
             raise Fault(f"{name} to stay in slot {number}", moved, others=ids([slot.since]))
 

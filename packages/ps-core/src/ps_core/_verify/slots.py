@@ -3,7 +3,7 @@
 [Note: races]
 Instructions are walked in one allowed order; clocks tell what other orders there are. A read must find the right
 content and be ordered after every write so far; a write must be ordered after every read so far. Two writes that no
-order settles leave a *torn* slot, which is a fault only if somebody reads it. A write that stores what is already
+order settles leave a *torn* slot, which is a fault only if it is read. A write that stores what is already
 there changes nothing in any order, so it counts as a read.
 """
 

@@ -1,4 +1,4 @@
-"""How fast this computer is: links, optimizer steps, norms, copies and matrix work, measured in less than a minute.
+"""Measure how fast this computer is: links, optimizer steps, norms, copies, matrix work. It takes less than a minute.
 
     python -m ps_core.engine._calibrate
 

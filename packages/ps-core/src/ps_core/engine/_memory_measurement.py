@@ -7,21 +7,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ps_core._program import Kind
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._tracing.pass_recording import MomentRecord
-from ps_core.report.columns import CATEGORIES, Category, Column, Tide
-
-_CATEGORY = {
-    Kind.P16: Category.WEIGHTS,
-    Kind.P32: Category.STATES,
-    Kind.M: Category.STATES,
-    Kind.V: Category.STATES,
-    Kind.ACC: Category.GRADIENTS,
-    Kind.GRAD: Category.GRADIENTS,
-}
+from ps_core.report.columns import CATEGORIES, Category, Column, Tide, category_of
 
 
 class MemoryMeasurement:
@@ -94,8 +84,6 @@ class MemoryMeasurement:
         if extent is None:
             return Category.GRADIENTS  # a slot that nothing is copied to is for gradients that are about to come
         group = self._engine.groups[extent.index]
-        if extent.kind is group.weight:
-            newest = slot.version == group.weight_chunk.version
-            over = newest and any(record.contents is not SlotContents.WEIGHT for record in group.tensors)
-            return Category.GRADIENTS if over else Category.WEIGHTS
-        return _CATEGORY.get(extent.kind, Category.BUFFERS)
+        newest = extent.kind is group.weight and slot.version == group.weight_chunk.version
+        over = newest and any(record.contents is not SlotContents.WEIGHT for record in group.tensors)
+        return category_of(extent.kind, group.weight, is_gradient=over)

@@ -42,6 +42,27 @@ class Category(StrEnum):
 CATEGORIES = tuple(Category)
 
 
+_CATEGORY_OF = {
+    Kind.P16: Category.WEIGHTS,
+    Kind.P32: Category.STATES,
+    Kind.M: Category.STATES,
+    Kind.V: Category.STATES,
+    Kind.ACC: Category.GRADIENTS,
+    Kind.GRAD: Category.GRADIENTS,
+    Kind.RGRAD: Category.GRADIENTS,
+    Kind.FULL: Category.BUFFERS,
+    Kind.WIRE: Category.BUFFERS,
+    Kind.ACT: Category.CHECKPOINTS,
+}
+
+
+def category_of(kind: Kind, weight: Kind, *, is_gradient: bool) -> Category:
+    """Return what bytes of a kind are for; ``is_gradient``: a gradient lies over the weight of kind ``weight``."""
+    if is_gradient and kind in (weight, Kind.FULL):
+        return Category.GRADIENTS
+    return Category.WEIGHTS if kind is weight else _CATEGORY_OF[kind]
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One moment: bytes of each of `CATEGORIES` while it runs."""
@@ -90,12 +111,17 @@ def _columns(program: Program, plan: Plan, segment: Segment) -> Iterator[Column]
     holds = _contents(program, plan, segment)
     gradients = _gradients_at_entry(program, plan, segment.name)
     sizes = {slot: held.bytes for slot, held in enumerate(plan.home) if held.tier == 0}
+    weight = Kind.P32 if program.precision is Precision.FP32 else Kind.P16
 
     def column(name: str, phase: str, nonmodel: int) -> Column:
         counts = dict.fromkeys(CATEGORIES, 0)
         counts[Category.NONMODEL] = nonmodel
         for slot, size in sizes.items():
-            counts[_category(program, holds.get(slot), slot in gradients)] += size
+            extent = holds.get(slot)
+            if extent is None:
+                counts[Category.BUFFERS] += size
+            else:
+                counts[category_of(extent.kind, weight, is_gradient=slot in gradients)] += size
         return Column(name, phase, tuple(counts.values()))
 
     for instr in segment.instrs:
@@ -142,30 +168,6 @@ def _gradients_at_entry(program: Program, plan: Plan, name: SegmentName) -> set[
         for slot, held in enumerate(plan.home)
         if held.extent.kind is Kind.P16 and _is_gradient(program, held.extent.index, versions.get(held.extent, 0))
     }
-
-
-def _category(program: Program, extent: Extent | None, is_gradient: bool) -> Category:
-    if extent is None:
-        return Category.BUFFERS
-    if is_gradient and extent.kind in (Kind.P16, Kind.FULL):
-        return Category.GRADIENTS
-    if extent.kind is Kind.P32 and program.precision is Precision.FP32:
-        return Category.WEIGHTS
-    return _CATEGORY[extent.kind]
-
-
-_CATEGORY = {
-    Kind.P16: Category.WEIGHTS,
-    Kind.P32: Category.STATES,
-    Kind.M: Category.STATES,
-    Kind.V: Category.STATES,
-    Kind.ACC: Category.GRADIENTS,
-    Kind.GRAD: Category.GRADIENTS,
-    Kind.RGRAD: Category.GRADIENTS,
-    Kind.FULL: Category.BUFFERS,
-    Kind.WIRE: Category.BUFFERS,
-    Kind.ACT: Category.CHECKPOINTS,
-}
 
 
 def _contents(program: Program, plan: Plan, segment: Segment) -> dict[int, Extent]:

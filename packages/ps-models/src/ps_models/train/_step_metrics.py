@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ps_core._trace import Phase
-from ps_core._workloads.analytic import Workload, analytic_trace
+from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.shapes import TransformerShape
+from ps_core._workloads.workload import Workload
 from ps_core.engine import Statistics
 from ps_models.train._options import TrainOptions
 

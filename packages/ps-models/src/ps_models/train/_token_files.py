@@ -1,6 +1,6 @@
 """Read files of token numbers: a sequence at a time, never as a whole.
 
-They are not mapped into memory. A file that somebody cuts short while it is mapped ends the process (SIGBUS), or gives
+They are not mapped into memory. A file that is cut short while it is mapped ends the process (SIGBUS), or gives
 zeros up to the end of a page; reading tells.
 """
 

@@ -1,4 +1,4 @@
-"""How many blocks it takes that caches do not hold them."""
+"""Find the number of blocks that caches do not hold."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Attended(NamedTuple):
 
     queries: float
     flops: float
-    """Of both directions; two parts of seven are forward's."""
+    """Operations of both directions; two sevenths are forward's."""
     forward_s: float
     backward_s: float
 

@@ -33,7 +33,7 @@ class Probe:
         self.work = work
         self.times: list[float] = []
         self.waited_s = 0.0
-        """How long this thread was not served, of what it did by itself."""
+        """Seconds for which this thread was ready and did not run."""
         self._device = device
 
     def sample(self) -> None:
@@ -56,7 +56,7 @@ class Probe:
 
     @property
     def spread(self) -> float:
-        """How much longer the median took, as a part of it."""
+        """The median's excess over the lower quartile, as a part of the quartile."""
         return statistics.median(self.times) / max(self.seconds, 1e-9) - 1
 
     def _synchronize(self) -> None:

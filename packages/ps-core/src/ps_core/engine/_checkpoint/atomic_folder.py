@@ -1,8 +1,8 @@
 """Write a folder so that all of it is there or none, whenever the process is killed.
 
 [Note: siblings]
-A save of ``runs/a`` writes ``runs/.a.ps-partial``, and has every file, the folder and its parent on the disk before it
-goes on. If there is no ``runs/a`` yet, the folder is renamed to that. Else:
+A save of ``runs/a`` writes ``runs/.a.ps-partial``. It goes on once every file, the folder and its parent are on the
+disk. If there is no ``runs/a`` yet, the folder is renamed to that. Else:
 
     1. ``.a.ps-partial`` becomes ``.a.ps-ready``: from here on the new one is what counts;
     2. ``a`` becomes ``.a.ps-previous``;
@@ -10,7 +10,7 @@ goes on. If there is no ``runs/a`` yet, the folder is renamed to that. Else:
     4. ``.a.ps-previous`` is removed.
 
 The next save or load (`recover`) removes a partial folder, and carries on from a ready one. A save holds a lock on its
-new folder for as long as its process lives, so that the folder is not taken for an abandoned one.
+new folder for as long as its process lives. So the folder is not taken for an abandoned one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OURS = re.compile(
 )
 _SHOWN = 5
 _LOOKS, _LOOK_S = 100, 0.1
-"""How often a rank looks for the folder that rank 0 made, and the seconds in between: networks are slow."""
+"""A rank looks so many times for the folder that rank 0 made, so many seconds apart: network file systems are slow."""
 
 
 class AtomicFolder:

@@ -26,7 +26,7 @@ MOMENTS = {kind.__name__: tuple(KINDS[StepRule.SGD if kind is SGD else StepRule.
 """The sections of each optimizer's states."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
 _FIELDS_OF_VERSION_2 = {"save": str, "ranks": int, "orders": dict, "random_files": list}
-"""Beside those of version 1, see [Note: versions] in `manifest`."""
+"""Needed in addition to those of version 1, see [Note: versions] in `manifest`."""
 _OF_OPTIMIZER = {"name": str, "groups": list, "steps": dict}
 _MEANT = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
 Wanted = tuple[torch.dtype, tuple[int, ...]]

@@ -1,12 +1,12 @@
 """Compute CRC-32 of bytes as they come, and of a whole from the checksums of its pieces.
 
 [Note: the checksum]
-CRC-32, of zlib, which is in the standard library: it has to find damage, not forgery, and to be faster than a disk. It
-finds every change within 32 bits in a row; of others one in four billion escapes it. SHA-256 took three to four times
-as long, and halved the rate of a save. One thread takes it of each buffer while another has that written, or the next
-one read. `cksfv` and `rhash` check the list of them.
+The checksum is CRC-32, of zlib, which is in the standard library. It has to find damage, not forgery, and to be faster
+than a disk. It finds every change within 32 bits in a row; of others one in four billion escapes it. SHA-256 took three
+to four times as long, and halved the rate of a save. One thread takes it of each buffer while another has that written,
+or the next one read. `cksfv` and `rhash` check the list of them.
 
-The sum of a whole follows from those of its pieces: bytes that come after multiply what was there by a power of x, in
+The sum of a whole follows from those of its pieces. Bytes that come after multiply what was there by a power of x, in
 polynomials over two elements. So each of several processes sums up what it reads, and no process reads a file twice.
 """
 

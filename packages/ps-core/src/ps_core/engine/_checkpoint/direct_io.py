@@ -1,7 +1,7 @@
 """Write and read files in order, past the page cache: one buffer is filled while the disk has the other.
 
 [Note: past the page cache]
-A checkpoint is larger than what it should push out of memory, and is wanted on the disk, not near it; besides, direct
+A checkpoint should push nothing else out of memory, and is wanted on the disk, not in a cache. Besides, direct
 transfers were several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
 """
 

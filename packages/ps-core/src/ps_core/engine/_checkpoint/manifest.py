@@ -1,15 +1,15 @@
 """Write and read ``manifest.json``, and ``checksums.sfv``, which has the checksum of every file.
 
 [Note: damage]
-``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest; the manifest says which tensors each file
-has, from which the file's table and size follow to the byte; and the checksums vouch for the rest, while it is read.
-What a writer with a bug left out has sound checksums too: see `completeness`.
+``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest. The manifest says which tensors each file
+has, from which the file's table and size follow to the byte. The checksums vouch for the rest, while it is read. What a
+writer with a bug left out has sound checksums too: see `completeness`.
 
 [Note: versions]
-What is written is of version 2, whether one rank saves or several: every file has a writer, files may have parts of
-tensors, each with what it is a part of (see [Note: parts]), and their tables have a mark of the save, so that files of
-two saves are told apart at once. States of random numbers are in a small file for each rank. Version 1, which a single
-process wrote once and which is still read, has none of that, and the states of random numbers in the manifest.
+What is written is of version 2, whether one rank saves or several. Every file has a writer. Files may have parts of
+tensors, each with what it is a part of (see [Note: parts]). Their tables have a mark of the save, so that files of two
+saves are told apart at once. States of random numbers are in a small file for each rank. Version 1, which a single
+process wrote once, is still read. It has none of that, and the states of random numbers are in the manifest.
 """
 
 from __future__ import annotations

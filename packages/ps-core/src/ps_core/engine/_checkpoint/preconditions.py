@@ -1,4 +1,4 @@
-"""What saving and loading require: of the engine, and of a checkpoint, which has to be of this model and optimizer."""
+"""Checks before saving and loading: the engine is between steps, and the checkpoint is of this model and optimizer."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _ERRORS = (InvalidInput, TierFailure, CheckpointDamaged, CheckpointMismatch)
 """Errors that are raised as they are on every rank; any other is `RanksDiverged` on the ranks that did well."""
 _WELL, _OTHER = -1.0, float(len(_ERRORS))
 _TOLD_BYTES = 1000
-"""Of an error's message, to the other ranks."""
+"""Bytes of an error's message that the other ranks get."""
 
 
 class OneRank:

@@ -35,7 +35,7 @@ Targets = Mapping[str, TensorSource | None]
 
 @dataclass(frozen=True, slots=True)
 class FullTensorLayout:
-    """The whole of a tensor that files have in parts."""
+    """Describes a whole tensor whose parts are in several files."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

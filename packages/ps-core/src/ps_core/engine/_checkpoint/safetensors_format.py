@@ -45,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 LENGTH_BYTES, LARGEST_TABLE, _ALIGNED = 8, 100_000_000, 8
 """The format's own: how the table's length is written, the longest a reader takes, and what tables are filled up to."""
 _PICKLED = (b"PK\x03\x04", b"\x80\x02")
-"""How files of ``torch.save`` begin."""
+"""The first bytes of files of ``torch.save``."""
 METADATA = {"format": "pt"}
 """Metadata that readers of model files look for."""
 
@@ -58,7 +58,7 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     tensor: str = ""
-    """Of which these are some elements, in memory order; empty: it is whole, row by row."""
+    """The whole tensor, of which these are some elements in memory order; empty: these are all, row by row."""
     first: int = 0
     """The first of them."""
 

@@ -24,7 +24,7 @@ from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 MASTERS, WEIGHTS, BUFFERS, EXTRA = "masters", "weights", "buffers", "extra"
 TensorSource = tuple[ParamState, Kind] | torch.Tensor
-"""Where a tensor's values are: in a chunk of this kind, or in the tensor itself."""
+"""A place of a tensor's values: a chunk of this kind, or the tensor itself."""
 Sections = dict[str, dict[str, TensorSource]]
 
 

@@ -1,10 +1,10 @@
 """Compute which bytes of a file hold which elements of a tensor, and which rank reads them.
 
 [Note: parts]
-Each rank writes files of its own: tensors that it has whole, as they are, and of others a run of elements, in the order
-in which the parameter lies in memory. So a file has one writer. A rank that loads wants a run of elements too, cut at
-other places if there are other ranks. Which bytes it reads follows from where the file's tensors are cut and where its
-own shard begins and ends.
+Each rank writes files of its own. Tensors that it has whole are written as they are. Of others it writes a run of
+elements, in the order in which the parameter lies in memory. So a file has one writer. A rank that loads wants a run of
+elements too, cut at other places if there are other ranks. Which bytes it reads follows from where the file's tensors
+are cut and where its own shard begins and ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ps_core.engine._checkpoint.safetensors_format import TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a tensor's elements are: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
+    """Locates a tensor's elements: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
 
     offset: int
     shard_numel: int

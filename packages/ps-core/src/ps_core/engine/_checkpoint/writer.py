@@ -2,10 +2,10 @@
 
 [Note: one folder]
 Rank 0 makes the new folder (see [Note: siblings]) and leaves a marker in it. All ranks open the folder in which they
-see that marker, and write to it whatever becomes of its name: a rank that lives on after rank 0 was killed cannot write
-into the folder of a later save. Between two steps all ranks hear whether all did well. The folder gets its name once
-every file is on the disk, and rank 0 has seen all of them with their sizes and tables. One process does the same as
-rank 0 of 1.
+see that marker, and write to it whatever becomes of its name. So a rank that outlives rank 0 cannot write into the
+folder of a later save. Between two steps all ranks hear whether all did well. The folder gets its name once every file
+is on the disk. Before that rank 0 sees all of them with their sizes and tables. One process does the same as rank 0 of
+1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What is saved, and this rank's part of it."""
+    """Lists what is saved, and this rank's part of that."""
 
     ranks: CheckpointRanks
     manifest: dict[str, Any]

@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
 
     @property
     def copy(self) -> int:

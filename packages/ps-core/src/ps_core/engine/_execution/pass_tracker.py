@@ -1,4 +1,4 @@
-"""Where in training a model is: which pass, which moment; who drives it, and what happens when a plan does not hold.
+"""Track where in training a model is: its pass, its moment and its driver; leave a plan that does not hold.
 
 A *pass* begins with the first touch and ends with the end of backward, of an evaluation, or when something comes that
 cannot belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
@@ -60,11 +60,11 @@ class PassTracker:
         self.outside = True
         """True if the root module's forward is not running: memory that a call returns belongs to the caller."""
         self.gradient_passes = 0
-        """How many training passes brought gradients, so far."""
+        """Number of training passes that brought gradients, so far."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
         self.recording: PassRecording | None = None
-        """Of the pass that is on; None between passes."""
+        """The recording of the pass that is on; None between passes."""
         self.current: MomentRecord | None = None
         """The moment that is on; None between passes, and before a pass's first."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None

@@ -76,7 +76,7 @@ class PlanScheduler:
         """The batch of the last pass that a driver was chosen for."""
         self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
-        """How many passes had brought gradients before this step's first."""
+        """Number of passes that had brought gradients before this step's first."""
         self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
         """Shapes and types of the last call's arguments, and the batch they are."""
         self._tried = False
@@ -93,7 +93,7 @@ class PlanScheduler:
         self._evaluated: tuple[BatchShape, int] | None = None
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self._replayed = 0
-        """How many passes were begun by a plan."""
+        """Number of passes that began by a plan."""
         self._spare_bytes = 0
         """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
 
@@ -124,7 +124,7 @@ class PlanScheduler:
 
     @property
     def _passes_of_step(self) -> int:
-        """How many passes have brought gradients since the last step."""
+        """Number of passes that have brought gradients since the last step."""
         return self._engine.passes.gradient_passes - self._before_step
 
     # Passes.

@@ -1,1 +1,1 @@
-"""Where gradients are, and what ``parameter.grad`` answers."""
+"""Store gradients, and answer ``parameter.grad``."""

@@ -1,18 +1,31 @@
-"""Reserve and release slots on all tiers of one engine, and copy bytes between them."""
+"""Reserve and release slots on all tiers of one engine, and copy bytes between them.
+
+The compute tier is one block of memory, an `Arena`, in which every slot has a range of its own.
+"""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Iterable
+
 import torch
 
-from ps_core._errors import DoesNotFit
+from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier, link
+from ps_core._planner.holds import Span, lowest
 from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.slot_cache import SlotCache
 from ps_core.engine._memory.suggestions import TierBudget, UserLimits, options_as, suggest_budget
-from ps_core.engine._memory.usage import POISON, Arena, ByteLedger
+from ps_core.engine._support.counters import ByteLedger
+
+POISON = 0xFF
+"""Fills freed memory where asked to: not-a-number in every precision."""
+
+_PIECE_BYTES = 2**20
+"""Bytes that `Arena.shift` copies at a time, by way of other memory."""
 
 
 class TierStore:
@@ -203,3 +216,151 @@ class TierStore:
         self.free_spare()
         self.arena.close()
         self.device.close()
+
+
+class Arena:
+    """The compute tier's slots in order of address.
+
+    Addresses go up to the tier's budget. The block of memory may end before that; a slot beyond its end has memory of
+    its own. Where the device overcommits (`Device.overcommits`), the block covers the whole budget.
+    """
+
+    def __init__(self, device: Device, capacity_bytes: int, *, exists: bool, host: bool, poison: bool) -> None:
+        """``exists``: slots of the compute tier have addresses at all; ``host``: the block is the system's memory."""
+        self._device, self._capacity_bytes, self._poison = device, capacity_bytes, poison
+        self.exists = exists
+        self._returns_pages = exists and host and not poison
+        self._slots: list[Slot] = []
+        """In order of address."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if exists:
+            self._memory = self._block(capacity_bytes if device.overcommits else 0)
+
+    # Slots.
+
+    def reserve(self, size: int, offset: int) -> Slot:
+        """Reserve a range at an address; `PlanMismatch` if another slot has some of it."""
+        slot = Slot(0, offset, size, self._window(offset, size))
+        self._insert(slot)
+        return slot
+
+    def remove(self, slot: Slot) -> None:
+        """Give a slot's range back."""
+        self._slots.remove(slot)
+
+    def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
+        """Move a slot and its bytes to another address; the two ranges may overlap."""
+        target = self._window(offset, slot.bytes)  # of all this, only that may fail
+        self._slots.remove(slot)
+        old, slot.offset = slot.offset, offset
+        self._insert(slot)
+        self._device.work(queue, "shift", (slot.memory,), (target,))
+        starts = range(0, slot.bytes, _PIECE_BYTES)
+        with self._device.on(queue):
+            for start in starts if offset < old else reversed(starts):
+                piece = slice(start, min(start + _PIECE_BYTES, slot.bytes))
+                target[piece].copy_(slot.memory[piece].clone())
+        slot.memory = target
+
+    def _insert(self, slot: Slot) -> None:
+        end = slot.offset + slot.bytes
+        place = len(self._slots)
+        for index, other in enumerate(self._slots):
+            if other.offset >= end:
+                place = index
+                break
+            if slot.offset < other.offset + other.bytes and other.offset < end:
+                raise PlanMismatch(f"{slot.offset} to {end} overlaps a slot at {other.offset}")
+        if end > self._capacity_bytes:
+            raise PlanMismatch(f"{slot.offset} to {end} is beyond {self._capacity_bytes} bytes")
+        self._slots.insert(place, slot)
+
+    # Questions.
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots, in order of address."""
+        return tuple(self._slots)
+
+    def overlapping(self, offset: int, size: int) -> list[Slot]:
+        """Return the slots that have some of a range; empty: the range can be reserved."""
+        found = []  # a comprehension would be one more Python call, for each slot that a plan reserves
+        for slot in self._slots:
+            if slot.offset < offset + size and offset < slot.offset + slot.bytes:
+                found.append(slot)
+        return found
+
+    def lowest_free(self, size: int, end: int | None = None) -> int | None:
+        """Return the lowest address with so many free bytes, all below ``end``; None: there is none."""
+        start = lowest(self._spans(), size)
+        return start if start + size <= (self._capacity_bytes if end is None else end) else None
+
+    def highest_free(self, size: int) -> int | None:
+        """Return the highest address with so many free bytes; None: there is none."""
+        end = self._capacity_bytes
+        for slot in reversed(self._slots):
+            if end - slot.offset - slot.bytes >= size:
+                break
+            end = min(end, slot.offset)
+        return end - size if end >= size else None
+
+    def fits_all(self, sizes: Iterable[int]) -> bool:
+        """True if slots of these sizes can be reserved one after the other."""
+        spans = self._spans()
+        for size in sizes:
+            start = lowest(spans, size)
+            if start + size > self._capacity_bytes:
+                return False
+            insort(spans, (start, start + size))
+        return True
+
+    def _spans(self) -> list[Span]:
+        return [(slot.offset, slot.offset + slot.bytes) for slot in self._slots]
+
+    # Memory.
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that no other allocation can use: the whole block, and slots beyond its end."""
+        end = self._memory.numel()
+        return end + sum(slot.bytes for slot in self._slots if slot.offset + slot.bytes > end)
+
+    def resize(self, end: int) -> None:
+        """Make the block end at an address, between passes; the bytes of slots wait in host memory meanwhile."""
+        if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
+            return
+        saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
+        for slot, _ in saved:
+            slot.memory = slot.memory.new_empty(0)
+        self._memory = self._memory.new_empty(0)
+        try:
+            self._memory = self._block(end)
+        except torch.OutOfMemoryError:  # then each slot has memory of its own, as before there was a plan
+            self._memory = self._block(0)
+        for slot, contents in saved:
+            slot.memory = self._window(slot.offset, slot.bytes)
+            slot.memory.copy_(contents)
+
+    def return_pages(self, start: int) -> None:
+        """Give the system the pages from an address on that no slot has; nothing may be under way there."""
+        if not self._returns_pages:
+            return
+        for slot in [*self._slots, None]:
+            end = self._memory.numel() if slot is None else slot.offset
+            if start < end:
+                self._device.trim(self._memory[start:end])
+            start = start if slot is None else max(start, slot.offset + slot.bytes)
+
+    def close(self) -> None:
+        """Release the block."""
+        self._memory = self._memory.new_empty(0)
+
+    def _block(self, size: int) -> torch.Tensor:
+        made = self._device.arena(max(128, size))
+        return made.fill_(POISON) if self._poison else made
+
+    def _window(self, offset: int, size: int) -> torch.Tensor:
+        """Return memory for a range: of the block, or beyond its end memory of its own."""
+        if offset + size <= self._memory.numel():
+            return self._memory[offset : offset + size]
+        return self._device.arena(size)

@@ -22,7 +22,7 @@ _DEVICE = attrgetter("device")
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """What the step does with all gradients: multiply by a factor, or skip."""
+    """Says what the step does with all gradients: multiply by a factor, or skip."""
 
     norm: float
     skip: bool

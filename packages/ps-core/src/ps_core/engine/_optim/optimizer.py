@@ -31,7 +31,7 @@ FIXED: dict[type, dict[str, Any]] = {
     SGD: {**SHARED, "dampening": 0, "nesterov": False},
 }
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Of these, those that change how torch computes a step and not what."""
+"""The options that change how torch computes a step, and not the result."""
 NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 MASTERS, LOSS_SCALE = "masters", "loss_scale"
 _PARAMETER = attrgetter("parameter")

@@ -1,1 +1,1 @@
-"""What is known of each parameter, and binding parameters to slots."""
+"""Store what is known of each parameter, and bind parameters to slots."""

@@ -1,11 +1,11 @@
 """Track loads of fp32 masters: state dicts of a 16-bit model hold them rounded, the optimizer's hold them exactly.
 
 [Note: which is loaded first]
-A model's weights and its optimizer's masters, saved at one moment, are the same numbers at two precisions. Whichever
-is loaded first, the second agrees with it: each master, rounded to the type of the loaded weight, is that weight. Where
+A model's weights and its optimizer's masters, saved at one moment, are the same numbers at two precisions. Whichever is
+loaded first, the second agrees with it. Each master, rounded to the type of the loaded weight, is that weight. Where
 they agree, the master stays. Where they do not, the weights were changed on purpose, and stay as they were loaded, as
-in plain PyTorch. If no weights were loaded since the last step, the parameters become the masters; a line says so
-where they were others. The next step ends all this: masters that were stepped belong to no state dict.
+in plain PyTorch. If no weights were loaded since the last step, the parameters become the masters. A line says so where
+they were others. The next step ends all this: masters that were stepped belong to no state dict.
 """
 
 from __future__ import annotations

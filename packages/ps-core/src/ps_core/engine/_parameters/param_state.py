@@ -74,7 +74,7 @@ class ParamState:
     compiled_block: list[ParamState] = field(default_factory=list)
     """The parameters of the same compiled block, which backward needs together; empty: there is no such block."""
     update_count: int = 0
-    """How often a step or the user wrote another weight; a saved tensor from before does not match any more."""
+    """Number of times that a step or the user wrote another weight; tensors saved before do not match any more."""
     counted_version: int = 0
     """PyTorch's ``_version`` as the engine left it: another one means that the user changed the parameter."""
     tied: list[ParamState] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """Save parameters for backward without their memory: autograd keeps a handle that fetches the parameter again.
 
 [Note: whose hooks see what]
-PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the root module's forward, so that a
-checkpoint's own pair, inside, keeps nothing of a block until it is recomputed; what a recomputation then saves are
-views of slots, and the use count of their storage pins these. A function called on a managed parameter where no pair
-is active at all gets ours around that one call. Where another library's pair is active, it sees plain tensors that
-alias a slot, and pins it: a parameter that it would be given itself, and that would be elsewhere by the time backward
-reads it, goes into the call as such an alias. (PyTorch's checkpoints make one themselves, but not of frozen ones.)
+PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the root module's forward. So a checkpoint's
+own pair, inside, keeps nothing of a block until it is recomputed. What a recomputation then saves are views of slots,
+and the use count of their storage pins these. A function called on a managed parameter where no pair is active at all
+gets ours around that one call. Where another library's pair is active, it sees plain tensors that alias a slot, and so
+pins the slot. A parameter that the pair would be given itself would be elsewhere by the time backward reads it. So it
+goes into the call as such an alias. (PyTorch's checkpoints make one themselves, but not of frozen ones.)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SavedTensors:
 
     @property
     def depth(self) -> int:
-        """How often ours are on the stack of pairs."""
+        """The number of our pairs on the stack."""
         return len(self._pushed)
 
     @property

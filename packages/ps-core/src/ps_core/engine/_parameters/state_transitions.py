@@ -1,8 +1,8 @@
 """List the states of a parameter's weight slot and gradient, and every transition between them.
 
 [Note: contents and gradient]
-A state is a pair: what the parameter's part of its group's weight slot holds (`SlotContents`), and where its gradient
-is (`GradientPlace`). Memory is counted besides the 2n bytes of a 16-bit weight with n elements. The fp32 master always
+A state is a pair. `SlotContents` says what the parameter's part of its group's weight slot holds. `GradientPlace` says
+where its gradient is. Memory is counted besides the 2n bytes of a 16-bit weight with n elements. The fp32 master always
 holds the weight, so every state can return to (WEIGHT, NONE).
 
     contents            gradient        registered                                    memory besides the weight
@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 
 class SlotContents(StrEnum):
-    """What a parameter's part of the weight slot holds.
+    """Says what a parameter's part of the weight slot holds.
 
     WEIGHT     The weight.
     GRADIENT   The gradient, written over the weight. The weight is in the fp32 master only.
@@ -41,7 +41,7 @@ class SlotContents(StrEnum):
 
 
 class GradientPlace(StrEnum):
-    """Where a parameter's gradient is.
+    """Says where a parameter's gradient is.
 
     NONE            There is none.
     OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its place.
@@ -58,7 +58,7 @@ class GradientPlace(StrEnum):
 
 
 class ParamEvent(StrEnum):
-    """What happens to a parameter: one method of `ParamState` for each.
+    """Names what happens to a parameter: one method of `ParamState` for each.
 
     KEPT            The gradient is in a tensor of its own: as autograd made it, or added to, or copied from the slot.
     SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was promised.

@@ -2,16 +2,16 @@
 
 [Note: writes that PyTorch does not count]
 PyTorch counts changes in place through tensors, and the engine refuses those. It counts no others. So memory of a
-parameter that code outside of the model was given (``detach()``, ``.data``, any view that outlives its call) is
-*exposed*: before the engine reads another copy of the parameter, or writes over this one, it compares the two.
+parameter is *exposed* once code outside of the model was given it: ``detach()``, ``.data``, any view that outlives its
+call. Before the engine reads another copy of the parameter, or writes over this one, it compares the two.
 
-If they differ, what the memory is decides. Where the weight itself is trained (fp32), or nothing trains it, the written
-memory becomes the newest copy, as in plain PyTorch. In 16 bits it is a copy of the fp32 master, and of a group that
-several processes share it was gathered: there the write is refused, as one that PyTorch counts is. Where there is
+If they differ, what the memory is decides. In fp32 the weight itself is trained. There, and where nothing trains it,
+the written memory becomes the newest copy, as in plain PyTorch. In 16 bits the memory is a copy of the fp32 master, and
+with several processes it was gathered. There the write is refused, as one that PyTorch counts is. Where there is
 nothing to compare with, the memory is the only copy, and a write needs no help.
 
-Memory is compared once after its last alias is gone; as long as there is one, at each step and each reading of states.
-What was gathered from several processes is compared with a copy, so that all of them find the same.
+While there is an alias, memory is compared at each step and each reading of states. It is compared once more after its
+last alias is gone. What was gathered from several processes is compared with a copy, so that all of them find the same.
 """
 
 from __future__ import annotations

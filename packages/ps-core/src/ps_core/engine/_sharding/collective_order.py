@@ -2,7 +2,7 @@
 
 See [Note: one order of collectives] in `collective_schedule`. The training thread prepares collectives. The other
 thread runs them in order, as far as all ranks agree. Where another rank needs something else first, those that were not
-done yet are passed over, and the training thread finds the decision the next time it looks.
+done yet are passed over. The training thread finds the decision the next time it looks.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class CollectiveOp:
     position: int | None
     """In the schedule; None: a rank requested it out of order."""
     shard: torch.Tensor
-    """Of a gather: this rank's shard. Of a sum: the shard that receives it."""
+    """This rank's shard, for a gather. The shard that receives the sum, for a sum."""
     whole: torch.Tensor | None = None
-    """Of a gather: where it goes. Of a sum: this rank's gradients. None: this rank takes or gives nothing."""
+    """Where gathered shards go, or the gradients to sum. None: this rank takes or gives nothing."""
     scratch: torch.Tensor | None = None
     slots: tuple[Slot, ...] = ()
     """Slots to release afterwards."""

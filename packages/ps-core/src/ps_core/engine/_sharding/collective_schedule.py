@@ -4,11 +4,11 @@
 Collectives have to be begun in one order on all processes, but models may touch other groups on other processes. So
 before a collective every rank sends a *proposal*: what it needs next. From the same proposals all make the same
 decision. What was done in a pass is the schedule of the next one of its kind. Then a proposal tells how far a rank
-follows it, far ahead of need where it has room; what every rank follows is done without another proposal. A gather goes
+follows it: far ahead of need where it has room. What every rank follows is done without another proposal. A gather goes
 to the ranks that want it; to a sum, ranks without gradients for it give nothing.
 
-A sum is taken once every rank has all its gradients, so that it is the same, to the bit, as if one process had added
-the parts. Only where a rank has no memory left it is taken earlier, and later gradients are added.
+A sum is taken once every rank has all its gradients. So it is the same, to the bit, as if one process had added the
+parts. Only where a rank has no memory left it is taken earlier, and later gradients are added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 WINDOW = 62
-"""How many collectives of the schedule a proposal can follow ahead."""
+"""The most collectives of the schedule that a proposal can follow ahead."""
 _HEAD = "<BB?qQ"
 
 
@@ -64,7 +64,7 @@ class Proposal:
     tensors: int = 0
     """The tensors whose gradients these are."""
     room: int = 0
-    """How much it has: `Headroom`."""
+    """The amount of memory: `Headroom`."""
     backward: bool = False
     """True: it is in its backward pass."""
 

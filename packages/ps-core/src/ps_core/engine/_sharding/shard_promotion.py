@@ -1,13 +1,14 @@
 """Promote shards to the compute tier while it has room: without a plan, what earlier steps took decides.
 
 [Note: which shards are promoted]
-Above a disk a shard of anything spares a write and a read a step. On an accelerator a 16-bit weight spares two copies
-up and a sum down, and costs a copy of its gradient down and one of what the step makes of it; states spare those two,
-and are stepped on the card. In fp32, where the weight is the master, all of a group spares whatever crosses the link,
-and less than all of it nothing. So weights come first, then sums, then states, and what a step must find in one place
-comes at once. Each rank decides alone which of its shards are promoted: no result and no message depends on it.
+Above a disk a shard of anything spares a write and a read a step. On an accelerator a promoted 16-bit weight saves two
+copies up and a sum down. It costs two copies down: its gradient's, and that of what the step makes of it. Promoted
+states save those two, and are stepped on the card. In fp32 the weight is the master. There all of a group saves
+whatever crosses the link, and less than all of it saves nothing. So weights come first, then sums, then states, and
+what a step must find in one place comes at once. Each rank decides alone which of its shards are promoted: no result
+and no message depends on it.
 
-A promoted chunk keeps its slot on the lower tier: it can be demoted at any time, and a step there finds room. The
+A promoted chunk keeps its slot on the lower tier. So it can be demoted at any time, and a step there finds room. The
 memory that a collective works on does not move.
 """
 

@@ -2,9 +2,9 @@
 
 [Note: who sums what when]
 A group's gradients are put side by side in a slot. Once all that are expected are there, the sum over ranks can begin,
-beside the rest of backward, where the schedule has it: [Note: one order of collectives] in `collective_schedule`. A
-group that is incomplete at the end (a tensor got no gradient) waits until all ranks have told which tensors got
-one: then the union is summed, with zeros where a rank has nothing.
+while backward goes on. The schedule says when: [Note: one order of collectives] in `collective_schedule`. A group may
+be incomplete at the end, as a tensor got no gradient. It waits until all ranks have told which tensors got one. Then
+the union is summed, with zeros where a rank has nothing.
 """
 
 from __future__ import annotations

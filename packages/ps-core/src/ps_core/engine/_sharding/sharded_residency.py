@@ -1,10 +1,11 @@
-"""A model whose groups are shared by several processes: each keeps a shard, and gathers a group while it is used.
+"""Several processes share a model's groups: each keeps a shard, and gathers a group while it is used.
 
 [Note: shards]
 Home slots hold this rank's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
-has no home slot: it is gathered when a moment needs it, or before (see `collective_schedule`). It is released when a
-moment begins that does not need it or, where all ranks have plenty of room, when its gradients leave. A copy with live
-aliases stays in the budget until they are gone, but counts as evicted: when they go may be up to the garbage collector.
+has no home slot. It is gathered when a moment needs it, or before (see `collective_schedule`). It is released when a
+moment begins that does not need it. Where all ranks have plenty of room, it is released when its gradients leave. A
+copy with live aliases stays in the budget until they are gone, but counts as evicted. For when they go may be up to the
+garbage collector.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How collectives are ordered with the rest of a device's work.
+"""Order collectives with the rest of a device's work.
 
 [Note: two threads]
 Collectives are done by a thread of their own. Where the processor computes (`BlockingCollectives`), that thread reads
-and writes memory as the host thread does: all that was launched must be over before a collective is begun. On an
-accelerator (`StreamCollectives`) it launches on a stream of its own, `Queue.COLL`. A step comes with events
-of all other queues, which the stream waits for; behind a collective the thread records an event, which the other queues
-wait for when the step is taken in. So the host thread waits for neither. Memory of a step is released, or used for
-something else, only after it was taken in; and nothing of the other queues may wait for what *may* be under way on the
-stream, or they would wait for collectives that were begun ahead of need.
+and writes memory as the host thread does. All that was launched must be over before a collective is begun. On an
+accelerator (`StreamCollectives`) it launches on a stream of its own, `Queue.COLL`. A step comes with events of all
+other queues, which the stream waits for. Behind a collective the thread records an event. The other queues wait for it
+when the step is taken in. So the host thread waits for neither. Memory of a step is released, or used for something
+else, only after it was taken in. The other queues must not wait for what *may* be under way on the stream. Else they
+would wait for collectives that were begun ahead of need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count what one engine did, and where a step's time went, for `statistics`."""
+"""Count what one engine did, the bytes that it has in use, and where a step's time went."""
 
 from __future__ import annotations
 
@@ -99,3 +99,88 @@ class Counters(PhaseTimer):
         """Count a pass that left its plan."""
         self.divergences += 1
         self.last_divergence = why
+
+
+class ByteLedger:
+    """Bytes by tier, slots and non-model bytes apart; only the methods of this class write its attributes."""
+
+    def __init__(self, tiers: int) -> None:
+        self.used_bytes = [0] * tiers
+        """By tier: bytes of slots that are reserved now."""
+        self.peak_bytes = [0] * tiers
+        """By tier: the most bytes in use at one time, with the compute tier's non-model bytes."""
+        self.nonmodel_bytes = 0
+        """Non-model bytes on the compute tier, as last measured or planned."""
+        self.highest_nonmodel_bytes = 0
+        """The most non-model bytes so far."""
+        self.highest_rise_bytes = 0
+        """The most by which non-model bytes rose within one moment of a backward pass."""
+        self.promoted_bytes = 0
+        """Bytes of shards that are on the compute tier only while there is room for them."""
+        self.peak_besides_bytes = 0
+        """The most bytes of the compute tier in use at one time without promoted shards."""
+        self.foreseen_bytes = 0
+        """Bytes of the compute tier that a whole pass needs by its fake trace, where they do not fit; else 0."""
+        self.left_over_bytes = 0
+        """Non-model bytes alive at the start of this pass, if an exception ended the pass before; else 0."""
+        self.fixed_host_bytes = 0
+        """Bytes of the host tier that embedding tables keep for good."""
+
+    def add(self, tier: int, size: int) -> None:
+        """Count the bytes of a slot that was reserved."""
+        total = self.used_bytes[tier] = self.used_bytes[tier] + size
+        if tier == 0:
+            total += self.nonmodel_bytes
+            self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.promoted_bytes)
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
+
+    def remove(self, tier: int, size: int) -> None:
+        """Stop counting the bytes of a slot that was released."""
+        self.used_bytes[tier] -= size
+
+    def fix_on_host(self, home_bytes: int, gradient_bytes: int) -> None:
+        """Count embedding tables: home slots, which are reserved already, and gradients, which never get a slot."""
+        self.fixed_host_bytes = home_bytes + gradient_bytes
+        self.add(1, gradient_bytes)
+
+    def set_nonmodel(self, nonmodel_bytes: int) -> None:
+        """Store how many non-model bytes are on the compute tier now."""
+        self.nonmodel_bytes = nonmodel_bytes
+
+    def begin_moment(self, nonmodel_bytes: int) -> None:
+        """Count the non-model bytes that a planned moment may have, as if they were there."""
+        self.nonmodel_bytes = nonmodel_bytes
+        self.update_peaks()
+
+    def end_moment(self, peak_nonmodel_bytes: int, *, backward: bool) -> None:
+        """Store the most non-model bytes of a moment that is over."""
+        if backward:
+            self.highest_rise_bytes = max(self.highest_rise_bytes, peak_nonmodel_bytes - self.nonmodel_bytes)
+        self.nonmodel_bytes = peak_nonmodel_bytes
+        self.update_peaks()
+
+    def update_peaks(self) -> None:
+        """Compare every peak with what is in use now."""
+        nonmodel = self.nonmodel_bytes
+        self.highest_nonmodel_bytes = max(self.highest_nonmodel_bytes, nonmodel)
+        for tier, used in enumerate(self.used_bytes):
+            total = used + (nonmodel if tier == 0 else 0)
+            self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
+            if tier == 0:
+                self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.promoted_bytes)
+
+    def note_promoted(self, size: int) -> None:
+        """Count a shard that came to the compute tier; below 0: one that went back."""
+        self.promoted_bytes += size
+
+    def note_besides(self, used_bytes: int) -> None:
+        """Store that everything but promoted shards is known to need so many bytes of the compute tier."""
+        self.peak_besides_bytes = max(self.peak_besides_bytes, used_bytes)
+
+    def note_foreseen(self, needed_bytes: int) -> None:
+        """Store what a fake trace says that a whole pass needs, where that is too much; 0: the pass fits."""
+        self.foreseen_bytes = needed_bytes
+
+    def note_left_over(self, size: int) -> None:
+        """Store how many non-model bytes an exception left alive."""
+        self.left_over_bytes = size

@@ -42,7 +42,7 @@ class _State:
     def __init__(self) -> None:
         self.depth = 0
         self.users = 0
-        """How many passes, and functions that install it, need our handler."""
+        """Number of passes, and of functions that install it, which need our handler."""
         self.put = False
         """True if our handler was put in, and has not been taken out since."""
         self.came: list[FrameType | None] = []

@@ -24,7 +24,7 @@ class BatchShape:
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """How many dimensions each tensor has; only batches that are alike in this can be compared."""
+        """The number of dimensions of each tensor; only batches that agree in these can be compared."""
         return tuple(map(len, self.shapes))
 
     @property

@@ -2,11 +2,12 @@
 
 [Note: moments of a fake pass]
 They are the engine's (`_tracing.pass_recording`), with a *unit* for its groups: by default, the module that owns the
-parameter. A moment begins when a function is called on a parameter, or a backward node takes one out of what was saved,
-whose unit the present moment was not begun for; or when a gradient arrives for a unit that it neither was begun for nor
-brought gradients for. A parameter that has live aliases (a checkpoint's recomputed block) is read by the
-next moment, too, and held from the one to the other. What comes before the first moment belongs to it, and what lies
-between the last touch of forward and the first of backward (the loss) to the former.
+parameter. Each parameter belongs to a unit. A moment begins when a parameter of a unit is used that the present moment
+was not begun for. A function that is called on it uses it; so does a backward node that saved it. A moment also begins
+when a gradient arrives for a unit that the present moment was not begun for. It has brought that unit no gradient
+either. A parameter that has live aliases (a checkpoint's recomputed block) is read by the next moment, too. It is held
+from the one to the other. What comes before the first moment belongs to it. The loss lies between the last touch of
+forward and the first of backward, and belongs to the former.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NO_TOUCH = (
     | managed_parameter._STRIDED
     | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
 )
-"""What the engine, too, answers without the parameter's memory."""
+"""Functions that the engine answers without the parameter's memory, too."""
 
 
 @dataclass(slots=True)
@@ -68,6 +69,13 @@ class _Handle:
     offset: int
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Saved:
+    """A tensor that autograd saves; a pass that broke off clears it."""
+
+    tensor: torch.Tensor | None
+
+
 class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """Counts the bytes and operations of a fake pass, moment by moment."""
 
@@ -85,6 +93,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         self._storages = [parameter.untyped_storage() for parameter in self._parameters]
         self._owners = {storage._cdata: index for index, storage in enumerate(self._storages)}
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        self._saved: list[weakref.ref[_Saved]] = []
         self._moments: list[_FakeMoment] = []
         self._before = _FakeMoment(False, "", frozenset(), frozenset())
         """Takes what comes before the first moment."""
@@ -137,7 +146,13 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return frozenset(index for index in aliased if self._units[index] in units)
 
     def release(self) -> list[weakref.ref[torch.UntypedStorage]]:
-        """Release all tensors, and return the storages that were counted; use this object no more."""
+        """Release all tensors, and return the storages that were counted; use this object no more.
+
+        An operator that saves its own result is in a cycle with it that no garbage collector sees, until backward runs.
+        """
+        for saved in self._saved:
+            if (holder := saved()) is not None:
+                holder.tensor = None
         counted = [storage for life in list(self._lives.values()) if (storage := life()) is not None]
         for parameter in self._parameters:
             del parameter._recorder  # type: ignore[attr-defined]
@@ -172,17 +187,20 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
 
     # What autograd saves.
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+    def pack(self, tensor: torch.Tensor) -> _Saved | _Handle:
         """Save a handle in place of a parameter's alias, as the engine does."""
         index = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if index is None or tensor.dtype is not self._parameters[index].dtype:
-            return tensor
+            saved = _Saved(tensor)
+            self._saved.append(weakref.ref(saved))
+            return saved
         return _Handle(index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
+    def unpack(self, packed: _Saved | _Handle) -> torch.Tensor:
         """Return what a backward node saved, before any of its operators runs."""
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, _Saved):
+            assert packed.tensor is not None, "the pass is on"
+            return packed.tensor
         parameter = self._parameters[packed.index]
         self.touch((parameter,))
         return parameter.detach().as_strided(packed.shape, packed.stride, packed.offset)

@@ -1,25 +1,28 @@
 """Saves the Python state that a model's code can reach, and restores it after a pass on fake tensors.
 
 [Note: what is saved]
-The pass runs on a copy of the model, but its code also reaches objects that no copy has: closures, globals, class
-attributes, weak references, and through them perhaps the model itself. From the modules, their classes and their hooks
-this walks to what functions refer to by name, and saves dictionaries, lists, sets, deques, attributes, cells and random
-generators on the way. Afterwards each has the same entries again, by identity. Not saved: tensors (which `fake_copy`
-lets nobody write to), containers of more than `_LARGE` entries, objects of torch and of the standard library, and
-objects that are more than `_DEPTH` steps away.
+The pass runs on a copy of the model. Its code also reaches objects that no copy has: closures, globals, class
+attributes, weak references. Through these it may reach the model itself. `Snapshot` walks from the modules, their
+classes and their hooks to what functions refer to by name. On the way it saves dictionaries, lists, sets, deques,
+attributes, cells and random generators. Afterwards each has the same entries again, by identity. An iterator in a
+variable that the model's own code names cannot be rewound: the pass reads a copy. Not saved are
+
+- tensors, which `fake_copy` lets nobody write to,
+- containers of more than `_LARGE` entries, and iterators in containers,
+- objects of torch and of the standard library,
+- objects that are more than `_DEPTH` steps away.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +33,11 @@ _MOST, _DEPTH = 200_000, 9
 """So many objects are visited, and so far from a module: its hooks' variables are six steps away."""
 _FOREIGN = {"torch", "numpy", "ps_core", "ps_kernels", "ps_dist", "builtins", *sys.stdlib_module_names} - {"__main__"}
 """Packages whose functions and objects are passed by."""
+_ABSENT = object()
+_CONTAINERS = (dict, list, set, deque)
+_ITERATORS = ("builtins", "itertools", "_collections")
+"""Modules of Python's iterators, and of generators."""
+_CONTENTS: Any = CellType.cell_contents
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, BuiltinFunctionType)
 
 
@@ -38,7 +46,7 @@ class CannotRewind(Exception):
 
 
 class Snapshot:
-    """What code reached from a model may change, as it was; see [Note: what is saved]."""
+    """Objects that code reached from a model may change, as they were; see [Note: what is saved]."""
 
     def __init__(self, model: nn.Module) -> None:
         self.generators: list[torch.Generator] = []
@@ -46,138 +54,181 @@ class Snapshot:
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
         """By id: objects that were visited, which are kept for that."""
+        self._variables: dict[tuple[int, bool], _Variables] = {}
+        """By the id of a module's dictionary, and whether the model's own code reads it."""
         self._own = {type(module).__module__.partition(".")[0] for module in model.modules()} - _FOREIGN
         """Packages of the model's own classes; what other code may read is less sure to be read."""
-        near = list[Any](model.modules())
-        for _ in range(_DEPTH):
-            further: list[Any] = []
-            for each in near:
-                if not isinstance(each, _ATOMS) and id(each) not in self._seen and len(self._seen) < _MOST:
-                    self._seen[id(each)] = each
-                    further.extend(self._save(each))
-            near = further
+        try:
+            self._walk(model.modules())
+        except BaseException:
+            self.restore()  # of the iterators, which copies have replaced by now
+            raise
 
     def restore(self) -> None:
-        """Give everything that was saved its old entries."""
-        for undo in self._undo:
-            undo()
-        self.discard()
+        """Give everything that was saved its old entries, the last first: it may have been saved with a copy."""
+        try:
+            while self._undo:
+                self._undo.pop()()
+        finally:
+            if self._undo:
+                self.restore()  # the others, where one could not be restored
+            self.discard()
 
     def discard(self) -> None:
         """Forget what was saved: the code has run, as its user sees it."""
         self._undo.clear()
         self._seen.clear()
+        self._variables.clear()
 
-    def _save(self, each: Any) -> Iterator[Any]:
-        """Save one object; yield the objects that it leads to."""
-        if isinstance(each, dict | list | set | deque):
-            if len(each) <= _LARGE:
-                yield from self._container(each)
-        elif isinstance(each, tuple | frozenset):
-            yield from each if len(each) <= _LARGE else ()
-        elif isinstance(each, FunctionType):
-            yield from self._function(each)
-        elif isinstance(each, MethodType):
-            yield from (each.__self__, each.__func__)
-        elif isinstance(each, functools.partial):
-            yield from (each.func, each.args, each.keywords)
-        elif isinstance(each, weakref.ref):
-            yield each()
-        elif isinstance(each, type):
-            yield from self._class(each)
-        elif (undo := _generator(each)) is not None:
+    def _walk(self, near: Iterable[Any]) -> None:
+        seen = self._seen
+        for _ in range(_DEPTH):
+            further: list[Any] = []
+            for each in near:
+                if id(each) not in seen and not isinstance(each, _ATOMS) and len(seen) < _MOST:
+                    seen[id(each)] = each
+                    further.extend(self._save(each))
+            near = further
+
+    def _save(self, each: Any) -> Iterable[Any]:
+        """Save one object; return the objects that it leads to."""
+        if isinstance(each, _CONTAINERS):
+            return self._container(each) if len(each) <= _LARGE else ()
+        if isinstance(each, tuple | frozenset):
+            return tuple(each) if len(each) <= _LARGE else ()
+        if isinstance(each, FunctionType):
+            return self._function(each)
+        if isinstance(each, MethodType):
+            return each.__self__, each.__func__
+        if isinstance(each, functools.partial):
+            return each.func, each.args, each.keywords
+        if isinstance(each, weakref.ref):
+            return (each(),)
+        if isinstance(each, type):
+            return self._class(each)
+        if (undo := _generator(each)) is not None:
             self._undo.append(undo)
             self.generators += [each] if isinstance(each, torch.Generator) else []
         elif isinstance(each, nn.Module) or not _is_foreign(type(each)):
-            yield from self._attributes(each)
+            return self._attributes(each)
+        return ()
 
-    def _container(self, each: Any) -> Iterator[Any]:
+    def _container(self, each: Any) -> list[Any]:
         before = _entries(each)
         self._undo.append(functools.partial(_refill, each, before))
-        yield from before
+        return before
 
-    def _cell(self, cell: CellType, *, own: bool) -> Iterator[Any]:
-        try:
-            before = cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            return
-
-        def undo() -> None:
-            cell.cell_contents = before
-
-        self._undo.append(undo)
+    def _cell(self, cell: CellType, *, own: bool) -> Any:
+        """Save a variable of a closure; return its value."""
+        before = _value(_CONTENTS, cell)
+        self._undo.append(functools.partial(_reset, _CONTENTS, cell, before))
         if own and (during := _read_ahead(before)) is not before:
             cell.cell_contents = during
-        yield before
+        return before
 
-    def _function(self, function: FunctionType) -> Iterator[Any]:
+    def _function(self, function: FunctionType) -> Iterable[Any]:
         if _is_foreign(function):
-            return
+            return ()
         own = (function.__module__ or "").partition(".")[0] in self._own
+        found = [function.__defaults__, function.__kwdefaults__, vars(function)]
         for cell in function.__closure__ or ():
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                yield from self._cell(cell, own=own)
-        yield from (function.__defaults__, function.__kwdefaults__, vars(function))
-        yield from self._names(function.__globals__, set(_names_in(function.__code__)), own=own)
+                found.append(self._cell(cell, own=own))
+        self._names(function.__globals__, _names_in(function.__code__), found, own=own)
+        return found
 
-    def _names(self, variables: dict[str, Any], names: set[str], *, own: bool) -> Iterator[Any]:
-        """Save the variables of a module that code names, present or not."""
-        absent = object()
-        before = {name: variables.get(name, absent) for name in names}
+    def _names(self, variables: dict[str, Any], names: set[str], found: list[Any], *, own: bool) -> None:
+        """Save the variables of a module that code names, present or not, and of modules that it names."""
+        left, done = [(variables, names, own)], set[int]()
+        while left:
+            variables, named, own = left.pop()
+            if id(variables) in done:
+                continue
+            done.add(id(variables))
+            saved = self._variables.get((id(variables), own))
+            if saved is None:
+                saved = self._variables[id(variables), own] = _Variables(variables)
+                self._undo.append(saved.restore)
+            saved.add(named, found, own=own)
+            for name in saved.modules & named:
+                module = vars(saved.before[name])
+                left.append((module, names & module.keys(), False))
 
-        def undo() -> None:
-            for name, value in before.items():
-                if value is absent:
-                    variables.pop(name, None)
-                elif variables.get(name, absent) is not value:
-                    variables[name] = value
-
-        self._undo.append(undo)
-        for name, value in before.items():
-            if own and (during := _read_ahead(value)) is not value:
-                variables[name] = during
-            if isinstance(value, ModuleType):
-                if value.__name__.partition(".")[0] not in _FOREIGN:
-                    yield from self._names(vars(value), names & vars(value).keys(), own=False)
-            else:
-                yield value
-
-    def _class(self, kind: type) -> Iterator[Any]:
+    def _class(self, kind: type) -> Iterable[Any]:
         if _is_foreign(kind):
-            return
+            return ()
         before = {name: value for name, value in vars(kind).items() if not name.startswith("__") or name == "__call__"}
 
         def undo() -> None:
             now = dict(vars(kind))
             for name in now.keys() - before.keys():
                 if not name.startswith("__"):
-                    delattr(kind, name)
+                    type.__delattr__(kind, name)  # its metaclass may refuse `delattr`
             for name, value in before.items():
                 if now.get(name) is not value:
-                    setattr(kind, name, value)
+                    type.__setattr__(kind, name, value)
 
         self._undo.append(undo)
-        yield from kind.__mro__[1:]
-        for value in before.values():
-            yield getattr(value, "__func__", getattr(value, "fget", value))
+        functions = [getattr(value, "__func__", getattr(value, "fget", value)) for value in before.values()]
+        return *kind.__mro__[1:], *functions
 
-    def _attributes(self, each: Any) -> Iterator[Any]:
-        yield type(each)
-        if hasattr(each, "__dict__"):
-            yield each.__dict__
+    def _attributes(self, each: Any) -> list[Any]:
+        found = [type(each), *([vars(each)] if type(each).__dictoffset__ else ())]
         for kind in type(each).__mro__:
-            names = vars(kind).get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                if name not in ("__dict__", "__weakref__") and hasattr(each, name):
-                    before = getattr(each, name)
-                    self._undo.append(functools.partial(_reset, each, name, before))
-                    yield before
+            for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
+                if isinstance(slot, MemberDescriptorType):
+                    found.append(before := _value(slot, each))
+                    self._undo.append(functools.partial(_reset, slot, each, before))
+        return found
 
 
-def _reset(each: Any, name: str, before: Any) -> None:
-    if getattr(each, name, None) is not before:
-        setattr(each, name, before)
+class _Variables:
+    """Saves variables of one module."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self._variables = variables
+        self._names: set[str] = set()
+        self.before = dict(variables)
+        """Their values when the module was first met."""
+        self.modules: set[str] = set()
+        """Names of modules that the user or other packages wrote."""
+
+    def add(self, names: set[str], found: list[Any], *, own: bool) -> None:
+        """Save the variables of these names, and append the values that were not saved before to ``found``."""
+        new = names - self._names
+        self._names |= new
+        for name in new & self.before.keys():
+            value = self.before[name]
+            if own and (during := _read_ahead(value)) is not value:
+                self._variables[name] = during
+            if not isinstance(value, ModuleType):
+                found.append(value)
+            elif value.__name__.partition(".")[0] not in _FOREIGN:
+                self.modules.add(name)
+
+    def restore(self) -> None:
+        """Give the variables that were saved their values again."""
+        for name in self._names:
+            before = self.before.get(name, _ABSENT)
+            if self._variables.get(name, _ABSENT) is not before:
+                if before is _ABSENT:
+                    del self._variables[name]
+                else:
+                    self._variables[name] = before
+
+
+def _value(slot: Any, owner: Any) -> Any:
+    """Return what a slot of an object holds, or ``_ABSENT``."""
+    try:
+        return slot.__get__(owner)
+    except (AttributeError, ValueError):
+        return _ABSENT
+
+
+def _reset(slot: Any, owner: Any, before: Any) -> None:
+    if _value(slot, owner) is not before:
+        slot.__delete__(owner) if before is _ABSENT else slot.__set__(owner, before)
 
 
 def _refill(each: Any, before: list[Any]) -> None:
@@ -206,7 +257,7 @@ def _kind(each: Any) -> Any:
 
 def _generator(each: Any) -> Callable[[], None] | None:
     """Return what restores the state of a random generator; None for anything else."""
-    if isinstance(each, random.Random):
+    if isinstance(each, random.Random) and not isinstance(each, random.SystemRandom):  # which has no state
         return functools.partial(each.setstate, each.getstate())
     if isinstance(each, torch.Generator):
         state = each.get_state()
@@ -225,13 +276,30 @@ def _is_foreign(each: Any) -> bool:
 
 def _read_ahead(value: Any) -> Any:
     """Return what a pass may read in place of an iterator, which cannot be rewound; the value itself for all else."""
-    if isinstance(value, GeneratorType):
-        raise CannotRewind("its code can read a generator outside of the model, which would go on by that")
-    return copy.copy(value) if type(value).__module__ == "itertools" else value
+    kind = type(value)
+    if kind.__module__ not in _ITERATORS or not hasattr(kind, "__next__"):
+        return value
+    try:
+        make, arguments, *state = value.__reduce__()
+        copied = make(*map(_read_ahead, arguments))
+        for each in state:
+            copied.__setstate__(_read_ahead_of(each))
+    except TypeError:
+        why = f"its code can read a {kind.__name__} outside of the model, which would go on by that"
+        raise CannotRewind(why) from None
+    return copied
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _read_ahead_of(state: Any) -> Any:
+    """Return an iterator's state with copies of the iterators and lists in it."""
+    if isinstance(state, tuple):
+        return tuple(map(_read_ahead_of, state))
+    return list(state) if isinstance(state, list) else _read_ahead(state)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            names |= _names_in(constant)
+    return names

@@ -30,7 +30,7 @@ from ps_core.engine._tracing.fake_recorder import FakePassRecorder
 from ps_core.engine._tracing.fake_snapshot import CannotRewind, Snapshot
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call: by position and by name."""
+"""Arguments of a call: by position and by name."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _ENGINE = str(Path(__file__).parents[1])

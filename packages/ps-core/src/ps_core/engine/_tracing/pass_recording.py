@@ -1,10 +1,11 @@
 """Records moments as they happen: which groups each one touched, which gradients came, non-model bytes.
 
 [Note: moments]
-A moment begins when a call touches a group that the moment before did not read, or a gradient arrives for a group that
-it neither read nor brought gradients for. So a moment is a run of work on one group or a few, about a layer; the same
-model on the same kind of batch makes the same moments again. Parameters whose memory has live aliases (a checkpoint's
-recomputed block) are *held*: they belong to the moment although it does not touch them, and they are not moved.
+A moment begins when a call touches a group that the moment before did not read. It also begins when a gradient arrives
+for a group that the moment before neither read nor brought gradients for. So a moment is a run of work on one group or
+a few, about a layer. The same model on the same kind of batch makes the same moments again. Parameters whose memory has
+live aliases (a checkpoint's recomputed block) are *held*. They belong to the moment although it does not touch them,
+and they are not moved.
 """
 
 from __future__ import annotations

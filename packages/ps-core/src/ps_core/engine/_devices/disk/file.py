@@ -47,11 +47,11 @@ Call: TypeAlias = Callable[[int, list[Any], int], int]
 
 @dataclass(frozen=True, slots=True)
 class FileExtent:
-    """Where a slot lies: offsets and sizes of its ranges, all whole blocks, in order."""
+    """Offsets and sizes of a slot's ranges in the file: whole blocks, in order."""
 
     ranges: tuple[tuple[int, int], ...]
     bytes: int
-    """Of the slot's contents; the last block may have more room."""
+    """Bytes of the slot's contents; the last block may have more room."""
 
 
 def blocks(size: int) -> int:

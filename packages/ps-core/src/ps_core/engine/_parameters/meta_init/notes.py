@@ -12,7 +12,7 @@ from torch import Tensor
 OVERWRITES = frozenset(
     {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
 )
-"""Of a tensor, all that was there before."""
+"""Everything that a tensor held before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TapedCall:
     reads: set[int]
     writes: list[ViewSpec]
     makes: list[ViewSpec]
-    """Of its results, those in memory of their own."""
+    """Its results in memory of their own."""
 
     @property
     def random(self) -> bool:

@@ -23,7 +23,7 @@ class TapePlayer:
         """Draws of notes before this one have been made."""
         self._tape = tape
         self._users: dict[int, int] | None = None
-        """How often the draw of a note is still asked for; None: who knows."""
+        """Times that the draw of a note will still be asked for; None: unknown."""
         self._kept: dict[int, Tensor] = {}
         """The generator's state before a draw that may be asked for later, or again."""
 

@@ -1,17 +1,17 @@
 """Infer from a model how its constructors would have filled its tensors, and record that on a tape.
 
 [Note: the plain run]
-A model built without memory shall get the numbers that building it on the CPU would have given from the same state of
-the generator, and leave the generator in the same state. What building does is not written in a model, so it is
-inferred:
+A model built without memory gets the numbers that building it on the CPU would have given. It begins with the same
+state of the generator, and leaves the generator in the same state. What building does is not written in a model, so it
+is inferred:
 
-1. A Hugging Face model is built again from its ``config``, on the tape. If that gives other names, shapes or types
-   than the model has (it was changed since, or built with further arguments), it is initialised as in 2, and then by
-   its ``_init_weights``: the same distributions, other numbers. A warning says so.
-2. Any other module: its children in order of registration, then its own ``reset_parameters`` (``_reset_parameters``,
-   ``initialise``), as PyTorch's own modules are built. What else a constructor did cannot be known: what nothing
-   initialises raises; what a constructor changed in its children after they were built is not repeated. PyTorch
-   counts changes in place, so it shows where there were more of them: a warning names the parameters.
+1. A Hugging Face model is built again from its ``config``, on the tape. A model that was changed since, or built with
+   further arguments, may have other names, shapes or types. Then it is initialised as in 2, and after that by its
+   ``_init_weights``: the same distributions, other numbers. A warning says so.
+2. Any other module, as PyTorch's own are built: its children in order of registration, then its own
+   ``reset_parameters`` (``_reset_parameters``, ``initialise``). What else a constructor did cannot be known. A tensor
+   that nothing initialises raises. What a constructor changed in its children after they were built is not repeated.
+   PyTorch counts changes in place, so it shows where there were more of them: a warning names the parameters.
 
 A tensor that several modules share has the values that the first of them gives it. What is real stays as it is.
 """
@@ -49,7 +49,7 @@ class ConstructorRecorder:
     def __init__(self, model: nn.Module) -> None:
         self.tape = Tape()
         self.sources: dict[int, ViewSpec | Tensor] = {}
-        """Where the value of a tensor without memory comes from, by the tensor's id."""
+        """Sources of values of tensors without memory, by the tensor's id."""
         self._alive: list[Any] = []
         """References that keep the ids and storages named here from being reused."""
         self._entered: dict[int, int] = {}

@@ -2,15 +2,15 @@
 
 [Note: the tape]
 Initialisers are Python code that fills tensors in place, some of them more than once. Under a `Tape` that code runs on
-tensors without memory (device ``meta``, though it is told ``cpu``), and every operation that would write memory is
-noted instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What
-is small, not random and not written to by a noted operation is computed at once.
+tensors without memory: on device ``meta``, though it is told ``cpu``. Every operation that would write memory is noted
+instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What is
+small, not random and not written to by a noted operation is computed at once.
 
 A `TapePlayer` (in `playback`) then makes one tensor at a time from the notes that matter for it. Random numbers come
-out as if everything had been done in order: a draw whose result is overwritten later is made and thrown away; one that
-is needed out of order is thrown away too, but the generator's state before it is kept, and it is made again when it is
-asked for. So code may also look at values while it is on tape (``trunc_normal_`` draws again what falls outside): they
-are replayed.
+out as if everything had been done in order. A draw whose result is overwritten later is made and thrown away. So is one
+that is needed out of order. The generator's state before it is kept, and it is made again when it is asked for. So code
+may also look at values while it is on tape, which are replayed for it. ``trunc_normal_`` does, to draw again what falls
+outside.
 """
 
 from __future__ import annotations
