@@ -60,7 +60,7 @@ class InstructionExecutor:
         self._plan, self._segment = plan, segment
         self._residency, self._gradients, self._counters = residency, gradients, counters
         self._store, self._device = residency.store, residency.store.device
-        self._worker = self._device.worker
+        self._worker = None if self._store.synchronous else self._device.worker
         self._slots: dict[int, Slot] = {number: chunk.home for number, chunk in enumerate(plan.chunks)}
         self._places: dict[int, tuple[int, int]] = {}
         """Tier and address of the slots that the plan reserved, by the plan's numbers."""
@@ -248,7 +248,8 @@ class InstructionExecutor:
         flat = slot.flat(group.dtype if overwrites else torch.float32, group.chunk_numel)
         wanted = GradientPlace.IN_WEIGHT_SLOT if overwrites else GradientPlace.IN_ACCUMULATOR
         rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
-        self._gradients.measure_all(rows, flat, partial(self._launch, instr.queue, (slot,)))
+        launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
+        self._gradients.measure_all(rows, flat, launch)
 
     def _step(self, instr: Instr, op: Step) -> None:
         assert self._settings_of is not None, "only `step` carries out steps"

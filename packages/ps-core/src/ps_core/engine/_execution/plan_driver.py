@@ -12,7 +12,7 @@ import torch
 
 from ps_core._plan import Instr, Queue, Reserve
 from ps_core._program import SegmentName
-from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
@@ -52,19 +52,18 @@ class PlanDriver:
         self._recorded = frozenset[int]() if self._store.synchronous else self._segment.recorded
         self._events: dict[int, Event] = {}
         """By instruction: the event behind it."""
-        self._worker = self._device.worker
+        self._worker = None if self._store.synchronous else self._device.worker
         if not self._store.synchronous:
             residency.transfers.begin_segment()
-        waits_on_threads = self._store.file is not None or self._uses_worker
+        waits_on_threads = self._store.file is not None or (self._worker is not None and self._uses(self._worker))
         self._order = IssueOrder(self._segment, self._would_block) if waits_on_threads else None
         """Works out what to issue as other threads get on; None: there is none, and it is known already."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
 
-    @property
-    def _uses_worker(self) -> bool:
-        """True if the worker's thread has work to do in the segment, or still has some of the segments before."""
-        return self._worker is not None and (self._worker.busy or bool(self._segment.by_queue[Queue.CPU]))
+    def _uses(self, worker: Worker) -> bool:
+        """True if a worker's thread has work to do in the segment, or still has some of the segments before."""
+        return worker.busy or bool(self._segment.by_queue[Queue.CPU])
 
     # The driver.
 

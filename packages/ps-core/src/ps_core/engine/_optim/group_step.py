@@ -99,8 +99,10 @@ def step_group(
         and ((record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken)
     ]
     calls += [partial(weight[each.piece].copy_, master[each.piece]) for each in rebuilt if weight is not None]
-    written = [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
-    launch(f"step of {group.name}", [slot.memory for slot in slots.values()], written, partial(_carry_out, calls))
+    memory = {kind: slot.memory for kind, slot in slots.items()}
+    reads = list(memory.values())
+    memory.pop(Kind.ACC, None)
+    launch(f"step of {group.name}", reads, list(memory.values()), partial(_carry_out, calls))
     for record in stepped:
         record.mark_stepped()
     for record in overtaken:
@@ -124,29 +126,29 @@ def _carry_out(calls: list[Callable[[], object]]) -> None:
 
 def _gradient(
     run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]
-) -> Callable[[], torch.Tensor]:
-    """Return what returns the gradient of a run: where it is put together, that is done when the run is stepped."""
+) -> torch.Tensor | list[ParamState]:
+    """Return the gradient of a run, or the parameters whose own tensors are put together when the run is stepped."""
     first = run.records[0]
     if first.gradient is GradientPlace.OWN_TENSOR:
-        return partial(concatenate, run.records)
+        return run.records
     if first.gradient is GradientPlace.IN_ACCUMULATOR:
-        gradient = slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
-    else:
-        assert weight is not None, "only 16-bit weights have gradients over them"
-        gradient = weight[span]
-    return lambda: gradient
+        return slots[Kind.ACC].flat(torch.float32, first.group.shard_numel)[span]
+    assert weight is not None, "only 16-bit weights have gradients over them"
+    return weight[span]
 
 
 def _step(
     settings: Settings,
     number: int,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    gradient_of: Callable[[], torch.Tensor],
+    gradient: torch.Tensor | list[ParamState],
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
     """Make a parameter's step with this number."""
-    gradient, (master, momentum, variance) = gradient_of(), rows
+    master, momentum, variance = rows
+    if isinstance(gradient, list):
+        gradient = concatenate(gradient)
     if settings.kind is StepRule.SGD:
         ps_kernels.sgd_step(
             master,
