@@ -53,6 +53,10 @@ class PassThreads:
         self.reports_end = weakref.ref(reports_end)
         Variable._execution_engine.queue_callback(reports_end)
 
+    def end_backward(self) -> None:
+        """Note that the backward pass is over."""
+        self.reports_end = None
+
     @property
     def in_backward(self) -> bool:
         """True if a backward pass is on that began with `begin_backward`."""

@@ -314,7 +314,7 @@ class PassTracker:
     @defer_interrupts
     def _backward_done(self) -> None:
         self._task = -1
-        self.threads.reports_end = None
+        self.threads.end_backward()
         if self.recording is None:
             return
         with torch.no_grad():
