@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer import MARK, Case, Row
@@ -38,9 +39,12 @@ class Group:
     steps: int = 3
     """In a turn."""
     limit_s: float = 150.0
+    profile: bool = False
+    """True: one more step of each, under PyTorch's profiler."""
 
 
 B13: dict[str, int] = {"layers": 24, "hidden": 2048}
+B67: dict[str, int] = {"layers": 32, "hidden": 4096}
 B27: dict[str, int] = {"layers": 32, "hidden": 2560}
 # A group is at the same time in 78 GiB of a card's memory and 128 GiB of the host's, of which FSDP2 takes 16 bytes a
 # parameter, rounded up by PyTorch's allocator of pinned memory.
@@ -59,6 +63,24 @@ GROUPS = (
         Case(name="FSDP2 so, weights stay for backward, 2.7B", how="fsdp2", warm_ups=1, reshard=False, **B27),
     )),
 )  # fmt: skip
+SIZES = (
+    Case(name="engine, 1.3B in 30 GiB", how="engine", device_bytes=30 * GIB, host_bytes=32 * GIB, tiled=True, **B13),
+    Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, tiled=True, **B13),
+    Case(name="engine, 6.7B in 24 GiB", how="engine", device_bytes=24 * GIB, host_bytes=104 * GIB, tiled=True, **B67),
+)
+"""Three steps of each, and one that is profiled."""
+COMPARED = (
+    Group(limit_s=150.0, cases=(
+        Case(name="engine, 1.3B, all fits", how="engine", device_bytes=40 * GIB, host_bytes=8 * GIB, **B13),
+        Case(name="bf16 and fp32 masters, 1.3B", how="masters", warm_ups=2, **B13),
+        Case(name="so, nothing recomputed, 1.3B", how="masters", warm_ups=2, checkpoint=False, **B13),
+    )),
+    Group(limit_s=150.0, cases=(
+        Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
+        Case(name="torchao's CPUOffloadOptimizer, 1.3B", how="torchao", warm_ups=2, **B13),
+    )),
+)  # fmt: skip
+"""Besides `GROUPS`; torchao has to be carried to the card, and is passed over where it cannot be imported."""
 SMALL: dict[str, int] = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128}
 DRY = (
     Group(turns=2, steps=1, limit_s=800.0, cases=(
@@ -66,6 +88,16 @@ DRY = (
         Case(name="FSDP2 with CPU offload, dry", how="fsdp2", warm_ups=1, on="cpu", **SMALL),
         Case(name="FSDP2 so, weights stay, dry", how="fsdp2", warm_ups=1, on="cpu", reshard=False, **SMALL),
         Case(name="plain, dry", how="plain", warm_ups=1, on="cpu", **SMALL),
+    )),
+)  # fmt: skip
+DRY_SIZES = (
+    Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", tiled=True, **SMALL),
+)  # fmt: skip
+DRY_COMPARED = (
+    Group(turns=1, steps=1, limit_s=800.0, cases=(
+        Case(name="engine, dry", how="engine", device_bytes=2**22, on="emulated", **SMALL),
+        Case(name="bf16 and fp32 masters, dry", how="masters", warm_ups=1, on="cpu", **SMALL),
+        Case(name="so, nothing recomputed, dry", how="masters", warm_ups=1, on="cpu", checkpoint=False, **SMALL),
     )),
 )  # fmt: skip
 LARGEST_HIDDEN = 5120
@@ -151,6 +183,8 @@ def together(group: Group, limit_s: float) -> list[Row]:
                 if done:
                     worker.row["turns_s"].append(done["step_s"])
                     worker.row["losses"] = done["losses"]
+        for worker in workers if group.profile else ():
+            worker.row["profile"] = worker.ask("profile", end).get("profile", "")
         for worker in workers:
             worker.row |= worker.ask("facts", end)
     finally:
@@ -224,7 +258,7 @@ def largest(limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
     while layers and (left := end - time.monotonic()) > 60:
         case = Case(
             name=f"engine, {layers} layers of {LARGEST_HIDDEN}, all there is", how="engine", layers=layers,
-            hidden=LARGEST_HIDDEN, host_bytes=host_bytes(), warm_ups=2,
+            hidden=LARGEST_HIDDEN, host_bytes=host_bytes(), warm_ups=2, tiled=True,
         )  # fmt: skip
         rows += together(Group(cases=(case,), turns=1, steps=1, limit_s=left), left)
         show(rows[-1:])
@@ -232,6 +266,28 @@ def largest(limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
         tried[layers] = "failed" not in rows[-1]
         layers = next_layers(tried)
     return rows
+
+
+def sizes(cases: Sequence[Case], limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
+    """Each case by itself: three steps after those that warm it up, then one under the profiler."""
+    rows: list[Row] = []
+    end = time.monotonic() + limit_s
+    for case in cases:
+        if (left := end - time.monotonic()) < 30:
+            break
+        rows += together(Group(cases=(case,), turns=1, steps=3, limit_s=left, profile=True), left)
+        show(rows[-1:])
+        print(rows[-1].get("profile", "not profiled"), flush=True)
+        keep(rows)
+    return rows
+
+
+def carried(groups: Sequence[Group]) -> list[Group]:
+    """Leave out what needs a package that is not there."""
+    missing = {"torchao"} if find_spec("torchao") is None else set()
+    for name in missing:
+        print(f"{name} is not installed: not compared")
+    return [group for group in groups if not missing & {case.how for case in group.cases}]
 
 
 def show(rows: list[Row]) -> None:
@@ -251,6 +307,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=400.0, help="for everything together")
     parser.add_argument("--largest", action="store_true", help="only how large a model can be")
+    parser.add_argument("--sizes", action="store_true", help="only three steps of a few sizes, one of them profiled")
+    parser.add_argument("--compared", action="store_true", help="only the comparisons that need other packages")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU: shows that this runs")
     options = parser.parse_args()
     end, rows = time.monotonic() + options.seconds, []
@@ -261,7 +319,12 @@ def main() -> int:
 
     if options.largest and not options.dry_run:
         rows = largest(options.seconds, keep)
-    for group in () if options.largest else DRY if options.dry_run else GROUPS:
+    if options.sizes:
+        rows = sizes(DRY_SIZES if options.dry_run else SIZES, options.seconds, keep)
+    groups: Sequence[Group] = DRY if options.dry_run else GROUPS
+    if options.compared:
+        groups = carried(DRY_COMPARED if options.dry_run else COMPARED)
+    for group in () if options.largest or options.sizes else groups:
         left = end - time.monotonic()
         if left < 40:
             break

@@ -27,6 +27,8 @@ def exercise(numel: int, shift: int, device: str) -> None:
             ps_kernels.sgd_step(p, None, grad, out, lr=1e-3, backend=backend)
         ps_kernels.accumulate(v, grad, scale=0.5, backend=backend)
         ps_kernels.sumsq_finite(grad, total, backend=backend)
+        rows, spans = torch.zeros(3, 2, device=device), [(0, numel // 3), (numel // 3, numel // 3), (numel // 3, numel)]
+        ps_kernels.sumsq_finite(grad, rows, spans=spans, backend=backend)
         for other in KINDS:
             chunk = torch.zeros(2 * numel + 3, dtype=other, device=device)
             ps_kernels.gather([grad, grad.clone()], chunk, [0, numel + 3], backend=backend)

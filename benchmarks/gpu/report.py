@@ -34,7 +34,12 @@ def report(folders: Sequence[Path], day: str) -> str:
             lines += ["**DRY RUN: no device was there, or it was not used. The figures mean nothing.**", ""]
     lines += how(folders, kernels, statuses)
     lines += of_kernels(kernels.get("rows", []))
-    for title, name in (("Training", "training.json"), ("How large a model can be", "largest.json")):
+    for title, name in (
+        ("Sizes", "sizes.json"),
+        ("Training", "training.json"),
+        ("Comparisons", "compared.json"),
+        ("How large a model can be", "largest.json"),
+    ):
         rows: list[Row] = [row for folder in folders for row in read(folder / name) or []]
         lines += of_trainings(title, list({row["name"]: row for row in rows}.values()))
     return "\n".join(lines).rstrip() + "\n"

@@ -1,11 +1,12 @@
 #!/bin/sh
 # Tests and benchmarks that need a CUDA device, from a plain checkout: nothing is installed, nothing is downloaded.
 # Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT:
-# log.txt, summary.json, kernels.json, training.json, largest.json, machine.txt, and report.md, which says it all.
+# log.txt, summary.json, kernels.json, training.json and others, machine.txt, and report.md, which says it all.
 # Where there is no device, and with --dry-run, the same parts run on the CPU with small arrays: that they run is all
 # that this shows.
-# PARTS names some of "tests kernels engine training ranks sanitizer largest" (default: all, in this order). All together
-# take at most LIMIT seconds (default: 570); parts for which no time is left are named at the end, for another call.
+# PARTS names some of "ladder calibration sizes training compared tests kernels engine ranks sanitizer largest" (default:
+# all, in this order). All together take at most LIMIT seconds (default: 570); parts for which no time is left are named
+# at the end, for another call. The ladder is a row of short checks; where one fails, no part comes after it.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -30,7 +31,7 @@ pytest="$python -m pytest -q -p no:cacheprovider -W default -o faulthandler_time
 status=0
 parts=""
 late=""
-wanted=" ${PARTS:-tests kernels engine training ranks sanitizer largest} "
+wanted=" ${PARTS:-ladder calibration sizes training compared tests kernels engine ranks sanitizer largest} "
 end=$(($(date +%s) + ${LIMIT:-570}))
 : >"$out/log.txt"
 
@@ -100,20 +101,28 @@ fi >"$out/machine.txt"
 cat "$out/machine.txt"
 is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
 own="tests/gpu/test_cuda.py tests/gpu/test_kernels.py tests/gpu/test_properties.py"
-is_wanted tests && part tests 150 $pytest $own
-[ -n "$dry" ] && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
-is_wanted kernels && part kernels 150 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
 played="env PS_FAKE_CUDA=${dry:+1}"
+engine="$python benchmarks/gpu/engine.py $dry --seconds @LEFT"
+is_wanted ladder && part ladder 240 "$python" benchmarks/gpu/ladder.py $dry
+if [ "$status" -ne 0 ]; then
+    echo "the ladder does not hold: nothing else is run"
+    wanted=" "
+fi
+is_wanted calibration &&
+    part calibration 150 "$python" -m ps_core.cli doctor --calibrate --out "$out/machine.toml"
+is_wanted sizes && part sizes 240 $engine --sizes --json "$out/sizes.json"
+is_wanted training && part training 400 $engine --json "$out/training.json"
+is_wanted compared && part compared 300 $engine --compared --json "$out/compared.json"
+is_wanted tests && part tests 150 $pytest $own
+[ -n "$dry" ] && is_wanted tests && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
+is_wanted kernels && part kernels 150 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
 is_wanted engine && part engine 210 $played $pytest tests/gpu/test_engine.py -k "$few"
-is_wanted training &&
-    part training 400 "$python" benchmarks/gpu/engine.py $dry --seconds @LEFT --json "$out/training.json"
 is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$few"
 is_wanted sanitizer && part sanitizer 230 env PS_SANITIZER_SECONDS=105 $pytest tests/gpu/test_sanitizer.py
-[ -z "$dry" ] && is_wanted largest &&
-    part largest 500 "$python" benchmarks/gpu/engine.py $dry --largest --seconds @LEFT --json "$out/largest.json"
+[ -z "$dry" ] && is_wanted largest && part largest 500 $engine --largest --json "$out/largest.json"
 timeout 20 "$python" benchmarks/gpu/report.py "$out" >"$out/report.md" || echo "no report.md"
 echo "== table"
-for each in kernels training largest; do
+for each in kernels sizes training compared largest; do
     log=$scratch/$each.log
     [ -f "$log" ] || continue
     # Without a table it was stopped: then what it had said by then.

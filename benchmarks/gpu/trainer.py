@@ -29,7 +29,8 @@ class Case:
 
     name: str
     how: str
-    """``engine``, ``plain`` (all on the device) or ``fsdp2`` (PyTorch's own offloading to the CPU)."""
+    """``engine``, ``plain`` (all on the device), ``masters`` (so, computed in bf16 beside fp32 masters), ``fsdp2``
+    (PyTorch's own offloading to the CPU) or ``torchao`` (bf16, the optimizer on the CPU)."""
     layers: int
     hidden: int
     device_bytes: int | None = None
@@ -42,6 +43,9 @@ class Case:
     on: str = "cuda"
     reshard: bool = True
     """FSDP2: whether weights come anew for backward; kept on the device they are copied there once a step."""
+    checkpoint: bool = True
+    tiled: bool = False
+    """Weights repeat one random block: drawing them all takes longer than the steps that are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,18 @@ def build(case: Case, on: str) -> Any:
 
     torch.manual_seed(0)
     shape = {"layers": case.layers, "hidden": case.hidden, "heads": max(1, case.hidden // 128)}
-    return make("gpt2", on, checkpoint_blocks=True, vocabulary=case.vocabulary, positions=case.length, **shape)
+    return make(
+        "gpt2", on, checkpoint_blocks=case.checkpoint, vocabulary=case.vocabulary, positions=case.length, **shape
+    )
+
+
+def tile(weight: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> torch.Tensor:
+    """Fill a weight as ``torch.nn.init.normal_`` does, with copies of one block of 2**22 numbers."""
+    block = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(std).add_(mean)
+    with torch.no_grad():
+        for part in weight.view(-1).split(block.numel()):
+            part.copy_(block[: part.numel()])
+    return weight
 
 
 def check(case: Case, where: torch.device) -> None:
@@ -99,13 +114,18 @@ def with_engine(case: Case, where: torch.device) -> Training:
 
 def with_torch(model: Any, where: torch.device, *, autocast: bool) -> Training:
     """PyTorch's fused AdamW, wherever the parameters are."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return trained(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), where, autocast=autocast)
+
+
+def trained(model: Any, optimizer: Any, where: torch.device, *, autocast: bool, clips: bool = True) -> Training:
+    """A plain loop."""
 
     def step(tokens: torch.Tensor) -> float:
         with torch.autocast(where.type, torch.bfloat16, enabled=autocast):
             loss = model(tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
@@ -144,6 +164,53 @@ def with_fsdp2(case: Case, where: torch.device) -> Training:
     return with_torch(model, where, autocast=False)
 
 
+class Masters:
+    """Fused AdamW on fp32 masters of a model in bf16, in place of an optimizer of the model's own parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = list(model.parameters())
+        self._masters = [p.detach().float().requires_grad_() for p in self._model]
+        self._inner = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
+
+    def step(self) -> None:
+        for parameter, master in zip(self._model, self._masters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self._inner.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self._model, self._masters)
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+
+def with_masters(case: Case, where: torch.device) -> Training:
+    """Everything on the device: 16 bytes a parameter, as the engine has them, and gradients."""
+    model = build(case, "cpu").to(where, torch.bfloat16)
+    return trained(model, Masters(model), where, autocast=False)
+
+
+def with_torchao(case: Case, where: torch.device) -> Training:
+    """bf16 weights on the device; torchao keeps optimizer states and gradients on the CPU, and steps there."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = build(case, "cpu").to(where, torch.bfloat16)
+    made = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    return trained(model, made, where, autocast=False, clips=False)  # its hooks have copied the gradients by then
+
+
+def profiled_step(training: Training, case: Case, where: torch.device) -> Row:
+    """Take one step under PyTorch's profiler; return what took longest, as a table."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_card = where.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]
+    generator = torch.Generator().manual_seed(2)
+    with profile(activities=activities) as seen:
+        row = turn(training, case, where, 1, generator)
+    key = "self_device_time_total" if on_card else "self_cpu_time_total"
+    return {"profile": seen.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=60), **row}
+
+
 def turn(training: Training, case: Case, where: torch.device, steps: int, generator: torch.Generator) -> Row:
     """Steps from a device that is idle to a device that is idle."""
     batches = [torch.randint(case.vocabulary, (case.batch, case.length), generator=generator) for _ in range(steps)]
@@ -156,13 +223,20 @@ def turn(training: Training, case: Case, where: torch.device, steps: int, genera
     return {"step_s": (time.perf_counter() - start) / steps, "losses": losses}
 
 
+WAYS: dict[str, Callable[[Case, torch.device], Training]] = {
+    "engine": with_engine, "plain": with_plain, "masters": with_masters, "fsdp2": with_fsdp2, "torchao": with_torchao,
+}  # fmt: skip
+
+
 def main() -> None:
     case = Case(**json.loads(sys.argv[1]))
     where = torch.device("cuda", 0) if case.on == "cuda" else torch.device("cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     start = time.perf_counter()
-    training = {"engine": with_engine, "plain": with_plain, "fsdp2": with_fsdp2}[case.how](case, where)
+    if case.tiled:
+        torch.nn.init.normal_ = tile  # type: ignore[assignment]
+    training = WAYS[case.how](case, where)
     answer({"parameters": training.parameters, "built_s": time.perf_counter() - start})
     generator, first = torch.Generator().manual_seed(1), True
     for line in sys.stdin:
@@ -173,6 +247,8 @@ def main() -> None:
                 check_first_loss(row["losses"][0], case.vocabulary)
             first = False
             answer(row)
+        elif word == "profile":
+            answer(profiled_step(training, case, where))
         elif word == "facts":
             peak = torch.cuda.max_memory_reserved() if where.type == "cuda" else None
             answer({"reserved_peak_bytes": peak, **training.facts()})

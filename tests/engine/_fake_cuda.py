@@ -2,7 +2,8 @@
 
 PyTorch's work is the compute stream's and done at once, so only copies lag: until something waits for them, or at a
 random later call. They know addresses, not tensors, as a card does: memory that is given back too early is overwritten.
-Several threads may launch, each on streams of its own.
+Several threads may launch, each on streams of its own. Backward passes run on a thread of the device's own, as
+PyTorch's do for CUDA, unless the runtime is made with ``device_thread=False``.
 """
 
 from __future__ import annotations
@@ -10,16 +11,54 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from random import Random
 from threading import RLock, current_thread, local
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ps_core.engine._devices.cuda.runtime import Allocated, Failure
-from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 from ps_kernels import PinnedArena
+
+DEVICE_THREAD = "autograd of the played device"
+_run_backward = torch.autograd.graph._engine_run_backward
+_ENTERED = local()
+"""The runtime that this thread trains within."""
+_EVERY: list[FakeRuntime] = []
+"""All runtimes that some thread trains within; the last one is that of threads which entered none."""
+
+
+def _backward_of_device(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass where the runtime that this thread trains within wants it."""
+    runtime: FakeRuntime | None = getattr(_ENTERED, "runtime", None) or (_EVERY[-1] if _EVERY else None)
+    modes = _get_current_dispatch_mode_stack()
+    of_torch = any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # fake tensors, which are the CPU's
+    if runtime is None or runtime.autograd is None or of_torch:
+        return _run_backward(*args, **kwargs)
+    return runtime.autograd.submit(_as_caller(runtime, modes, args, kwargs)).result()
+
+
+def _as_caller(runtime: FakeRuntime, modes: list[Any], args: Any, kwargs: Any) -> Callable[[], Any]:
+    """Return the backward pass with what PyTorch takes over from the calling thread: modes, and the stream."""
+    stream, grad = runtime.current(), torch.is_grad_enabled()
+
+    def run() -> Any:
+        push_modes(modes)
+        try:
+            with runtime.using(stream), torch.set_grad_enabled(grad):
+                return _run_backward(*args, **kwargs)
+        finally:
+            pop_user_modes()
+
+    return run
+
+
+torch.autograd._engine_run_backward = _backward_of_device  # type: ignore[attr-defined]
+torch.autograd.graph._engine_run_backward = _backward_of_device
 
 
 class FakeStream:
@@ -99,11 +138,16 @@ class Allocator(TensorBytesTracker):
 
 
 class FakeRuntime:
-    """Give it to a `CudaDevice`, and train within ``with runtime:``. ``deaf``: nothing waits for anything."""
+    """Give it to a `CudaDevice`, and train within ``with runtime:``. ``deaf``: nothing waits for anything.
+
+    ``device_thread``: backward passes run on a thread of the device's own; reentrant ones where they are called.
+    """
 
     name = "a device that the CPU plays"
 
-    def __init__(self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True) -> None:
+    def __init__(
+        self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True, device_thread: bool = True
+    ) -> None:
         self.torch_device = torch.device("cpu")
         self.deaf, self.watched = deaf, watched
         self.lock = RLock()
@@ -117,12 +161,23 @@ class FakeRuntime:
         self.events = self.hosts = self.released = 0
         self.observers: list[Failure] = []
         self.allocator = Allocator(self)
+        self.device_thread = device_thread
+        self.autograd: ThreadPoolExecutor | None = None
+        """The thread that backward passes run on; None: the calling one."""
 
     def __enter__(self) -> FakeRuntime:
         self.allocator.start()
+        if self.device_thread:
+            self.autograd = ThreadPoolExecutor(1, DEVICE_THREAD)
+        self._outer, _ENTERED.runtime = getattr(_ENTERED, "runtime", None), self
+        _EVERY.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _ENTERED.runtime = self._outer
+        _EVERY.remove(self)
+        if self.autograd is not None:
+            self.autograd.shutdown()
         self.allocator.stop()
         self.synchronize()
 

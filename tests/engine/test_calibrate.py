@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +67,7 @@ def test_every_figure_is_measured(
     assert same - noisy == {"memory_bytes", "collective_bandwidth", "internode_bandwidth"}
     assert found.name.endswith(", calibrated")
     assert found.played_copy_bandwidth > 0, "the CPU plays the accelerator"
+    assert found.host_dram_bandwidth >= found.host_bandwidth, "cores alone, or copies beside them"
     assert min(found.attention_flops, found.attention_flops_fp32) > 0
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
@@ -260,6 +263,33 @@ def test_probes_take_turns_and_long_ones_fewer(monkeypatch: pytest.MonkeyPatch) 
     collect([[first, second], [third]], 3, between=lambda: order.append("|"))
     assert "".join(order) == "abc" + "|abc" * 2 + "|ab", "once uncounted; the third has had its time after two"
     assert len(first.times) == 3
+
+
+def test_traffic_of_the_host_is_the_step_s_and_that_of_copies_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that ends once four copies were made, in half a second by a clock that only these move."""
+    clock, left = [0.0], [4]
+    monkeypatch.setattr(bandwidths, "_PARAMETERS", 1000)
+    monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 4096)
+    traffic = bandwidths.HostTraffic(torch.device("cpu"))
+
+    class Pool(nullcontext[Any]):
+        def __init__(self, threads: int) -> None:
+            super().__init__(self)
+
+        def submit(self, step: Any) -> Any:
+            assert step is traffic._step.probe.work
+            return SimpleNamespace(done=lambda: not left[0], result=lambda: None)
+
+    def copy() -> None:
+        left[0] -= 1
+        clock[0] += 0.125
+
+    monkeypatch.setattr(bandwidths, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(bandwidths, "ThreadPoolExecutor", Pool)
+    for probe in traffic._links.probes[:2]:
+        probe.work = copy
+    traffic.probe.work()
+    assert traffic.rate() == (28 * 1000 + 4 * 2 * 4096) / 0.5
 
 
 def test_the_lower_quartile_counts() -> None:

@@ -199,6 +199,22 @@ def test_host_memory_is_not_handed_out_before_its_copies_are_done() -> None:
     gc.collect()
 
 
+def test_small_blocks_of_host_memory_are_all_kept_and_large_ones_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoing the pinning waits for the whole device, so a step that gives many blocks back must not do it."""
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    sizes = [64 * (1 + index % 3) for index in range(40)]
+    for _ in range(3):
+        held = [device.host(size) for size in sizes]
+        del held
+    assert runtime.hosts == 40, "each block was made once"
+    monkeypatch.setattr("ps_core.engine._devices.cuda.memory._SPARE_BYTES", 64 * 40)
+    held = [device.host(size) for size in sizes]
+    del held
+    assert sum(arena.bytes for arena, _ in device._host._spares) <= 64 * 40
+    device.close()
+
+
 @pytest.mark.parametrize("queue", [Queue.H2D, Queue.D2H])
 def test_memory_that_comes_back_leaves_no_event_that_covers_too_little(
     queue: Queue, monkeypatch: pytest.MonkeyPatch

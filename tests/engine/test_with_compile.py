@@ -22,6 +22,7 @@ pytestmark = [  # of PyTorch's own making
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
+GRAPHS = {"triton.cudagraphs": True}
 HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
@@ -210,3 +211,39 @@ def test_a_model_compiled_later_is_refused_with_the_remedy(how: str) -> None:
         if how != "in place":
             square(model, *rows(0)).backward()
             finish(optimizer)
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.parametrize("told", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": GRAPHS}])
+def test_blocks_compiled_to_cuda_graphs_are_refused_by_name(told: dict[str, Any], how: str) -> None:
+    """Before ``chunked``, which changes nothing, and after it; where nothing ever moves they may stay."""
+    made = [models.Language() for _ in range(3)]
+    for model in made[:2]:
+        graphs(model, how, told)
+    said = r"'blocks.1' is compiled to CUDA graphs .* mode='default'"
+    with pytest.raises(UnsupportedParameter, match=said):
+        chunked(made[0], ADAMW, device="emulated", budget=Budget(device="1MiB", host="64MiB"))
+    assert all(type(parameter) is nn.Parameter for parameter in made[0].parameters())
+    with chunked_model(made[1], device="cpu", budget=Budget(host="64MiB")) as (model, _):
+        assert model is made[1]
+    with chunked_model(made[2]) as (model, _):
+        next_token(model, *tokens(0)).backward()
+        graphs(model, how, told)
+        with pytest.raises(UnsupportedParameter, match=said):
+            model(*tokens(0))
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_other_modes_are_not_refused(mode: str) -> None:
+    model = models.Language()
+    graphs(model, "in place", {"mode": mode})
+    with chunked_model(model) as (managed, _):
+        assert managed is model
+
+
+def graphs(model: Any, how: str, told: dict[str, Any]) -> None:
+    """Compile one block, which compiles nothing before it is called."""
+    if how == "in place":
+        model.blocks[1].compile(**told)
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], **told)

@@ -212,6 +212,33 @@ def test_sum_of_squares(
     assert numel == 0 or theirs[0] > 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processors", [1, 100])
+def test_sums_of_squares_of_spans_are_one_launch(
+    emulated: EmulatedLauncher, kind: torch.dtype, processors: int
+) -> None:
+    """Empty spans among them, short and long ones, out of order and overlapping; each span's bits are its own."""
+    x = torch.randn(300_001, generator=torch.Generator().manual_seed(1)).to(kind)
+    x[250_000] = np.inf
+    spans = [(5, 5), (0, 0), (3, 70_004), (70_004, 70_005), (9, 9), (8, 65_544), (65_536, 200_001), (240_000, 300_001)]
+    emulated.processors = processors
+    for order in (0, 1, 2):
+        emulated.order = order
+        emulated.launched.clear()
+        ours = torch.tensor([[3.0, 0.0]] * len(spans))
+        ps_kernels.sumsq_finite(x, ours, spans=spans)
+        assert [name for name, _ in emulated.launched] == [f"norm_spans_{str(kind).removeprefix('torch.')}"]
+        alone = torch.tensor([[3.0, 0.0]] * len(spans))
+        for (start, stop), row in zip(spans, alone, strict=True):
+            ps_kernels.sumsq_finite(x[start:stop], row)
+        assert torch.equal(ours, alone)
+        assert [row[1] for row in ours.tolist()] == [0.0] * 7 + [1.0]
+    nothing = torch.zeros(1, 2)
+    ps_kernels.sumsq_finite(x, nothing, spans=[(4, 4)])
+    ps_kernels.sumsq_finite(x, nothing[:0], spans=[])
+    assert not nothing.any()
+
+
 def test_the_last_sums_are_halved_too(launcher: EmulatedLauncher) -> None:
     """As many blocks as no test would wait for: their sums, by themselves."""
     for count in (1, 2, 5, 511, 1024, 70_001):

@@ -212,7 +212,12 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NO GPU: torch finds no CUDA device here" in done.stdout
     assert "every kernel ran" in done.stdout
-    names = ("tests", "exercise", "kernels", "engine", "training", "ranks", "sanitizer")
+    names = (
+        *("ladder", "calibration", "sizes", "training", "compared"),
+        *("tests", "exercise", "kernels", "engine", "ranks", "sanitizer"),
+    )
+    log = (tmp_path / "out/log.txt").read_text("utf-8")
+    assert "ladder: all 9 rungs hold" in log
     assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
         "device": False,
         "exit_status": dict.fromkeys(names, 0),
@@ -228,7 +233,8 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     for name in ("adam, bf16 in and out", "sum of squares, torch.bfloat16", "Pieces.gather 1,000 tensors"):
         assert name in {each["name"] for each in rows}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "kernels.json", "log.txt", "machine.txt", "report.md", "summary.json", "training.json",
+        "compared.json", "kernels.json", "log.txt", "machine.toml", "machine.txt", "report.md", "sizes.json",
+        "summary.json", "training.json",
     ]  # fmt: skip
     report = (tmp_path / "out/report.md").read_text("utf-8")
     assert "DRY RUN" in report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 GIB = 2**30
@@ -22,7 +24,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module
-    for name in ("engine", "trainer", "report"):
+    for name in ("engine", "trainer", "report", "ladder", "regime"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -60,6 +62,61 @@ def test_an_error_is_named_by_its_own_line(script: Any) -> None:
     assert engine.blamed(lines) == lines[1]
     assert engine.blamed(["[rank0]: RuntimeError: no NCCL", "[rank0]: more"]) == "[rank0]: RuntimeError: no NCCL"
     assert engine.blamed(["Killed"]) == "Killed"
+
+
+def test_the_ladder_stops_at_the_first_failure_and_looks_closer(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ladder = script("ladder")
+    began: list[tuple[str, str, bool]] = []
+
+    def attempt(name: str, limit_s: float, environment: Any) -> tuple[int, float, list[str]]:
+        began.append((name, environment.get("CUDA_LAUNCH_BLOCKING", ""), limit_s > ladder.RUNGS[name][1]))
+        return int(name == "order"), 0.5, [f"said by {name}"]
+
+    monkeypatch.setattr(ladder, "attempt", attempt)
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    assert ladder.climb(False, list(ladder.RUNGS)) == 1
+    assert began == [
+        ("versions", "", False), ("links", "", False), ("kernels", "", False), ("order", "", False),
+        ("order", "1", True),
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "ok kernels, 0.5 s" in said
+    assert said.index("FAILED order") < said.index("order again, with launches that wait")
+    assert ladder.climb(False, ["links"]) == 0
+
+
+def test_a_rung_that_hangs_is_stopped(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ladder, stuck = script("ladder"), tmp_path / "stuck.py"
+    stuck.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n", "utf-8")
+    monkeypatch.setattr(ladder, "__file__", str(stuck))
+    status, _, said = ladder.attempt("links", 5.0, dict(os.environ))
+    assert status != 0
+    assert said == ["begun", "stopped after 5 s"]
+
+
+@pytest.mark.parametrize("way", ["masters", "torchao"])
+def test_other_ways_to_train_lower_the_loss(script: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """torchao's optimizer, which needs a card, is played by the one that it wraps."""
+    trainer = script("trainer")
+    optim = SimpleNamespace(CPUOffloadOptimizer=lambda parameters, kind, **options: kind(parameters, **options))
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(optim=optim))
+    monkeypatch.setitem(sys.modules, "torchao.optim", optim)
+    case = trainer.Case(name=way, how=way, layers=1, hidden=32, batch=2, length=16, vocabulary=64, on="cpu")
+    training = trainer.WAYS[way](case, torch.device("cpu"))
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = [training.step(tokens) for _ in range(30)]
+    assert losses[-1] < losses[0] - 0.005
+
+
+def test_tiled_weights_repeat_one_block(script: Any) -> None:
+    tile, numel = script("trainer").tile, 2**22
+    weight = tile(torch.empty(2, numel // 2 + 1), std=0.02)
+    flat = weight.view(-1)
+    assert torch.equal(flat[numel:], flat[:2])
+    assert abs(float(flat.std()) - 0.02) < 1e-4
+    assert abs(float(flat.mean())) < 1e-4
 
 
 ROWS = [

@@ -363,3 +363,16 @@ def test_every_level_of_the_processor_is_there() -> None:
         pytest.skip("no compiled levels, or no list of what the processor has")
     assert ("avx2" in LEVELS) == ({"avx2", "fma", "f16c"} <= flags)
     assert ("avx512" in LEVELS) == ({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"} <= flags)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_and_short_spans_are_summed_as_if_alone(bits: Any, kind: Any) -> None:
+    """In a native backend by one call, whose scratch memory is the longest span's."""
+    x = as_kind(numbers(np.random.default_rng(5), 200_000), kind)
+    spans = [(7, 190_000), (0, 3), (3, 3), (65_536, 131_072), (1, 140_000), (199_999, 200_000)]
+    for backend in EVERY:
+        source, rows, alone = view_as(backend, x), np.ones((6, 2), np.float32), np.ones((6, 2), np.float32)
+        ps_kernels.sumsq_finite(source, view_as(backend, rows), spans=spans, backend=backend)
+        for (start, stop), row in zip(spans, alone, strict=True):
+            ps_kernels.sumsq_finite(source[start:stop], view_as(backend, row), backend=backend)
+        same(bits, rows, alone, backend)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ps_kernels import InvalidArgument, KernelError, PinnedArena
-from ps_kernels._pinned import CudaPinner, prefer_node
+from ps_kernels import InvalidArgument, KernelError, PinnedArena, _pinned
+from ps_kernels._pinned import CudaPinner, prefer_node, touch
 
 MIB = 1 << 20
 
@@ -181,6 +181,35 @@ def test_the_runtime_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch
     with pytest.warns(UserWarning, match="cudaHostRegister failed with status 2"):
         PinnedArena(8192)
     assert filled == ["cuda"], "the runtime's last error is taken away by a launch, and not left for the next one"
+
+
+def resident_bytes() -> int:
+    line = next(each for each in Path("/proc/self/status").read_text("ascii").splitlines() if "VmRSS" in each)
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux")
+@pytest.mark.parametrize("more", [0, 5 * MIB + 13])
+def test_threads_touch_all_of_it_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
+    """Each page, whatever the threads' parts; and nothing beyond the end, which the next bytes show."""
+    monkeypatch.setattr(_pinned.os, "sched_getaffinity", lambda _: range(3))
+    arena, size = PinnedArena(128 * MIB, pin=False), 96 * MIB + more
+    memory = arena.tensor(size, 2, torch.uint8).fill_(7)
+    before = resident_bytes()
+    touch(arena.tensor(0, 1, torch.uint8).data_ptr(), size)
+    assert resident_bytes() - before > size - 4 * MIB
+    assert memory.tolist() == [7, 7]
+    assert not arena.tensor(0, size, torch.uint8).any()
+
+
+def test_pinning_comes_after_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(_pinned, "touch", lambda address, numbytes: calls.append(f"{numbytes} {len(runtime.calls)}"))
+    assert CudaPinner().pin(4096, 4096) is None
+    assert calls == ["4096 0"]
 
 
 def test_the_node_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,14 @@ struct alignas(8) uint2 {
 template <typename T> static inline T __ldcs(const T *from) { return *from; }
 template <typename T> static inline void __stcs(T *into, T value) { *into = value; }
 
+/* Blocks run one after another, so what one wrote the next one reads. */
+static inline void __threadfence() {}
+static inline unsigned long long atomicAdd(unsigned long long *at, unsigned long long more) {
+    unsigned long long before = *at;
+    *at += more;
+    return before;
+}
+
 static inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
 static inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

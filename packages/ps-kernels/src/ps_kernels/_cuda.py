@@ -70,9 +70,15 @@ class CudaBackend:
         self._launch(("norm", "norm_total"), (1, _NORM_THREADS), (sums.data_ptr(), blocks, out.data_ptr()), x)
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """The same of each span of ``x``, into its row of ``out``."""
-        for row, (start, stop) in enumerate(spans):
-            self.sumsq_finite(x[start:stop], out[row])
+        """The same of each span of ``x``, into its row of ``out``, in one launch; see [Note: the table of spans]."""
+        starts, numels = [start for start, _ in spans], [stop - start for start, stop in spans]
+        *firsts, blocks = accumulate((-(-numel // BLOCK_NUMEL) for numel in numels), initial=0)
+        if not blocks:
+            return
+        table = _on_device([starts, numels, firsts, [0] * len(spans)], x)
+        sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
+        arguments = (x.data_ptr(), table.data_ptr(), len(spans), blocks, sums.data_ptr(), out.data_ptr())
+        self._launch(("norm", f"norm_spans_{_name(x)}"), (blocks, _NORM_THREADS), arguments, x)
 
     def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
         """Add the scaled gradient."""
@@ -87,10 +93,7 @@ class CudaBackend:
         table, tiles = _table(batch, scatter=scatter)
         if tiles:
             like = batch.whole.array
-            columns = torch.tensor(table, dtype=torch.int64)
-            if like.is_cuda:
-                columns = columns.pin_memory().to(like.device, non_blocking=True)
-            self._copy(columns, tiles, like)
+            self._copy(_on_device(table, like), tiles, like)
 
     def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
         """The same, at each call; the table is on the device already."""
@@ -185,6 +188,12 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
         if all((address + head * size) % (4 * size) == 0 for address, size in sizes):
             return head, (numel - head) // 4
     return 0, 0
+
+
+def _on_device(table: list[list[int]], like: Tensor) -> Tensor:
+    """A table where a kernel reads it; the host waits for nothing."""
+    columns = torch.tensor(table, dtype=torch.int64)
+    return columns.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else columns
 
 
 def _table(batch: Batch, *, scatter: bool) -> tuple[list[list[int]], int]:

@@ -12,7 +12,7 @@ KERNELS = {
         *(f"{kind}_{grad}_{out}" for kind in ("adam", "sgd") for grad in _FLOATS for out in _OUTS),
         *(f"accumulate_{grad}" for grad in _FLOATS),
     ),
-    "norm": (*(f"norm_{kind}" for kind in _FLOATS), "norm_total"),
+    "norm": (*(f"norm{spans}_{kind}" for spans in ("", "_spans") for kind in _FLOATS), "norm_total"),
     "copy": ("copy_pieces",),
 }
 """Every kernel by its module. Each module is compiled by itself: what a run does not use costs it nothing."""

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from itertools import compress
-from operator import attrgetter
+from itertools import chain, compress
+from operator import attrgetter, sub
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ _KINDS = {
     "torch.float16": 2,
 }
 _NO_ARRAY = -1
-_ROW_BYTES = 8
-"""Of two float32 numbers."""
 _STREAM_BYTES = 1 << 22
 """From here on what is written is no longer in the cache when it is read, so it need not pass through it."""
 _COPY_STREAM_BYTES = 1 << 25
@@ -98,7 +96,7 @@ class NativeBackend:
         self._threads = threads
         self._set_cores = functions.ps_set_cores
         self._call: dict[str, Callable[..., None]] = {}
-        for name in ("adam", "sgd", "sumsq", "accumulate", "copy"):
+        for name in ("adam", "sgd", "sumsq", "sumsq_spans", "accumulate", "copy"):
             function = functions[f"ps_{level}_{name}"]
             function.restype = None
             self._call[name] = function
@@ -134,25 +132,31 @@ class NativeBackend:
 
     def sumsq_finite(self, x: Array, out: Array) -> None:
         """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
-        self._sumsq(_address(x), _kind(x), _numel(x), _address(out))
-
-    def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """The same of each span of ``x``, into its row of ``out``."""
-        first, kind, size, row = _address(x), _kind(x), int(x.itemsize), _address(out)
-        for start, stop in spans:
-            self._sumsq(first + start * size, kind, stop - start, row)
-            row += _ROW_BYTES
-
-    def _sumsq(self, address: int, kind: int, numel: int, out: int) -> None:
-        size = 1 << max(-(-numel // BLOCK_NUMEL) - 1, 0).bit_length()
+        numel = _numel(x)
+        size = _sums(numel)
         self._call["sumsq"](
-            ctypes.c_void_p(address),
-            kind,
+            ctypes.c_void_p(_address(x)),
+            _kind(x),
             ctypes.c_size_t(numel),
             (ctypes.c_float * size)(),
             ctypes.c_size_t(size),
-            ctypes.c_void_p(out),
+            ctypes.c_void_p(_address(out)),
             1 if numel < _NUMEL_PER_THREAD else self._threads.most(numel),
+        )
+
+    def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
+        """The same of each span of ``x``, into its row of ``out``, in one call."""
+        places = array("Q", chain.from_iterable(spans))
+        longest = max(map(sub, places[1::2], places[::2]), default=0)
+        self._call["sumsq_spans"](
+            ctypes.c_void_p(_address(x)),
+            _kind(x),
+            ctypes.c_void_p(places.buffer_info()[0]),
+            ctypes.c_size_t(len(spans)),
+            (ctypes.c_float * _sums(longest))(),
+            ctypes.c_void_p(_address(out)),
+            1 if longest < _NUMEL_PER_THREAD else self._threads.most(longest),
+            ctypes.c_size_t(_NUMEL_PER_THREAD),
         )
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
@@ -263,6 +267,11 @@ def _address(array: Array) -> int:
 def _numel(array: Array) -> int:
     numel: int = array.numel() if hasattr(array, "numel") else array.size
     return numel
+
+
+def _sums(numel: int) -> int:
+    """How many sums halving so many elements' blocks takes: a power of two."""
+    return 1 << max(-(-numel // BLOCK_NUMEL) - 1, 0).bit_length()
 
 
 def _kind(array: Array) -> int:

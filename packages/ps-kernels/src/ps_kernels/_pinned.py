@@ -2,15 +2,17 @@
 
 An allocator that rounds up to powers of two can take twice the memory asked for; mapping it here takes whole pages,
 and registering the mapping pins it. Linux places pages when they are first touched, so huge pages, and the memory next
-to the device, are asked for before pinning touches them.
+to the device, are asked for before. Registering would touch them with one thread, so several do that before it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 _PREFERRED = 1
+_TOUCHING_THREADS, _BYTES_PER_THREAD = 16, 1 << 25
+"""More threads than these wait for the system's locks; for fewer bytes starting one costs more than it saves."""
+_HUGE_PAGE = 1 << 21
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """The system call's number, which libc does not wrap."""
 
@@ -62,6 +67,7 @@ class CudaPinner:
 
         if not torch.cuda.is_available():
             return "torch finds no CUDA device"
+        touch(address, numbytes)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         portable = 1
         status = int(runtime.cudaHostRegister(address, numbytes, portable))
@@ -169,6 +175,18 @@ class PinnedArena:
         self._mapping.unpin()
         self._mapping.close()
         self._closed = True
+
+
+def touch(address: int, numbytes: int) -> None:
+    """Write zeros to memory that is new, by several threads, so that all of its pages are there."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(_TOUCHING_THREADS, cores, numbytes // _BYTES_PER_THREAD)
+    if threads < 2:
+        return  # registering touches as fast
+    piece = -(-numbytes // threads // _HUGE_PAGE) * _HUGE_PAGE
+    with ThreadPoolExecutor(threads) as pool:  # `memset` lets go of the interpreter's lock
+        for start in range(0, numbytes, piece):
+            pool.submit(ctypes.memset, address + start, 0, min(piece, numbytes - start))
 
 
 def prefer_node(address: int, numbytes: int, node: int) -> bool:

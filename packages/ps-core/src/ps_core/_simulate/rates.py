@@ -28,7 +28,7 @@ class Machine:
     """Pinned host to device, of one GPU while the others copy too."""
     d2h_bandwidth: float
     host_bandwidth: float
-    """Memory traffic the CPU of one node can stream in an optimizer step; its GPUs share it."""
+    """Memory traffic that the cores of one node stream in an optimizer step; its GPUs share it."""
     disk_read_bandwidth: float
     """Of one node."""
     disk_write_bandwidth: float
@@ -43,6 +43,8 @@ class Machine:
     played_copy_bandwidth: float = 0.0
     """Where the CPU plays the accelerator, and one thread does everything: what it copies, beside a link's time. 0:
     there is an accelerator."""
+    host_dram_bandwidth: float = 0.0
+    """What the memory of one node gives where its cores stream and links copy beside them. 0: not known."""
     instruction_overhead_s: float = 0.0
     """There, what each step, norm, sum and cast of a group takes the thread beside its work."""
     tensor_overhead_s: float = 0.0
@@ -112,7 +114,10 @@ class Machine:
 NUMBERS = tuple(field.name for field in fields(Machine) if field.name != "name")
 """Every field but the name, in order."""
 OPTIONAL = tuple(field.name for field in fields(Machine) if field.default is not MISSING)
-MAY_BE_ZERO = ("memory_bytes", "played_copy_bandwidth", "attention_flops", "attention_flops_fp32")
+MAY_BE_ZERO = (
+    *("memory_bytes", "played_copy_bandwidth", "host_dram_bandwidth"),
+    *("attention_flops", "attention_flops_fp32"),
+)
 """Besides what takes time (``_s``)."""
 
 

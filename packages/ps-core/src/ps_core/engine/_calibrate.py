@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ps_core._simulate.machine import Machine, default_machine
-from ps_core.engine._calibration.bandwidths import CopyRate, Links, NormRate, StepRate, disk_rates
+from ps_core.engine._calibration.bandwidths import CopyRate, HostTraffic, Links, NormRate, StepRate, disk_rates
 from ps_core.engine._calibration.bookkeeping import Bookkeeping
 from ps_core.engine._calibration.operators import Operators
 from ps_core.engine._calibration.probes import BUSY, Row, collect, steadiness
@@ -34,7 +34,8 @@ def calibrate(device: torch.device, between: Callable[[], object] | None = None)
     """Measure this computer; return its `Machine` and notes. ``between`` is called before each round of probes."""
     cpu = torch.device("cpu")
     host, norm, links, copies = StepRate(cpu), NormRate(), Links(device), CopyRate(device)
-    rows: list[Row] = [[host.probe], [norm.probe], links.probes, [copies.probe]]
+    traffic = HostTraffic(device)
+    rows: list[Row] = [[host.probe], [norm.probe], links.probes, [copies.probe], [traffic.probe]]
     notes: list[str] = []
 
     def measure() -> None:
@@ -55,6 +56,7 @@ def calibrate(device: torch.device, between: Callable[[], object] | None = None)
         h2d_bandwidth=up,
         d2h_bandwidth=down,
         host_bandwidth=host.rate(),
+        host_dram_bandwidth=max(host.rate(), traffic.rate()),  # where one thread streams all there is
         disk_read_bandwidth=read,
         disk_write_bandwidth=write,
         latency_s=latency,

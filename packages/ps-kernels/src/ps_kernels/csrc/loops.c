@@ -423,6 +423,19 @@ PUBLIC void NAME(sumsq)(const void *x, int kind, size_t n, float *sums, size_t s
     restore_control(control);
 }
 
+/* The same of each of `count` spans, a first element of `x` and the one after its last, into its row of `out`. `sums` has
+ * room for the longest; a span of fewer than `each` elements is one thread's. */
+PUBLIC void NAME(sumsq_spans)(const void *x, int kind, const unsigned long long *spans, size_t count, float *sums,
+                              float *out, int threads, size_t each) {
+    for (size_t i = 0; i < count; i++) {
+        size_t start = (size_t)spans[2 * i], n = (size_t)spans[2 * i + 1] - start, size = 1;
+        while (size * SUM_BLOCK < n) size *= 2;
+        memset(sums, 0, size * sizeof *sums);
+        size_t most = n / each + 1 < (size_t)threads ? n / each + 1 : (size_t)threads;
+        NAME(sumsq)(at(x, start, kind), kind, n, sums, size, out + 2 * i, (int)most);
+    }
+}
+
 /* Bytes, past the caches if there are enough of them. */
 static void copy_bytes(char *to, const char *from, size_t bytes, int stream) {
     size_t head = (64 - (size_t)to % 64) % 64;

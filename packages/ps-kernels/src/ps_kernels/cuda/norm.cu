@@ -106,30 +106,80 @@ PS_FN void halve(float *shared) {
     }
 }
 
-template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, float *sums, float *out, float *shared) {
+/* One block's sum into *sum, and the flag into *flag. Every thread block that writes the flag writes the same. */
+template <typename T>
+PS_FN void norm_block(const T *x, ps_index numel, ps_index block, int aligned, float *sum, float *flag, float *shared) {
     const int packs = Shape<T>::PACKS, wide = Shape<T>::WIDE, warp = (int)threadIdx.x / PS_WARP;
+    ps_index start = block * PS_BLOCK + (ps_index)warp * PS_GROUP;
+    Group<T> group = {x + start, numel - start};
+    float mine[Shape<T>::PACKS][Shape<T>::WIDE] = {};
+    int bad = 0;
+    if (aligned && group.numel >= PS_GROUP) add_rows<T, true>(group, mine);
+    else add_rows<T, false>(group, mine);
+#pragma unroll
+    for (int pack = 0; pack < packs; ++pack)
+#pragma unroll
+        for (int c = 0; c < wide; ++c) {
+            bad |= ps_not_finite(mine[pack][c]);
+            shared[warp * PS_LANES + pack_at<T>(0, pack) * wide + c] = mine[pack][c];
+        }
+    /* Squares do not cancel: a finite sum has finite terms, so only one that is not is looked into. */
+    if (bad) bad = any_not_finite(group);
+    bad = __syncthreads_or(bad);
+    halve(shared);
+    if (threadIdx.x == 0) {
+        *sum = shared[0];
+        if (bad) *flag = 1.0f;
+    }
+    __syncthreads();
+}
+
+/* The blocks' sums by halving, in place, by one thread block, and the total added to *out. */
+PS_FN void add_total(float *sums, ps_index count, float *out) {
+    ps_index half = 1;
+    while (2 * half < count) half *= 2;
+    for (; half >= 1; half /= 2) {
+        for (ps_index i = threadIdx.x; i < half && i + half < count; i += PS_THREADS) sums[i] = sums[i] + sums[i + half];
+        count = count < half ? count : half;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *out = *out + (count > 0 ? sums[0] : 0.0f);
+}
+
+template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, float *sums, float *out, float *shared) {
     ps_index blocks = (numel + PS_BLOCK - 1) / PS_BLOCK;
-    for (ps_index block = blockIdx.x; block < blocks; block += gridDim.x) {
-        ps_index start = block * PS_BLOCK + (ps_index)warp * PS_GROUP;
-        Group<T> group = {x + start, numel - start};
-        float mine[Shape<T>::PACKS][Shape<T>::WIDE] = {};
-        int bad = 0;
-        if (aligned && group.numel >= PS_GROUP) add_rows<T, true>(group, mine);
-        else add_rows<T, false>(group, mine);
-#pragma unroll
-        for (int pack = 0; pack < packs; ++pack)
-#pragma unroll
-            for (int c = 0; c < wide; ++c) {
-                bad |= ps_not_finite(mine[pack][c]);
-                shared[warp * PS_LANES + pack_at<T>(0, pack) * wide + c] = mine[pack][c];
-            }
-        /* Squares do not cancel: a finite sum has finite terms, so only one that is not is looked into. */
-        if (bad) bad = any_not_finite(group);
-        bad = __syncthreads_or(bad);
-        halve(shared);
+    for (ps_index block = blockIdx.x; block < blocks; block += gridDim.x)
+        norm_block(x, numel, block, aligned, sums + block, out + 1, shared);
+}
+
+/* [Note: the table of spans]
+ * Rows of `count` numbers: each span's first element, its length, the blocks of the spans before it, and zeros, where
+ * the blocks that are done are counted. The thread block that finishes a span's last block adds up all of them: in one
+ * order, whichever it is, so its bits do not depend on which comes last. */
+template <typename T>
+PS_FN void norm_spans(const T *x, ps_index *table, ps_index count, ps_index blocks, float *sums, float *out,
+                      float *shared) {
+    __shared__ int last;
+    const ps_index *starts = table, *numels = table + count, *firsts = table + 2 * count;
+    for (ps_index at = blockIdx.x; at < blocks; at += gridDim.x) {
+        ps_index span = 0, beyond = count; /* of spans with one first block only the last is not empty */
+        while (beyond - span > 1) {
+            ps_index middle = (span + beyond) / 2;
+            if (firsts[middle] <= at) span = middle;
+            else beyond = middle;
+        }
+        const T *mine = x + starts[span];
+        ps_index numel = numels[span], first = firsts[span], of_span = (numel + PS_BLOCK - 1) / PS_BLOCK;
+        int aligned = (unsigned long long)mine % 16 == 0;
+        norm_block(mine, numel, at - first, aligned, sums + at, out + 2 * span + 1, shared);
         if (threadIdx.x == 0) {
-            sums[block] = shared[0];
-            if (bad) out[1] = 1.0f; /* every thread block that writes it writes the same */
+            __threadfence(); /* the sum is there before it is counted */
+            last = (ps_index)atomicAdd((unsigned long long *)(table + 3 * count + span), 1ull) == of_span - 1;
+        }
+        __syncthreads();
+        if (last) {
+            __threadfence(); /* and nobody reads the others' sums before they are counted */
+            add_total(sums + first, of_span, out + 2 * span);
         }
         __syncthreads();
     }
@@ -140,20 +190,18 @@ template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, f
                                                                          float *sums, float *out) {                    \
         __shared__ float shared[PS_GROUPS * PS_LANES];                                                                 \
         norm(x, numel, (int)aligned, sums, out, shared);                                                               \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(PS_THREADS, 2) norm_spans_##NAME(                                      \
+        const T *x, ps_index *table, ps_index count, ps_index blocks, float *sums, float *out) {                       \
+        __shared__ float shared[PS_GROUPS * PS_LANES];                                                                 \
+        norm_spans(x, table, count, blocks, sums, out, shared);                                                        \
     }
 
 PS_NORM(float32, float)
 PS_NORM(bfloat16, Bf16)
 PS_NORM(float16, Fp16)
 
-/* One thread block: the blocks' sums by halving, in place, and the total added to out[0]. */
+/* One thread block. */
 extern "C" __global__ void __launch_bounds__(PS_THREADS) norm_total(float *sums, ps_index count, float *out) {
-    ps_index half = 1;
-    while (2 * half < count) half *= 2;
-    for (; half >= 1; half /= 2) {
-        for (ps_index i = threadIdx.x; i < half && i + half < count; i += PS_THREADS) sums[i] = sums[i] + sums[i + half];
-        count = count < half ? count : half;
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) out[0] = out[0] + (count > 0 ? sums[0] : 0.0f);
+    add_total(sums, count, out);
 }

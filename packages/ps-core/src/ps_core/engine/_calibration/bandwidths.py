@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import ps_kernels
 from ps_core.engine._calibration.probes import Probe
 
+_CPU = torch.device("cpu")
 _PARAMETERS = 2**24
 """Of the optimizer step: far more than caches hold, on a computer; a device takes eight times as many."""
 _BLOCK_BYTES = 2**26
@@ -32,9 +34,42 @@ class StepRate:
             device,
         )
 
+    @property
+    def moved_bytes(self) -> int:
+        """How many bytes one step reads and writes."""
+        return 28 * self._numel
+
     def rate(self) -> float:
         """Return the bytes a second."""
-        return 28 * self._numel / self.probe.seconds
+        return self.moved_bytes / self.probe.seconds
+
+
+class HostTraffic:
+    """What the host's memory gives: an Adam step on all cores, and copies both ways beside it for as long."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._step, self._links, self._device = StepRate(_CPU), Links(device), device
+        self._rates: list[float] = []
+        self.probe = Probe("steps beside copies", self._run, device)
+
+    def _run(self) -> None:
+        up, down, _ = self._links.probes
+        block_bytes = _BLOCK_BYTES * (1 if self._device.type == "cuda" else 2)  # the device's side is the host's too
+        moved_bytes, start = 0, time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:  # the step lets go of the interpreter's lock
+            step = pool.submit(self._step.probe.work)
+            while not step.done():
+                up.work()
+                down.work()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                moved_bytes += 2 * block_bytes
+        step.result()
+        self._rates.append((self._step.moved_bytes + moved_bytes) / (time.perf_counter() - start))
+
+    def rate(self) -> float:
+        """Return the upper quartile of the bytes a second, all reads and writes together."""
+        return sorted(self._rates)[3 * (len(self._rates) - 1) // 4]
 
 
 class NormRate:

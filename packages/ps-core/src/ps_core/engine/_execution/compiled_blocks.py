@@ -28,6 +28,8 @@ from ps_core.engine._support.module_call import Call, ModuleCallWrapper, compile
 
 SUGGESTION = "compile its blocks instead, before or after: `for block in model.layers: block.compile()`"
 
+_GRAPHS = "triton.cudagraphs"
+"""The compiler's setting that both modes switch on."""
 OPTIMIZED_MODULE = "OptimizedModule"
 """The class of what ``torch.compile(module)`` returns, by name: importing it takes long."""
 
@@ -101,9 +103,14 @@ class CompiledBlocks:
             if not block.around.in_place:
                 block.remove()
         self.blocks = [block for block in self.blocks if block.around.in_place]
-        for module in _outermost_compiled(model):
-            if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper):
-                self.blocks.append(CompiledBlock(module, self._engine))
+        found = [
+            module
+            for module in _outermost_compiled(model)
+            if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper)
+        ]
+        if found and not self._engine.resident:
+            refuse_cuda_graphs(model)
+        self.blocks += [CompiledBlock(module, self._engine) for module in found]
 
     def remove(self) -> None:
         """Unwrap the calls of all compiled blocks."""
@@ -124,6 +131,19 @@ def refuse_compiled(model: nn.Module) -> None:
         raise UnsupportedParameter(
             f"this {name} is compiled as a whole, so all of it would be fetched at once: {SUGGESTION}"
         )
+
+
+def refuse_cuda_graphs(model: nn.Module) -> None:
+    """Raise `UnsupportedParameter` if a block is compiled to CUDA graphs, which read fixed addresses at each replay."""
+    for name, module in model.named_modules():
+        call = module if type(module).__name__ == OPTIMIZED_MODULE else compiled_call(module)
+        config = getattr(call, "get_compiler_config", lambda: None)()
+        if config and config.get(_GRAPHS):
+            raise UnsupportedParameter(
+                f"{name!r} is compiled to CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which replay at the "
+                "addresses of their first run, and its parameters move: compile it with mode='default' or "
+                "mode='max-autotune-no-cudagraphs'"
+            )
 
 
 def _outermost_compiled(model: nn.Module) -> Iterator[nn.Module]:

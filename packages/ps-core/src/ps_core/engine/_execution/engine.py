@@ -360,6 +360,8 @@ class Engine:
             self.store.check_process()
         passes = self.passes
         if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
+            if passes.threads.inside or passes.threads.reports_end is not None:
+                passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
 
     # What the optimizer asks (`_optim.settings.OptimizerBackend`).

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from operator import is_
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.engine import Engine, accept_gradient
+from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.protocols import Scheduler
 from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.grouping import FLOATS
@@ -149,21 +151,30 @@ class ModelHooks:
             raise UnsupportedParameter(
                 f"this {self.name} is under management and cannot run on fake tensors: release(model) first"
             )
-        if self._check_parameters(model) or self._blocks.blocks:
-            self._blocks.refresh(model)
-        if self._running:
-            return self._call(call, args, kwargs)
-        self.engine.await_forward((args, kwargs))
-        self.engine.passes.scheduler.before_forward(model, args, kwargs)
-        depth = self.engine.saved.depth
+        threads, me = self.engine.passes.threads, get_ident()
+        nested = self._running and threads.inside.get(FORWARD) == me
         try:
-            self._enter()
-            result = self._call(call, args, kwargs)
-            self._end_forward(depth)
-        except BaseException:
-            self._break_off(depth)
-            raise
-        return result
+            # In line and not in methods of `threads`, for the calls: every forward comes by.
+            if not nested and (threads.inside.setdefault(FORWARD, me) != me or threads.reports_end is not None):
+                threads.check(FORWARD)
+            if self._check_parameters(model) or self._blocks.blocks:
+                self._blocks.refresh(model)
+            if nested:
+                return self._call(call, args, kwargs)
+            self.engine.await_forward((args, kwargs))
+            self.engine.passes.scheduler.before_forward(model, args, kwargs)
+            depth = self.engine.saved.depth
+            try:
+                self._enter()
+                result = self._call(call, args, kwargs)
+                self._end_forward(depth)
+            except BaseException:
+                self._break_off(depth)
+                raise
+            return result
+        finally:
+            if not nested and threads.inside.get(FORWARD) == me:
+                del threads.inside[FORWARD]
 
     @defer_interrupts
     def _enter(self) -> None:

@@ -10,14 +10,15 @@ import gc
 import sys
 from collections.abc import Callable
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core.engine._execution.components import Components
 from ps_core.engine._execution.instruction_executor import Diverged
+from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.protocols import PassDriver, Scheduler
 from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
@@ -49,6 +50,7 @@ class PassTracker:
         self._resident = self._store.resident
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
+        self.threads = PassThreads()
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -140,9 +142,15 @@ class PassTracker:
 
     def attach(self) -> None:
         """Find out which pass something belongs to that is touched now, or begin one."""
-        task = torch._C._current_graph_task_id()
-        if task == self._task and self.recording is not None:
+        task, me = torch._C._current_graph_task_id(), get_ident()
+        if (
+            task == self._task
+            and self.recording is not None
+            and (task != -1 or self.threads.inside.get(FORWARD, me) == me)
+        ):
             return
+        if self.threads.inside or self.threads.reports_end is not None:
+            self.threads.check("use of a parameter") if task == -1 else self.threads.check_backward()
         if task == -1:
             self._task = -1
         if self.recording is None:
@@ -157,7 +165,7 @@ class PassTracker:
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
-            Variable._execution_engine.queue_callback(self._backward_done)
+            self.threads.begin_backward(self._backward_done)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
         """End the moment that is on; begin one that reads these parameters, and gets gradients of these groups."""
@@ -306,6 +314,7 @@ class PassTracker:
     @defer_interrupts
     def _backward_done(self) -> None:
         self._task = -1
+        self.threads.end_backward()
         if self.recording is None:
             return
         with torch.no_grad():

@@ -14,8 +14,8 @@ import torch
 from ps_core.engine._devices.cuda.runtime import Allocated, CudaRuntime
 from ps_kernels import PinnedArena
 
-_SPARES = 8
-"""Blocks of host memory that are kept for another of their size."""
+_SPARES, _SPARE_BYTES = 8, 1 << 31
+"""Blocks of host memory that are kept for another of their size: so many of any size, and as many as are so large."""
 
 
 class EngineAllocations:
@@ -67,7 +67,8 @@ class PinnedBlockCache:
 
     def _keep(self, arena: PinnedArena) -> None:
         self._spares.append((arena, self._mark()))
-        if len(self._spares) > _SPARES:
+        spares = list(self._spares)  # others may come back meanwhile, on any thread
+        if len(spares) > _SPARES and sum([spare.bytes for spare, _ in spares]) > _SPARE_BYTES:
             _, wait_for_copies = self._spares.popleft()
             wait_for_copies()
 

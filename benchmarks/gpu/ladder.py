@@ -1,0 +1,307 @@
+"""The first thing to run on a card: short checks, each on what those before it have shown to work.
+
+Each rung has a process of its own and a limit in seconds. The first that fails is run once more, with launches that
+wait and with the stacks of C++; what comes after it is not run. ``--dry-run`` runs all of them on the CPU, on the
+device that the engine's tests play.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+DRY = os.environ.get("PS_FAKE_CUDA") == "1"
+WHERE = "cpu" if DRY else "cuda"
+SLEEP_CYCLES = 100_000_000
+"""About 50 ms: far longer than the copies that must not overtake it."""
+
+
+def versions() -> None:
+    """Name what is there: releases, the card, its memory and the computer's."""
+    facts: dict[str, Any] = {"python": sys.version.split()[0], "torch": torch.__version__, "CUDA": torch.version.cuda}
+    for name in ("cupy", "numpy"):
+        facts[name] = importlib.import_module(name).__version__ if not (DRY and name == "cupy") else None
+    if not DRY:
+        free, whole = torch.cuda.mem_get_info()
+        found = torch.cuda.get_device_properties(0)
+        facts |= {"device": found.name, "capability": f"{found.major}.{found.minor}", "free": free, "whole": whole}
+        facts["driver"] = torch._C._cuda_getDriverVersion()
+        facts["runtime of cupy"] = importlib.import_module("cupy").cuda.runtime.runtimeGetVersion()
+    memory = Path("/proc/meminfo").read_text("ascii").splitlines()
+    facts |= dict(line.split(":")[:2] for line in memory if line.startswith(("MemTotal", "MemAvailable")))
+    print(json.dumps({key: value.strip() if isinstance(value, str) else value for key, value in facts.items()}))
+
+
+def links() -> None:
+    """Time pinning, and copies up, down, and both at once; what arrives is compared."""
+    from ps_kernels import PinnedArena
+
+    size = (8 if DRY else 512) * MIB
+    start = time.perf_counter()
+    arenas = [PinnedArena(size, pin=not DRY) for _ in range(2)]
+    print(f"pinning: {2 * size / (time.perf_counter() - start) / 1e9:.2f} GB/s")
+    assert DRY or all(arena.pinned for arena in arenas), "host memory is not pinned"
+    up, down = (arena.tensor(0, size, torch.uint8) for arena in arenas)
+    up.random_(0, 256)
+    into, of = (torch.zeros(size, dtype=torch.uint8, device=WHERE) for _ in range(2))
+    of.copy_(up)
+    pairs = {"up": [(into, up)], "down": [(down, of)], "both ways": [(into, up), (down, of)]}
+    for name, copies in pairs.items():
+        taken = timed(copies)
+        print(f"link {name}: {len(copies) * size / taken / 1e9:.1f} GB/s")
+    assert torch.equal(into.cpu(), up)
+    assert torch.equal(down, up)
+
+
+def timed(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The best of three times that these copies take, each on a stream of its own."""
+    streams = [None if DRY else torch.cuda.Stream() for _ in copies]  # type: ignore[no-untyped-call]
+    best = float("inf")
+    for _ in range(3):
+        wait()
+        start = time.perf_counter()
+        for stream, (target, source) in zip(streams, copies, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def wait() -> None:
+    if not DRY:
+        torch.cuda.synchronize()
+
+
+def kernels() -> None:
+    """Compile every kernel, and run each on small arrays."""
+    from exercise import exercise
+
+    import ps_kernels
+
+    found = ps_kernels.backends()
+    print(found)
+    assert DRY or found["cuda"] == "available", f"no kernels for CUDA: {found['cuda']}"
+    for length in (1, 1003, 70_001):
+        for shift in (0, 1):
+            exercise(length, shift, WHERE)
+    wait()
+
+
+def order() -> None:
+    """Check the engine's own device: an arena, pinned slots, copies that wait for events behind a busy stream."""
+    on = of_tests()
+    from ps_core._plan import Queue
+    from ps_core.engine._devices.cuda.device import CudaDevice
+
+    runtime = on.new_runtime()
+    with runtime if DRY else nullcontext():
+        device = CudaDevice(runtime)
+        size = MIB
+        arena, source, target = device.arena(4 * size), device.host(size), device.host(size)
+        assert DRY or source.is_pinned()
+        for value in range(1, 9):
+            source.fill_(value)
+            target.zero_()
+            part = arena[size : 2 * size]
+            if not DRY:
+                with device.on(Queue.H2D):
+                    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            device.copy(Queue.H2D, part, source)
+            arrived = device.record(Queue.H2D)
+            device.wait(Queue.COMPUTE, arrived)
+            device.work(Queue.COMPUTE, "doubling", (part,), (part,))
+            with torch.no_grad():
+                part.mul_(2)
+            device.wait(Queue.D2H, device.record(Queue.COMPUTE))
+            device.copy(Queue.D2H, target, part)
+            done = device.record(Queue.D2H)
+            assert DRY or not bool(target.any()), "the copy down did not wait for the copy up"
+            device.wait(Queue.CPU, done)
+            assert bool((target == 2 * value).all()), f"expected {2 * value} everywhere, found {target.unique()}"
+        del source, target, part, arena
+        device.close()
+
+
+def of_tests() -> Any:
+    """The small models that the engine's tests train on a card."""
+    sys.path.append(str(ROOT / "tests" / "engine"))
+    on = importlib.import_module("_on_cuda")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if not DRY:
+        on.warm_up()
+    return on
+
+
+ROOMY = 16 * MIB
+
+
+def tiny() -> None:
+    """Train a tiny model: one pass to record, then steps by a plan; the losses are a plain loop's."""
+    on = of_tests()
+    run = on.train(on.ADAMW, ROOMY, steps=5, precision="bf16", max_grad_norm=0.5)
+    plain = on.train_plain(on.ADAMW, "bf16", max_grad_norm=0.5, steps=5)
+    print(run.statistics.planned_passes, run.losses)
+    assert run.statistics.planned_passes >= 4, "four steps by a plan"
+    assert run.losses == plain.losses, f"a plain loop: {plain.losses}"
+
+
+def tight() -> None:
+    """Train it in hardly any memory, in each mode: the bits are those of a roomy budget."""
+    on = of_tests()
+    for precision, micro_batches, checkpointing in (("bf16", 1, False), ("fp32", 1, False), ("bf16", 2, True)):
+        how = {"precision": precision, "micro_batches": micro_batches, "checkpointing": checkpointing}
+        least = on.tight(precision, micro_batches, checkpointing=checkpointing)
+        runs = [on.train(on.ADAMW, size, max_grad_norm=0.5, **how) for size in (least, ROOMY)]
+        wrong = runs[0].differs(runs[1])
+        print(how, f"{least:,} bytes", runs[0].statistics.moved_bytes)
+        assert not wrong, wrong
+        assert runs[0].statistics.evictions > 0, "nothing was evicted"
+
+
+def out_of_memory() -> None:
+    """Ask for more than there is, in forward and in backward: the step is lost, and training goes on."""
+    on = of_tests()
+    torch.manual_seed(3)
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, device):
+        runtime = device._runtime
+        for index in range(3):
+            on.train_step(model, optimizer, index)
+        for where in ("forward", "backward"):
+            if DRY:
+                runtime.allocator.limit_bytes = 10 * MIB
+            model.appetite[where] = 20 * MIB if DRY else 2 * runtime.free_bytes()[1]
+            try:
+                on.train_step(model, optimizer, 3)
+            except torch.OutOfMemoryError as error:
+                print(where, str(error).splitlines()[0])
+            else:
+                raise AssertionError(f"{where}: memory did not run out")
+            model.appetite.clear()
+            if DRY:
+                runtime.allocator.limit_bytes = 1 << 40
+            optimizer.zero_grad()
+            assert on.train_step(model, optimizer, 3) > 0
+
+
+def side_stream() -> None:
+    """Train on streams that take turns: the losses are those of one stream."""
+    on = of_tests()
+    expected = on.train(on.ADAMW, on.tight(), precision="bf16").losses
+    torch.manual_seed(3)
+    losses = []
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, device):
+        runtime = device._runtime
+        streams = [runtime.stream(), runtime.stream(), runtime.current()]
+        if DRY:
+            for index, stream in enumerate(streams):
+                stream.name = f"compute {index}"  # work of PyTorch's, which the played device does at once
+        for index in range(on.STEPS):
+            stream = streams[index % 3]
+            if not DRY:
+                stream.wait_stream(torch.cuda.current_stream())
+            with runtime.using(stream):
+                if not DRY:
+                    torch.cuda._sleep(SLEEP_CYCLES // 50)  # type: ignore[no-untyped-call]
+                losses.append(on.train_step(model, optimizer, index))
+    assert losses == expected, (losses, expected)
+
+
+def gpt() -> None:
+    """Train a GPT of 125M parameters, and a plain loop: near losses, and the step times of both."""
+    from trainer import Case, turn, with_engine, with_plain
+
+    shape: dict[str, Any] = {"layers": 12, "hidden": 768, "batch": 4, "length": 512, "on": "cuda"}
+    if DRY:
+        shape = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128, "on": "emulated"}
+    case = Case(name="GPT", how="engine", device_bytes=(2 if DRY else 1536) * MIB, **shape)
+    losses = []
+    for make in (with_engine, with_plain):
+        generator, where = torch.Generator().manual_seed(1), torch.device(WHERE)
+        training = make(case, where)
+        rows = [turn(training, case, where, 2, generator) for _ in range(3)]
+        losses.append([loss for row in rows for loss in row["losses"]])
+        print(f"{make.__name__}: {rows[-1]['step_s'] * 1e3:.1f} ms a step, losses {losses[-1]}")
+        del training
+    apart = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    assert apart < 0.1, f"the losses are {apart:.3f} apart"
+
+
+RUNGS: dict[str, tuple[Callable[[], None], int]] = {
+    "versions": (versions, 15),
+    "links": (links, 15),
+    "kernels": (kernels, 60),  # which are compiled here, the first time
+    "order": (order, 15),
+    "tiny": (tiny, 20),
+    "tight": (tight, 40),
+    "out of memory": (out_of_memory, 20),
+    "side stream": (side_stream, 20),
+    "GPT": (gpt, 40),
+}
+"""Each rung, and the most seconds it may take: 15, and more where a kernel or a plan is made first."""
+
+
+def climb(dry: bool, rungs: list[str]) -> int:
+    """Run rungs until one fails; run that again so that it says more. Return the exit status."""
+    environment = os.environ | ({"PS_FAKE_CUDA": "1"} if dry else {})
+    for name in rungs:
+        status, taken, said = attempt(name, RUNGS[name][1] * (20 if dry else 1), environment)
+        print(f"{'ok' if status == 0 else 'FAILED'} {name}, {taken:.1f} s")
+        print(indented(said[-3:] if status == 0 else said[-40:]), flush=True)
+        if status:
+            print(f"{name} again, with launches that wait and stacks of C++")
+            more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1", "PYTHONFAULTHANDLER": "1"}
+            status, taken, said = attempt(name, 2 * RUNGS[name][1] * (20 if dry else 1), environment | more)
+            print(f"{'ok this time' if status == 0 else 'FAILED again'}, {taken:.1f} s")
+            print(indented(said[-60:]), flush=True)
+            return 1
+    print(f"ladder: all {len(rungs)} rungs hold")
+    return 0
+
+
+def attempt(name: str, limit_s: float, environment: dict[str, str]) -> tuple[int, float, list[str]]:
+    """Run a rung in a process of its own; return its status, the seconds that it took, and what it said."""
+    start = time.monotonic()
+    command = [sys.executable, "-X", "faulthandler", __file__, "--rung", name]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said = process.communicate()[0].rstrip() + f"\nstopped after {limit_s:.0f} s"
+    return process.returncode, time.monotonic() - start, said.splitlines()
+
+
+def indented(lines: list[str]) -> str:
+    return "\n".join(f"    {line[:300]}" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU")
+    parser.add_argument("--rung", choices=RUNGS, help="this one alone, in this process")
+    parser.add_argument("--only", nargs="+", choices=RUNGS, help="these rungs")
+    told = parser.parse_args()
+    if told.rung is None:
+        return climb(told.dry_run, told.only or list(RUNGS))
+    RUNGS[told.rung][0]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

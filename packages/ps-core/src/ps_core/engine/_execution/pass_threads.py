@@ -1,0 +1,115 @@
+"""Which threads are within a model's pass: one at a time, and the threads that autograd runs its backward pass on.
+
+[Note: threads of a pass]
+For tensors on CUDA autograd runs backward on a thread of the device, while the thread that called ``backward()`` waits
+there. Users call ``backward()`` on threads of their own, too. So a backward pass is known by the number that autograd
+gives it, which every thread that works for it sees, and not by a thread. It is over when its end was reported, or when
+autograd has freed the callback that reports the end: after an exception nothing else says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from types import FrameType
+
+import torch
+from torch.autograd import Variable
+
+from ps_core._errors import InvalidInput
+
+NO_BACKWARD = -1
+"""What autograd says where no backward pass runs."""
+FORWARD, BACKWARD = "forward", "backward"
+_FREED_WITHIN_S = 0.2
+"""After an exception a device's thread frees what is left of the pass a little later than the caller gets it."""
+
+
+class PassThreads:
+    """The threads within forward and backward of one model."""
+
+    def __init__(self) -> None:
+        self.inside: dict[str, int] = {}
+        """The thread within the root module's forward, under the key `FORWARD`.
+
+        The hooks on the model put it in, by `setdefault`: then no second thread can come between look and change.
+        """
+        self._backward = 0
+        """The thread that first worked for the last backward pass."""
+        self.reports_end: weakref.ref[object] | None = None
+        """The callback at the end of the backward pass that is on; None: the last one was seen to end."""
+
+    # Backward passes.
+
+    def begin_backward(self, done: Callable[[], None]) -> None:
+        """Note that this thread works for a backward pass that is new, and have its end reported to ``done``."""
+        self._backward = get_ident()
+        reports_end = partial(done)
+        self.reports_end = weakref.ref(reports_end)
+        Variable._execution_engine.queue_callback(reports_end)
+
+    def end_backward(self) -> None:
+        """Note that the backward pass is over."""
+        self.reports_end = None
+
+    @property
+    def in_backward(self) -> bool:
+        """True if a backward pass is on that began with `begin_backward`."""
+        return self.reports_end is not None and self.reports_end() is not None
+
+    # Checks.
+
+    def check(self, what: str) -> None:
+        """Raise if another thread is within a pass; ``what`` this thread does. Nothing is checked within backward."""
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            return
+        me = get_ident()
+        inside = self.inside.get(FORWARD, me)
+        if inside != me:
+            raise _two_threads(what, FORWARD, inside)
+        if self._backward != me and self._stays_in_backward():
+            raise _two_threads(what, BACKWARD, self._backward)
+
+    def check_backward(self) -> None:
+        """Raise if another thread is within a pass, so that the backward pass this thread works for may not begin."""
+        me = get_ident()
+        inside = self.inside.get(FORWARD, me)
+        if inside != me and not _calls_backward(sys._current_frames().get(inside)):
+            raise _two_threads(BACKWARD, FORWARD, inside)
+        if self.in_backward and not (self._backward == me and _calls_backward(sys._getframe())):
+            raise _two_threads(BACKWARD, BACKWARD, self._backward)
+
+    def _stays_in_backward(self) -> bool:
+        end = time.monotonic() + _FREED_WITHIN_S
+        while self.in_backward:
+            if time.monotonic() > end:
+                return True
+            time.sleep(0.001)
+        return False
+
+
+def _calls_backward(frame: FrameType | None) -> bool:
+    """Return True if a stack of Python's frames is within a call of ``backward`` or ``torch.autograd.grad``."""
+    while frame is not None:
+        if frame.f_code.co_filename == torch.autograd.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _two_threads(what: str, where: str, other: int) -> InvalidInput:
+    return InvalidInput(
+        f"{what} in thread {_name(get_ident())} while thread {_name(other)} is in {where} of the same model: one "
+        "thread at a time may be in a pass, so hold one lock around forward, backward and step in every thread, or "
+        "give each thread a model of its own"
+    )
+
+
+def _name(ident: int) -> str:
+    names = [repr(thread.name) for thread in threading.enumerate() if thread.ident == ident]
+    return names[0] if names else f"{ident} (autograd's, for a device)"
