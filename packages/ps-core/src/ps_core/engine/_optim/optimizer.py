@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import lru_cache
 from operator import attrgetter, is_
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 MASTERS, LOSS_SCALE = "masters", "loss_scale"
 _PARAMETER = attrgetter("parameter")
+R = TypeVar("R")
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -76,15 +77,22 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # ---- training ----
 
+    def step(self, closure: Callable[[], R] | None = None) -> R | None:  # type: ignore[override]  # any result, not a float
+        """Update the parameters from the gradients that backward left; nothing if one of them is not finite.
+
+        ``closure``: a function that runs forward and backward. It is called once, and its result is returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._update()
+        return result
+
     @defer_interrupts_installing
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is refused
-        """Update the parameters from the gradients that backward left; nothing if one of them is not finite."""
-        if closure is not None:
-            raise InvalidInput(
-                "step(closure) cannot be: a closure runs the model between updates of single parameters; run forward "
-                "and backward first, then call step()"
-            )
+    def _update(self) -> None:
+        """Update the parameters from the gradients that are there."""
         self._gradients.check_usable()
         settings_of = self.settings()
         if not self._gradients.has_gradients():
