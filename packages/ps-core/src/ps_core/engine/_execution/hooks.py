@@ -46,6 +46,7 @@ class ModelHooks:
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
+        self._state_dict_handles: list[RemovableHandle] = []
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
         """The parameters that `_look_at` found the last time."""
@@ -67,7 +68,21 @@ class ModelHooks:
         self._owner_ids, self._parameters, _ = _look_at(model)
         self._around = ModuleCallWrapper(model, self._run)
         self._blocks.refresh(model)
+        self.install_state_dict_hooks()
         hang = self._handles.append  # each at once: what comes after it may fail
+        for record in self.engine.records:
+            if record.parameter.requires_grad:
+                hang(_first_hook(record.parameter, accept_gradient))
+            else:
+                self._frozen.append(record)
+        self._watch(model)
+
+    @defer_interrupts_installing
+    def install_state_dict_hooks(self) -> None:
+        """Install the hooks through which state dicts of the model are made and loaded."""
+        model = self._model()
+        assert model is not None, "it is under management"
+        hang = self._state_dict_handles.append
         for module in model.modules():
             part: Any = module  # half of torch's registering methods have no types
             hang(part.register_state_dict_pre_hook(self._collect))
@@ -75,12 +90,13 @@ class ModelHooks:
             if module is model:
                 hang(part.register_load_state_dict_pre_hook(self._load))
                 hang(part.register_load_state_dict_post_hook(self._loaded))
-        for record in self.engine.records:
-            if record.parameter.requires_grad:
-                hang(_first_hook(record.parameter, accept_gradient))
-            else:
-                self._frozen.append(record)
-        self._watch(model)
+
+    @defer_interrupts_installing
+    def remove_state_dict_hooks(self) -> None:
+        """Remove them: a copy of the model would copy them, too, and with them the engine."""
+        for handle in self._state_dict_handles:
+            handle.remove()
+        self._state_dict_handles.clear()
 
     @property
     def has_compiled_blocks(self) -> bool:
@@ -92,6 +108,7 @@ class ModelHooks:
         if self._around is not None:
             self._around.remove()
         self._blocks.remove()
+        self.remove_state_dict_hooks()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -131,7 +148,8 @@ class ModelHooks:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedParameter(
             f"{self.engine.records[0].name!r} and all of this {self.name} is under management and "
-            "cannot be copied or pickled: save model.state_dict(), or release(model) first"
+            "cannot be copied or pickled: save model.state_dict(), copy.deepcopy(model) inside "
+            "`with materialized(model):`, or release(model) first"
         )
 
     # Forward.

@@ -136,10 +136,14 @@ class ManagedParameter(nn.Parameter):
         return _call(found, func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse("copied", "release(model) first, or copy under materialized(model)")
+        self._refuse(
+            "copied",
+            "copy the model inside `with materialized(model):`, or release(model) first; for a moving average of the "
+            "weights use WeightAverage(model)",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickled", "save model.state_dict(), or release(model) first")
+        self._refuse("pickled", "save model.state_dict(), or pickle copy.deepcopy(model) inside materialized(model)")
 
     def _refuse(self, what: str, suggestion: str) -> NoReturn:
         raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {suggestion}")

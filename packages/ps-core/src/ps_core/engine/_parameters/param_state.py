@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ps_core._errors import IllegalTransition
+from ps_core._errors import IllegalTransition, UnsupportedParameter
 from ps_core._program import Extent, Kind
 from ps_core.engine._memory.chunk import Chunk, SlotView
 from ps_core.engine._parameters.state_transitions import (
@@ -75,6 +76,13 @@ class ParamState:
     """The parameters of the same compiled block, which backward needs together; empty: there is no such block."""
     update_count: int = 0
     """How often a step or the user wrote another weight; a saved tensor from before does not match any more."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise `UnsupportedParameter`: an ordinary parameter of `materialized` refers to its record, too."""
+        raise UnsupportedParameter(
+            f"{self.name!r} is under management and cannot be pickled: save model.state_dict(), or inside "
+            "`with materialized(model):` pickle copy.deepcopy(model)"
+        )
     counted_version: int = 0
     """PyTorch's ``_version`` as the engine left it: another one means that the user changed the parameter."""
     tied: list[ParamState] = field(default_factory=list)
