@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from _hugging_face import HOST, assert_near, llama, row, tight
 from ps_core import AdamW, Budget, Options
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import WeightAverage, chunked, release, statistics
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 with warnings.catch_warnings():
@@ -144,3 +146,42 @@ def test_a_checkpoint_of_lightning_resumes_to_the_bit(tmp_path: Path, precision:
     assert all(torch.equal(last[name], value) for name, value in values.items())
     for index, entry in states.items():
         assert all(torch.equal(others[index][name], value) for name, value in entry.items()), index
+
+
+class Average(lightning.Callback):
+    """The callback of docs/recipes.md: a moving average of the weights, with which Lightning validates."""
+
+    def __init__(self, average: WeightAverage) -> None:
+        self.average, self.block = average, ExitStack()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step > self.average.updates:
+            self.average.update()
+
+    def on_validation_start(self, *_: Any) -> None:
+        if self.average.updates:
+            self.block.enter_context(self.average.applied())
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.block.close()
+
+
+def test_an_average_is_that_of_lightnings_callback(tmp_path: Path) -> None:
+    more = {"accumulate_grad_batches": 2, "val_check_interval": 4, "batches": 2 * STEPS}
+    model = llama()
+    expected = Task(model, plain(model))
+    theirs = lightning.callbacks.WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    fit(expected, tmp_path, callbacks=[theirs], **more)
+
+    def train(model: nn.Module, optimizer: Any) -> Any:
+        task, average = Task(model, optimizer), WeightAverage(model, 0.5)
+        fit(task, tmp_path, callbacks=[Average(average)], **more)
+        with average.applied():
+            return task.losses, task.evaluated, model.state_dict()
+
+    budget = Budget(device=400_000, host=HOST)
+    (losses, evaluated, averages), _, counted = managed(budget, train, accumulation_steps=2)
+    assert counted.evictions > 0
+    assert (losses, evaluated) == (expected.losses, expected.evaluated)
+    for name, value in model.state_dict().items():  # Lightning leaves the average in the model
+        assert torch.equal(averages[name], value), name

@@ -116,7 +116,6 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
             if before is not None:
                 _keep(engine, record, found[record], found[record] == before)
 
-
     def _take_exchanged(self) -> dict[nn.Parameter, nn.Parameter]:
         """Put back parameters that others took the place of, as ``load_state_dict(assign=True)`` does; return those."""
         places, self._places = self._places, []

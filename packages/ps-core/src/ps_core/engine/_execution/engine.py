@@ -90,6 +90,8 @@ class Engine:
         """True after `release`: the engine may not be used any more."""
         self.materializing = False
         """True while parameters are ordinary ones (`materialized`); nothing may be trained."""
+        self.averaged = False
+        """True while averages are in the weights' place (`WeightAverage.applied`); no step may be taken."""
         self.half_loaded = ""
         """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
         self._refuses = store.file is not None
@@ -197,6 +199,10 @@ class Engine:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
         self.materializing = on
         self._note_refusals()
+
+    def mark_averaged(self, *, on: bool) -> None:
+        """Refuse steps while averages are in the weights' place, or allow steps again."""
+        self.averaged = on
 
     def mark_half_loaded(self, what: str) -> None:
         """Refuse to train while values are replaced by ``what``, or if that failed; empty: it is done."""
@@ -411,6 +417,8 @@ class Engine:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         if self._refuses:
             self.check_usable()
+        if self.averaged:
+            raise InvalidInput("inside applied() the model has averages for weights: step after the block")
         if self.masters.changed:
             self.masters.before_step()
         if self.state_dicts.open:

@@ -83,6 +83,7 @@ class ParamState:
             f"{self.name!r} is under management and cannot be pickled: save model.state_dict(), or inside "
             "`with materialized(model):` pickle copy.deepcopy(model)"
         )
+
     counted_version: int = 0
     """PyTorch's ``_version`` as the engine left it: another one means that the user changed the parameter."""
     tied: list[ParamState] = field(default_factory=list)
