@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.components import Components
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.protocols import PassDriver, Scheduler
-from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
+from ps_core.engine._parameters.errors import (
+    backward_within_backward,
+    changed_in_place,
+    compute_tier_too_small,
+    everything_too_large,
+)
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.batch_shape import tensors_of
@@ -49,6 +55,8 @@ class PassTracker:
         self._resident = self._store.resident
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
+        self._around = -1
+        """The backward pass in a hook of which the pass that is on began its forward; -1: it began in none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -121,6 +129,9 @@ class PassTracker:
             self._begin(backward=False)
         else:
             self.recording.regular = False
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task) and not recomputing():
+            self._around = task
         self.outside = False
         self._counters.enter_phase("forward")
 
@@ -131,7 +142,7 @@ class PassTracker:
     def end_forward(self) -> None:
         """End the root module's forward."""
         self.outside = True
-        within_backward = torch._C._current_graph_task_id() != -1
+        within_backward = torch._C._current_graph_task_id() not in (-1, self._around)
         self._counters.enter_phase("backward" if within_backward else "")
         if not torch.is_grad_enabled() and self.recording is not None and not within_backward:
             self.finish()
@@ -141,6 +152,8 @@ class PassTracker:
     def attach(self) -> None:
         """Find out which pass something belongs to that is touched now, or begin one."""
         task = torch._C._current_graph_task_id()
+        if task == self._around:
+            task = -1
         if task == self._task and self.recording is not None:
             return
         if task == -1:
@@ -149,11 +162,7 @@ class PassTracker:
             self._begin(backward=task != -1)
         if task not in (-1, self._task):
             if self._task != -1:
-                raise UnsupportedParameter(
-                    "a backward pass began inside another one, as reentrant checkpointing does it: use "
-                    "checkpoint(..., use_reentrant=False), or "
-                    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
-                )
+                raise backward_within_backward()
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
@@ -166,7 +175,7 @@ class PassTracker:
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         held = self._close_moment()
-        backward = torch._C._current_graph_task_id() != -1
+        backward = torch._C._current_graph_task_id() not in (-1, self._around)
         reads: dict[ParamGroup, None] = {}
         for record in records:
             reads[record.group] = None
@@ -325,7 +334,7 @@ class PassTracker:
 
     def finish(self, *, strict: bool = False) -> None:
         """End the pass, if one is on. ``strict``: it went well, and its last moment has to keep to the budget too."""
-        self._task = -1
+        self._task = self._around = -1
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         recording = self.recording
