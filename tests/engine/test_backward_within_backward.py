@@ -1,4 +1,4 @@
-"""Forward and backward of a managed model inside a hook of another backward pass, as cached contrastive losses do it."""
+"""Forward and backward of a managed model inside a hook of another backward pass, as cached losses do it."""
 
 from __future__ import annotations
 

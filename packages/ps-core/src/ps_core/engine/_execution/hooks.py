@@ -87,9 +87,8 @@ class ModelHooks:
             part: Any = module  # half of torch's registering methods have no types
             hang(part.register_state_dict_pre_hook(self._collect))
             hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
-            if module is model:
-                hang(part.register_load_state_dict_pre_hook(self._load))
-                hang(part.register_load_state_dict_post_hook(self._loaded))
+            hang(part.register_load_state_dict_pre_hook(self._load))
+            hang(part.register_load_state_dict_post_hook(self._loaded))
 
     @defer_interrupts_installing
     def remove_state_dict_hooks(self) -> None:
@@ -241,16 +240,17 @@ class ModelHooks:
     def _collected(self, *_: Any) -> None:
         self.engine.state_dicts.end_making()
 
-    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *more: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise InvalidInput(
                 "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
                 "values are copied into their chunks"
             )
-        self.engine.state_dicts.begin_loading()
+        _, missing, *_ = more
+        self.engine.state_dicts.begin_loading(module, missing)
 
-    def _loaded(self, *_: Any) -> None:
-        self.engine.state_dicts.end_loading()
+    def _loaded(self, module: nn.Module, incompatible: Any) -> None:
+        self.engine.state_dicts.end_loading(module, incompatible.missing_keys)
 
     # The end.
 

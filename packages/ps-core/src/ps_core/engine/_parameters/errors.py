@@ -221,9 +221,9 @@ def backward_within_backward() -> UnsupportedParameter:
             'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
         )
     return UnsupportedParameter(
-        "a backward pass began inside another one of the same model (in a hook, or in an autograd.Function's backward), "
-        "over a graph from before: call it after the other one, or call the model again in the hook and backward on "
-        "that; reentrant checkpointing does this too: use checkpoint(..., use_reentrant=False)"
+        "a backward pass began inside another one of the same model (in a hook, or in a Function's backward), over a "
+        "graph from before: call it after the other one, or call the model again in the hook, and backward on that; "
+        "reentrant checkpointing does this too: use checkpoint(..., use_reentrant=False)"
     )
 
 
