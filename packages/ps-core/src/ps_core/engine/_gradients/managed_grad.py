@@ -13,11 +13,13 @@ what is computed does not depend on where the gradient is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import frexp
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
 aten = torch.ops.aten
+_GET_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 - torch's stubs type the property as its value
 View = Callable[[torch.Tensor], torch.Tensor]
 
 MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"})
@@ -154,6 +157,8 @@ class ManagedGrad(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name in MEMORY and isinstance(args[0], cls):
             args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
+        if name == "__get__" and func == _GET_DTYPE and sys._getframe(1).f_code is GradScaler._unscale_grads_.__code__:
+            _unscale(args)  # which would say of 16-bit gradients that they cannot be unscaled
         copied = name in COPYING and isinstance(args[0], cls)
         if copied:
             args = (args[0].value(), *args[1:])
@@ -279,7 +284,7 @@ def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> Any:
 
 def _unscale(grads: Sequence[Any], *_: Any) -> NoReturn:
     _first(grads).refuse(
-        "torch.amp.GradScaler (_amp_foreach_non_finite_check_and_unscale_)",
+        "torch.amp.GradScaler",
         "the engine divides by its own loss scale; leave torch's scaler out, or for fp16 use "
         "chunked(..., precision='fp16') and optimizer.scaler in its place",
     )

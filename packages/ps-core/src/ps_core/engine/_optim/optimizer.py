@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
 # What torch's own optimizers keep in a group besides the numbers, as it is when they do what the engine does.
-SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": True}
 FIXED: dict[type, dict[str, Any]] = {
     AdamW: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
     Adam: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": False},

@@ -99,6 +99,10 @@ _GET_DATA = _descriptor("data").__get__
 _SET_DATA = _descriptor("data").__set__
 
 
+class _CompiledWhole(UnsupportedParameter, AssertionError):
+    """What ``torch.compile`` lets through as it is: it wraps all errors but a few kinds, such as failed assertions."""
+
+
 class ManagedParameter(nn.Parameter):
     """A parameter whose memory comes and goes."""
 
@@ -108,7 +112,7 @@ class ManagedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            raise UnsupportedParameter(
+            raise _CompiledWhole(
                 "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
                 "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
             )
