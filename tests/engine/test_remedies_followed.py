@@ -11,7 +11,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +20,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ps_core.engine
-from ps_core import SGD, Budget, UnsupportedParameter
-from ps_core.engine import HostEmbedding, WeightAverage, chunked, materialized, release
+from _refusals import CASES, IDS, X, case, manage_and_train, managed, net, refused, train
+from ps_core.engine import HostEmbedding, WeightAverage, materialized, release
 
-X = torch.ones(2, 4)
-IDS = torch.arange(6).view(2, 3)
-CASES: dict[str, Callable[[], None]] = {}
-"""By a part of the message that no other refusal has."""
 ELSEWHERE = {
     "was read by code that parameters do not see": "C++ that reads parameters; see test_regressions.py",
     "cannot be read or multiplied during backward": "several ranks; see tests/dist/test_norms.py",
     "share memory, {}: before chunked(...)": "several ranks and tables; see tests/dist and test_aliases.py",
 }
-
-
-def case(text: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def add(function: Callable[[], None]) -> Callable[[], None]:
-        CASES[text] = function
-        return function
-
-    return add
-
-
-@contextmanager
-def refused(text: str) -> Iterator[None]:
-    with pytest.raises(UnsupportedParameter) as caught:
-        yield
-    assert text in str(caught.value)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
-def managed(model: nn.Module | None = None, *, trained: bool = True) -> Any:
-    where = {"device": "emulated", "budget": Budget(device="64KiB", host="1MiB")}
-    return chunked(net() if model is None else model, SGD(lr=0.1) if trained else None, precision="fp32", **where)
-
-
-def train(model: nn.Module, optimizer: Any, x: torch.Tensor = X) -> None:
-    """A step that changes something, under management or not."""
-    before = [value.clone() for value in model.state_dict().values()]
-    model(x).float().square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert not all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
-
-
-def manage_and_train(model: nn.Module, x: torch.Tensor = X) -> None:
-    managed_model, optimizer = managed(model)
-    train(managed_model, optimizer, x)
-    release(managed_model)
 
 
 @case("is TorchScript")
@@ -210,9 +165,7 @@ def fake_tensors() -> None:
 
 @case("so it has no optimizer state: to train")
 def unfrozen_later() -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    managed(model)
+    model, _ = managed(net().requires_grad_(False), trained=False)
     model.requires_grad_(True)
     with refused("so it has no optimizer state: to train"):
         model(X)
@@ -223,10 +176,29 @@ def unfrozen_later() -> None:
 @case("was added after chunked(...), so nothing trains it")
 def added_later() -> None:
     model, _ = managed()
-    model.append(nn.Linear(4, 4))
+    with torch.device("meta"):
+        added = nn.Linear(4, 4)
+    model.append(added)
     with refused("was added after chunked(...), so nothing trains it"):
         model(X)
-    manage_and_train(release(model))
+    del model[2]
+    release(model).append(added)
+    manage_and_train(model)
+
+
+@case("is to be trained, so its group is cut in two")
+def unfrozen_while_memory_is_held() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = managed(model)
+    train(model, optimizer)
+    held = model[0].weight.detach()
+    model.requires_grad_(True)
+    with refused("is to be trained, so its group is cut in two"):
+        model(X)
+    del held
+    train(model, optimizer)
+    release(model)
 
 
 class Tied(nn.Module):

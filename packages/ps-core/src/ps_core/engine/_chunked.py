@@ -131,14 +131,16 @@ class _Wishes:
         for tie in ties:
             if not tables.isdisjoint(tie):
                 raise tied_by_memory(tie, "and a HostEmbedding's table stays on the host")
-        return group_parameters(
-            self.model,
-            self.options,
-            self.mode,
+        return self._packing(tiers)(self.model, tables=tables, ties=ties)
+
+    def _packing(self, tiers: tuple[Tier, ...]) -> Callable[..., Grouping]:
+        """Return a function that packs a model's parameters; it holds no reference to the model."""
+        return partial(
+            group_parameters,
+            options=self.options,
+            precision=self.mode,
             training=self.training,
             device_bytes=largest_transient_group_bytes(tiers) if len(tiers) > 1 else None,
-            tables=tables,
-            ties=ties,
         )
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
@@ -155,7 +157,9 @@ class _Wishes:
             constant_bytes=_constant_bytes(self.model, store.device),
             together=self.collectives,
             scheduler=partial(self._scheduler, parts),
-            management=partial(ModelHooks, self.model, cast=self.cast),
+            management=partial(
+                ModelHooks, self.model, group=self._packing(store.tiers), cast=self.cast, accumulates=sums
+            ),
         )
         if self.optimizer is None:
             return engine, None

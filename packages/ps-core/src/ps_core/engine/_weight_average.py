@@ -27,16 +27,18 @@ class WeightAverage:
         """``decay``: the share of the average that an update keeps, or a function of the updates before it."""
         self._hooks = hooks_of(model)
         self._decay = decay
-        trained = [record for record in self._engine.records if record.trainable]
-        self._records = list({record.first: record for record in reversed(trained)}.values())[::-1]
-        """One of those that share memory: writing one writes all of them."""
         self._averages: dict[ParamState, torch.Tensor] = {}
         self.updates = 0
         """How often `update` was called."""
-        if not self._records:
+        if not self._records():
             raise InvalidInput(
                 f"this {self._hooks.name} has no trained parameters to average: call chunked(model, AdamW(...))"
             )
+
+    def _records(self) -> list[ParamState]:
+        """Return the trained parameters; one of those that share memory: writing one writes all of them."""
+        trained = [record for record in self._engine.records if record.trainable]
+        return list({record.first: record for record in reversed(trained)}.values())[::-1]
 
     @property
     def _engine(self) -> Engine:
@@ -44,14 +46,14 @@ class WeightAverage:
 
     @defer_interrupts_installing
     def update(self) -> None:
-        """Move every average towards its master by ``1 - decay``; the first update copies the masters."""
+        """Move every average towards its master by ``1 - decay``; a parameter's first update copies its master."""
         self._check_not_applied()
         kept = self._decay(self.updates) if callable(self._decay) else self._decay
         if not 0 <= kept <= 1:
             raise InvalidInput(f"decay must be between 0 and 1, found {kept!r} at update {self.updates}")
-        for record in self._records:
+        for record in self._records():
             master = self._engine.read_state(record, Kind.P32)
-            if self.updates:
+            if record in self._averages:
                 self._averages[record].lerp_(master, 1 - kept)
             else:
                 self._averages[record] = master
@@ -71,7 +73,7 @@ class WeightAverage:
             if not self.updates:
                 raise InvalidInput("there is no average yet: call update() after each optimizer step")
         self._engine.mark_averaged(on=on)
-        for record in self._records:
+        for record in self._averages:
             master = self._engine.read_state(record, Kind.P32)
             self._engine.write_state(record, Kind.P32, self._averages[record])
             self._averages[record] = master
@@ -91,7 +93,7 @@ class WeightAverage:
         """Take over what `state_dict` returned."""
         self._check_not_applied()
         found = state["averages"]
-        wanted = {record.name: record for record in self._records} if state["updates"] else {}
+        wanted = {record.name: record for record in self._records()} if state["updates"] else {}
         if found.keys() != wanted.keys():
             name = min(found.keys() ^ wanted.keys())
             raise InvalidInput(f"the averages are of other parameters than this {self._hooks.name}'s: {name!r}")

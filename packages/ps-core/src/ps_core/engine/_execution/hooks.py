@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any, NoReturn
@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.engine import Engine, accept_gradient
+from ps_core.engine._execution.late_parameters import take_in, train_frozen
 from ps_core.engine._execution.protocols import Scheduler
 from ps_core.engine._parameters.errors import changed_in_place
-from ps_core.engine._parameters.grouping import FLOATS
+from ps_core.engine._parameters.grouping import FLOATS, Grouping, named
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
     plain_value,
@@ -37,11 +38,21 @@ class ModelHooks:
     there, and the engine's memory with it (as when a notebook's cell is run again).
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, *, cast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        *,
+        group: Callable[[nn.Module], Grouping],
+        cast: torch.dtype | None,
+        accumulates: bool,
+    ) -> None:
+        """``group``: packs a model's parameters that are not managed; ``accumulates``: groups have room for sums."""
         self.engine = engine
         self.name = type(model).__name__
         self._model = weakref.ref(model)
         self._cast = cast
+        self._group, self._accumulates = group, accumulates
         self._running = False
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
@@ -206,26 +217,56 @@ class ModelHooks:
         return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> bool:
-        """Refuse parameters that were added or unfrozen since the last forward; True: the model has compiled blocks."""
+        """Take in parameters that were added or unfrozen since the last pass; True: the model has compiled blocks."""
         for record in self._frozen:
-            if record.parameter.requires_grad:
-                raise UnsupportedParameter(
-                    f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
-                    "it, release(model), set requires_grad, and call chunked again"
-                )
+            if record.parameter.requires_grad and torch.is_grad_enabled():
+                self._train_frozen()
+                break
         owner_ids, parameters, has_compiled = _look_at(model)
         if owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters)):
             return has_compiled
-        self._owner_ids, self._parameters = owner_ids, parameters
         self._watch(model)
-        for name, parameter in model.named_parameters():
-            # A plain tensor in a parameter's place is functional_call's.
-            if type(parameter) is nn.Parameter and parameter.is_floating_point():
+        if any(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters):
+            self._take_in(model)
+        self._owner_ids, self._parameters = owner_ids, parameters
+        return has_compiled
+
+    @defer_interrupts_installing
+    def _train_frozen(self) -> None:
+        """Begin to train the parameters that were unfrozen since."""
+        late = [record for record in self._frozen if record.parameter.requires_grad]
+        engine, first = self.engine, late[0]
+        if not self.scheduler.training or engine.together is not None or any(each.group.on_host for each in late):
+            raise UnsupportedParameter(
+                f"{first.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
+                "it, release(model), set requires_grad, and call chunked again"
+            )
+        train_frozen(engine, late, accumulates=self._accumulates)
+        for record in [record for record in self._frozen if record.trainable]:
+            self._frozen.remove(record)
+            self._handles.append(_first_hook(record.parameter, accept_gradient))
+
+    @defer_interrupts_installing
+    def _take_in(self, model: nn.Module) -> None:
+        """Put parameters under management that were added since; a plain tensor in one's place is functional_call's."""
+        engine = self.engine
+        known = {record.name for record in engine.records}
+        for name, parameter in named(model):
+            if name in known or engine.together is not None or parameter.is_meta:
                 raise UnsupportedParameter(
                     f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
                     "release(model), then call chunked again"
                 )
-        return has_compiled
+        values = [(name, parameter, parameter.detach()) for name, parameter in named(model)]
+        for record in take_in(engine, self._group(model), values, accumulates=self._accumulates):
+            if record.parameter.requires_grad:
+                self._handles.append(_first_hook(record.parameter, accept_gradient))
+            else:
+                self._frozen.append(record)
+        move_unmanaged(model, engine.store.device.torch_device)
+        self.remove_state_dict_hooks()
+        self.install_state_dict_hooks()
+        self._watch(model)
 
     # State dicts.
 

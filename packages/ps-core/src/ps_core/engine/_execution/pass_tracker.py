@@ -87,6 +87,11 @@ class PassTracker:
         """True if non-model bytes are counted in this pass."""
         return self.driver.tracked or self.observer is not None
 
+    def add_records(self, records: list[ParamState]) -> None:
+        """Take in parameters that were added to the model; between passes."""
+        self._records.extend(records)
+        self._record_of.update({record.index: record for record in records})
+
     def check_writes(self) -> None:
         """Raise if a parameter was changed in place, which is undone; keep what may be written to exposed memory."""
         self._residency.exposed.check()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
 # What torch's own optimizers keep in a group besides the numbers, as it is when they do what the engine does.
-SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": True}
+SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 FIXED: dict[type, dict[str, Any]] = {
     AdamW: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
     Adam: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": False},
@@ -62,6 +62,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._name = type(optimizer).__name__
         self._outcome: Outcome | None = None
         self._scaled = False
+        self._source, self._spec, self._known = records, optimizer, len(records)
         self._members = _members(optimizer, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
         self._format = StateFormat(gradients, self._rule, self._name)
@@ -94,6 +95,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Update the parameters from the gradients that are there."""
         self._gradients.check_usable()
+        if len(self._source) > self._known:
+            self._take_in()
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
@@ -151,6 +154,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _records(self) -> Iterator[ParamState]:
         return (record for members in self._members for record in members)
+
+    def _take_in(self) -> None:
+        """Add parameters that were added to the model to the groups that match them."""
+        added, self._known = self._source[self._known :], len(self._source)
+        for index, found in enumerate(_members(self._spec, added)):
+            group = self.param_groups[index]
+            group["params"] += [record.parameter for record in found]
+            group["param_names"] += [record.name for record in found]
+            self._members[index] += found
+            self._groups_of.update(dict.fromkeys(found, index))
+            self._state.add(found)
 
     def settings(self) -> Callable[[ParamState], Settings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
@@ -210,6 +224,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         ``masters``: with the fp32 parameters, or without; None: of those whose weights are 16 bits, unless
         `masters_in_state_dict` is False.
         """
+        if len(self._source) > self._known:
+            self._take_in()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
@@ -217,6 +233,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         state, groups, index = {}, [], 0
         for group, members in zip(self.param_groups, self._members, strict=True):
             packed = {key: value for key, value in group.items() if key != "params"}
+            if packed["fused"] is None and packed["foreach"] is None:
+                packed["fused"] = True  # torch's optimizer then goes on with the step that is the engine's
             groups.append({**packed, "params": list(range(index, index + len(members)))})
             for record in members:
                 if keys := self._keys(record, masters):
@@ -244,6 +262,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Everything is checked before anything is changed. Parameters change where the state holds their masters: unless
         weights were loaded since the last step that are others, see [Note: which is loaded first].
         """
+        if len(self._source) > self._known:
+            self._take_in()
         given = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)

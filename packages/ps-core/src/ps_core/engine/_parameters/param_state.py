@@ -119,6 +119,14 @@ class ParamState:
         """Elements of the parameter in this rank's shard of the group; all of them where there is one rank."""
         return self.group.clip(self.span)
 
+    def train(self) -> None:
+        """Note that a parameter that was frozen gets gradients, and a master in its group."""
+        self.trainable = True
+
+    def number_after(self, count: int) -> None:
+        """Number the parameter after ``count`` others that were there before."""
+        self.index += count
+
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of a group's chunk with the parameter's elements, in its shape and strides."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
@@ -259,6 +267,10 @@ class ParamGroup:
     def on_host(self) -> bool:
         """True if the group stays on the host tier: the compute tier gets rows of it only."""
         return self.fixed_tier == 1
+
+    def number_after(self, count: int) -> None:
+        """Number the group after ``count`` others that were there before; it has no chunks yet."""
+        self.index += count
 
     def add(self, record: ParamState) -> None:
         """Append a parameter to the group."""
