@@ -71,7 +71,7 @@ def managed(precision: str = "fp32", accumulation: int = 4, **more: Any) -> Any:
     sizes = {"budget": Budget(device="80KiB", host="4MiB"), "options": Options(group_bytes=2**14, poison=True)}
     spec = SGD(lr=0.5, momentum=0.5)
     given = {"device": "emulated", "precision": precision, "accumulation_steps": accumulation}
-    return chunked(Net(), spec, **given | sizes | more)
+    return chunked(more.pop("model", None) or Net(), spec, **given | sizes | more)
 
 
 @pytest.mark.parametrize("how", [by_steps, in_a_hook])
@@ -125,6 +125,22 @@ def test_a_hook_of_a_loss_of_the_same_model() -> None:
         assert steps(model, optimizer, twice) == expected
         release(model)
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_parameters_unfrozen_for_passes_in_a_hook() -> None:
+    """Which is where they are first trained: outside of it the model runs without gradients."""
+    plain, model = Net(), Net()
+    for each in (plain, model):
+        each.layers[:3].requires_grad_(False)
+    twin = torch.optim.SGD(plain.parameters(), lr=0.5, fused=True)
+    model, optimizer = managed(model=model)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    for _ in range(2):
+        assert steps(model, optimizer, in_a_hook) == steps(plain, twin, in_a_hook)
+        model.requires_grad_(True)
+        plain.requires_grad_(True)
+    release(model)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_a_checkpoint_around_the_whole_model_is_no_hook() -> None:

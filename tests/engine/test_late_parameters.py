@@ -241,6 +241,12 @@ def test_what_is_refused() -> None:
         with pytest.raises(UnsupportedParameter, match="was added after chunked"):
             model(X)
     del model.layers[2:]
+    tied = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    tied[1].weight.data = tied[0].weight.data
+    model.layers.extend(tied)
+    with pytest.raises(UnsupportedParameter, match="was added after chunked"):
+        model(X)  # they would drift apart
+    del model.layers[2:]
     release(model)
     held = Net(2)
     held.layers[0].requires_grad_(False)
@@ -252,6 +258,27 @@ def test_what_is_refused() -> None:
         model(X)
     del alias
     run_once(model, optimizer)
+    release(model)
+
+
+def test_a_module_that_is_added_while_the_model_runs_is_taken_in_at_the_next_call() -> None:
+    class Growing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x)
+            if len(self.layers) < 3:
+                torch.manual_seed(3)
+                self.layers.append(nn.Linear(64, 64))
+                loss = loss + self(x)  # the root, within itself
+            return loss
+
+    model, optimizer = managed(Growing(2), ROOMY)
+    plain = Growing(2)
+    losses = []
+    for each in (model, plain):
+        each(X)
+        stepper = optimizer if each is model else torch.optim.AdamW(each.parameters(), lr=0.01, fused=True)
+        losses.append([run_once(each, stepper) for _ in range(3)])
+    assert losses[0] == losses[1]
     release(model)
 
 

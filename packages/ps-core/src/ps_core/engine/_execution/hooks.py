@@ -18,6 +18,7 @@ from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, Compiled
 from ps_core.engine._execution.engine import Engine, accept_gradient
 from ps_core.engine._execution.late_parameters import take_in, train_frozen
 from ps_core.engine._execution.protocols import Scheduler
+from ps_core.engine._parameters.aliased_storage import find_ties
 from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.grouping import FLOATS, Grouping, named
 from ps_core.engine._parameters.managed_parameter import (
@@ -26,6 +27,7 @@ from ps_core.engine._parameters.managed_parameter import (
     unmanage,
 )
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
@@ -217,13 +219,17 @@ class ModelHooks:
         return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> bool:
-        """Take in parameters that were added or unfrozen since the last pass; True: the model has compiled blocks."""
+        """Take in parameters that were added or unfrozen since the last pass; True: the model has compiled blocks.
+
+        Nothing is taken in while the model runs, or while backward repeats its forward.
+        """
+        between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
         for record in self._frozen:
-            if record.parameter.requires_grad and torch.is_grad_enabled():
+            if record.parameter.requires_grad and between and torch.is_grad_enabled():
                 self._train_frozen()
                 break
         owner_ids, parameters, has_compiled = _look_at(model)
-        if owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters)):
+        if (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))) or not between:
             return has_compiled
         self._watch(model)
         if any(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters):
@@ -251,8 +257,9 @@ class ModelHooks:
         """Put parameters under management that were added since; a plain tensor in one's place is functional_call's."""
         engine = self.engine
         known = {record.name for record in engine.records}
+        tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
         for name, parameter in named(model):
-            if name in known or engine.together is not None or parameter.is_meta:
+            if name in known or engine.together is not None or parameter.is_meta or tied:
                 raise UnsupportedParameter(
                     f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
                     "release(model), then call chunked again"
