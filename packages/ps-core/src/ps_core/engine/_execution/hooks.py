@@ -240,17 +240,20 @@ class ModelHooks:
     @defer_interrupts_installing
     def _train_frozen(self) -> None:
         """Begin to train the parameters that were unfrozen since."""
-        late = [record for record in self._frozen if record.parameter.requires_grad]
-        engine, first = self.engine, late[0]
-        if not self.scheduler.training or engine.together is not None or any(each.group.on_host for each in late):
+        engine = self.engine
+        late = [record for record in self._frozen if record.parameter.requires_grad and not record.trainable]
+        known = self.scheduler.training and engine.together is None
+        if late and (not known or any(each.group.on_host for each in late)):
             raise UnsupportedParameter(
-                f"{first.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
+                f"{late[0].name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
                 "it, release(model), set requires_grad, and call chunked again"
             )
-        train_frozen(engine, late, accumulates=self._accumulates)
-        for record in [record for record in self._frozen if record.trainable]:
-            self._frozen.remove(record)
-            self._handles.append(_first_hook(record.parameter, accept_gradient))
+        try:
+            train_frozen(engine, late, accumulates=self._accumulates)
+        finally:  # where there is room for some groups only, these are trained from now on
+            for record in [record for record in self._frozen if record.trainable and record.parameter.requires_grad]:
+                self._frozen.remove(record)
+                self._handles.append(_first_hook(record.parameter, accept_gradient))
 
     @defer_interrupts_installing
     def _take_in(self, model: nn.Module) -> None:
