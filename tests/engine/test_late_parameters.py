@@ -229,6 +229,25 @@ def test_a_checkpoint_of_it_resumes(change: Callable[[nn.Module, int], None], tm
     release(model), release(again)
 
 
+def test_a_run_that_added_parameters_is_resumed_by_adding_them_again(tmp_path: Path) -> None:
+    """They come last, wherever they stand in the model."""
+    runs = []
+    for seed in range(2):
+        model, optimizer = managed(Net(2), Budget(device="80KiB", host="4MiB"), precision="bf16")
+        model.layers[0].register_parameter("extra", nn.Parameter(torch.full((64,), float(seed))))
+        model.layers[0].register_forward_hook(lambda layer, args, out: out + layer.extra)
+        with torch.no_grad():
+            model(X)
+        runs.append((model, optimizer))
+    first, again = runs
+    run_once(*first)
+    save_checkpoint(tmp_path / "here", *first)
+    load_checkpoint(tmp_path / "here", *again)
+    assert [run_once(*again) for _ in range(2)] == [run_once(*first) for _ in range(2)]
+    again[1].load_state_dict(first[1].state_dict())
+    release(first[0]), release(again[0])
+
+
 def test_what_is_refused() -> None:
     model, _ = managed(Net(2))
     other = Net(2)

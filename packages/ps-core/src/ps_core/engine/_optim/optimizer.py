@@ -262,8 +262,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Everything is checked before anything is changed. Parameters change where the state holds their masters: unless
         weights were loaded since the last step that are others, see [Note: which is loaded first].
         """
-        if len(self._source) > self._known:
-            self._take_in()
         given = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
@@ -299,6 +297,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
+        if len(self._source) > self._known:
+            self._take_in()
         sizes, found = [len(rows) for rows in self._members], [len(group["params"]) for group in saved]
         if sizes != found:
             raise InvalidInput(
