@@ -26,7 +26,7 @@ logging.getLogger("nox").addFilter(lambda record: record.getMessage() != "uv bin
 ROOT = Path(__file__).parent
 CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
-ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate", "peft")
+ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate", "peft", "lightning")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")

@@ -10,7 +10,7 @@ from torch import nn
 
 import ps_kernels
 from _threads import Together, run
-from ps_core import SGD, Budget, Options, UnsupportedParameter
+from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, release
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
@@ -86,4 +86,52 @@ def test_a_gradient_is_not_multiplied_while_its_sum_is_on_its_way() -> None:
         return str(told.value)
 
     found, _ = run(2, train)
-    assert all("cannot be multiplied during backward" in message for message in found)
+    assert all("cannot be read or multiplied during backward" in message for message in found)
+
+
+def change(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.grad.clamp_(-0.05, 0.05)
+        parameter.grad.data.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=2.0**-5)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+
+
+def changed(each: Together | None, precision: str) -> Any:
+    size = "4MiB" if each is None else "512KiB"
+    model, optimizer = chunked(
+        Rows(), SGD(lr=0.1), device="emulated", precision=precision, collectives=each,
+        budget=Budget(device=size, host="8MiB"), options=Options(group_bytes=2**14, poison=True),
+    )  # fmt: skip
+    assert optimizer is not None
+    for _ in range(2):
+        (model(torch.tensor(1.5)) / (1 if each is None else each.ranks)).backward()
+        change(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [entry["master"] for entry in optimizer.state_dict(masters=True)["state"].values()]
+    release(model)
+    return found, optimizer.last_norm
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_gradients_are_read_and_changed_on_all_ranks(precision: str) -> None:
+    """Half of the same gradient from each of two ranks is that gradient."""
+    (alone, norm), (ranks, _) = changed(None, precision), run(2, changed, precision)
+    for found, measured_norm in ranks:
+        assert measured_norm == pytest.approx(norm, rel=1e-6)
+        for one, other in zip(found, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+def test_ranks_that_change_gradients_otherwise_are_told() -> None:
+    def train(each: Together) -> None:
+        model, optimizer = chunked(Rows(), SGD(lr=0.1), precision="fp32", budget=Budget(host="64MiB"), collectives=each)
+        model(torch.tensor(1.5)).backward()
+        model.rows[1].grad.clamp_(max=0.1 + each.rank)
+        with pytest.raises(RanksDiverged, match=r"the gradient of 'rows\.1' was written"):
+            optimizer.step()
+        optimizer.zero_grad()
+        release(model)
+
+    run(2, train)

@@ -102,6 +102,12 @@ class FakeEngine:
     def scale_gradient(self, record: FakeRecord, factor: float) -> None:
         record.factor *= factor
 
+    def read_gradient(self, record: FakeRecord) -> torch.Tensor:
+        return record.gradient * record.factor
+
+    def write_gradient(self, record: FakeRecord, value: torch.Tensor) -> None:
+        record.gradient, record.factor = value.float().clone(), 1.0
+
     def discard_gradients(self, records: Iterable[FakeRecord] | None = None) -> None:
         for record in self.records if records is None else records:
             record.gradient, record.factor = None, 1.0

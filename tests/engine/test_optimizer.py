@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -310,14 +311,56 @@ def test_a_state_of_the_scale_that_is_none() -> None:
             LossScale().load_state_dict({**LossScale().state_dict(), "scale": scale})
 
 
+# ---- closures ----
+
+
+@torch.no_grad()
+def test_a_closure_is_called_once_before_the_step() -> None:
+    grads = gradients(model(), 0)
+    engine = FakeEngine(managed := model())
+    optimizer, calls = engine.optimizer(ADAMW), []
+
+    def closure() -> str:
+        calls.append((torch.is_grad_enabled(), len(engine.steps)))
+        optimizer.zero_grad()
+        engine.put(grads)
+        return "the loss"
+
+    assert optimizer.step(closure) == "the loss"
+    assert calls == [(True, 0)]
+    assert not torch.is_grad_enabled()
+    other = FakeEngine(expected := model())
+    other.put(grads)
+    assert other.optimizer(ADAMW).step() is None
+    for one, two in zip(managed.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_closure_that_fails_or_is_interrupted_steps_nothing() -> None:
+    """An interrupt comes at once, as it does in a loop without a closure."""
+    engine = FakeEngine(managed := model())
+    optimizer, reached = engine.optimizer(ADAMW), []
+
+    def interrupted() -> None:
+        engine.put(gradients(managed, 0))
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the line after it")
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(interrupted)
+    assert not reached
+    assert not engine.steps
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert not engine.steps
+
+
 # ---- what it refuses ----
 
 
 def test_refusals_teach() -> None:
     engine = FakeEngine(managed := model())
     optimizer = engine.optimizer(ADAMW)
-    with pytest.raises(InvalidInput, match=r"a closure runs the model.*call step\(\)"):
-        optimizer.step(lambda: 0.0)
     with pytest.raises(InvalidInput, match=r"add_param_group.*release\(model\) and call chunked\(\) again"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):

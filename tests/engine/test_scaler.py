@@ -87,6 +87,22 @@ def test_where_nothing_is_scaled_it_does_nothing() -> None:
         assert scaler.state_dict() == {}
 
 
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_torchs_own_is_refused_by_the_name_of_this_one(explicitly: bool) -> None:
+    """Before PyTorch says of 16-bit gradients that they cannot be unscaled."""
+    with chunked_model(models.Language(layers=1), precision="fp16") as (model, optimizer):
+        theirs = torch.amp.GradScaler("cpu")
+        theirs.scale(next_token(model, *tokens(0))).backward()
+        with pytest.raises(InvalidInput, match=r"GradScaler on the gradient of .*optimizer\.scaler in its place"):
+            theirs.unscale_(optimizer) if explicitly else theirs.step(optimizer)
+        optimizer.zero_grad()
+        scaler = optimizer.scaler
+        scaler.scale(next_token(model, *tokens(0))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert not optimizer.last_skipped
+
+
 def test_what_it_refuses() -> None:
     with chunked_model(models.Language(layers=1), precision="fp16") as (model, optimizer):
         other: Any = torch.optim.SGD([torch.ones((), requires_grad=True)], lr=0.1)

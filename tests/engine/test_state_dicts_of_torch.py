@@ -149,6 +149,29 @@ MADE = {
 
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+@pytest.mark.parametrize("name", MADE)
+def test_torchs_optimizers_go_on_with_the_same_bits(name: str, how: dict[str, bool]) -> None:
+    """The state names the fused step, which is the engine's; a state of theirs says what theirs said."""
+    spec, make = MADE[name]
+    model, optimizer = ours(spec, "fp32")
+    train(model, optimizer, 0, 2)
+    plain = stack()
+    plain.load_state_dict(model.state_dict())
+    theirs = make(plain.parameters(), **how)
+    before = {key: theirs.state_dict()["param_groups"][0][key] for key in ("fused", "foreach")}
+    before["fused"] = before["fused"] if how else True
+    other, loaded = ours(spec, "fp32")
+    loaded.load_state_dict(theirs.state_dict())
+    assert {key: loaded.state_dict()["param_groups"][0][key] for key in before} == before
+    release(other)
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.param_groups[0]["fused"] is True
+    assert train(plain, theirs, 2, 4) == train(model, optimizer, 2, 4)
+    release(model)
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("name", MADE)
 def test_torchs_optimizers_pass_over_masters(name: str, steps: int, how: dict[str, bool]) -> None:

@@ -197,7 +197,7 @@ def test_a_compiled_model_is_refused_with_the_remedy(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "wrapped", "function"])
 def test_a_model_compiled_later_is_refused_with_the_remedy(how: str) -> None:
-    """By whatever error PyTorch's compiler wraps ours in; without it, training goes on."""
+    """By our own error, which PyTorch's compiler does not wrap; without it, training goes on."""
     with chunked_model(models.stack()) as (model, optimizer):
         call: Any = model
         if how == "in place":
@@ -206,7 +206,7 @@ def test_a_model_compiled_later_is_refused_with_the_remedy(how: str) -> None:
             call = torch.compile(model, backend="eager")
         else:
             call = torch.compile(lambda x: model(x) * 1, backend="eager")
-        with pytest.raises(Exception, match=f"under management[\\s\\S]*{REMEDY}"):
+        with pytest.raises(UnsupportedParameter, match=f"under management[\\s\\S]*{REMEDY}"):
             call(*rows(0))
         if how != "in place":
             square(model, *rows(0)).backward()

@@ -13,7 +13,7 @@ from _hugging_face import HOST, batch, llama
 from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget
 from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
-from ps_core.engine import chunked, materialized, release, statistics
+from ps_core.engine import chunked, is_managed, materialized, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -211,11 +211,11 @@ def test_of_another_rank_they_are_refused_and_nothing_is_changed(tmp_path: Path)
     release(model)
 
 
-def test_an_adapter_that_is_added_is_refused() -> None:
-    model, _ = managed(with_adapters())
+def test_an_adapter_that_is_added_is_taken_in() -> None:
+    model, optimizer = managed(with_adapters())
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(UnsupportedParameter, match=r"other.* was added after chunked"):
-        model(**batch(0))
+    train(model, optimizer)
+    assert all(is_managed(module) for name, module in model.named_modules() if name.endswith("lora_A.other"))
     model.delete_adapter("other")
-    model(**batch(0))
+    train(model, optimizer)
     release(model)

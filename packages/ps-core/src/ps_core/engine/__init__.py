@@ -13,6 +13,7 @@ from ps_core.engine._memory_measurement import MemoryMeasurement
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
+from ps_core.engine._weight_average import WeightAverage
 
 __all__ = [
     "CannotTrace",
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryMeasurement",
     "Statistics",
     "TierStatistics",
+    "WeightAverage",
     "check_checkpoint",
     "chunked",
     "export_checkpoint",

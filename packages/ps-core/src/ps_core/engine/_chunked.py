@@ -33,6 +33,7 @@ from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
+from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.placement import copy_in_values, reserve_homes
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
@@ -130,14 +131,16 @@ class _Wishes:
         for tie in ties:
             if not tables.isdisjoint(tie):
                 raise tied_by_memory(tie, "and a HostEmbedding's table stays on the host")
-        return group_parameters(
-            self.model,
-            self.options,
-            self.mode,
+        return self._packing(tiers)(self.model, tables=tables, ties=ties)
+
+    def _packing(self, tiers: tuple[Tier, ...]) -> Callable[..., Grouping]:
+        """Return a function that packs a model's parameters; it holds no reference to the model."""
+        return partial(
+            group_parameters,
+            options=self.options,
+            precision=self.mode,
             training=self.training,
             device_bytes=largest_transient_group_bytes(tiers) if len(tiers) > 1 else None,
-            tables=tables,
-            ties=ties,
         )
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
@@ -154,7 +157,9 @@ class _Wishes:
             constant_bytes=_constant_bytes(self.model, store.device),
             together=self.collectives,
             scheduler=partial(self._scheduler, parts),
-            management=partial(ModelHooks, self.model, cast=self.cast),
+            management=partial(
+                ModelHooks, self.model, group=self._packing(store.tiers), cast=self.cast, accumulates=sums
+            ),
         )
         if self.optimizer is None:
             return engine, None
@@ -225,6 +230,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
     refuse_compiled(model)
+    refuse_lazy(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedParameter(

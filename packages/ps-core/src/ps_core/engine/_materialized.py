@@ -12,7 +12,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.hooks import ModelHooks, hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, set_data, unmanage
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, install, uninstall
@@ -24,7 +24,8 @@ def materialized(
     """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep what it does to them.
 
     They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; elements that
-    were not changed keep theirs, unrounded. Training inside the block raises.
+    were not changed keep theirs, unrounded. Training inside the block raises. Where all parameters are ordinary ones,
+    ``copy.deepcopy(model)`` gives a plain model, which is not under management.
     """
     return _MaterializedParameters(model, names, write=write)
 
@@ -35,6 +36,10 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
     def __init__(self, model: nn.Module, names: Iterable[str] | None, *, write: bool) -> None:
         self._model, self._names, self._write = model, names, write
         self._engine: Engine | None = None
+        self._hooks: ModelHooks | None = None
+        """The model's hooks whose part for state dicts is removed for the block."""
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """The modules' parameters, and their names there, as the block begins."""
         self._given: dict[ParamState, torch.Tensor | None] = {}
         self._held: list[weakref.ref[nn.Parameter]] = []
         """Weak references make ``torch.utils.swap_tensors`` refuse: swapped parameters would lose their hooks."""
@@ -53,7 +58,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
 
     @defer_interrupts
     def _begin(self) -> None:
-        engine = hooks_of(self._model).engine
+        hooks = hooks_of(self._model)
+        engine = hooks.engine
         wanted = _wanted(engine, self._names)
         engine.check_usable()
         engine.finish_pass()
@@ -61,6 +67,9 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         install()
         self._engine = engine
         self._bring_in(engine, wanted)
+        if len(wanted) == len(engine.records):  # then the model can be copied
+            self._hooks = hooks
+            hooks.remove_state_dict_hooks()
 
     @defer_interrupts
     def _finish(self) -> None:
@@ -80,13 +89,22 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
             set_data(record.parameter, value)
             self._given[record] = value.clone() if self._write else None
             self._held.append(weakref.ref(record.parameter))
+        self._places = [
+            (module, name, parameter)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
         engine.mark_materialized(on=True)
 
     def _put_back(self, engine: Engine) -> None:
         given, self._given = self._given, {}
         self._held.clear()
         engine.mark_materialized(on=False)
-        found = {record: record.parameter.detach() for record in given}
+        if self._hooks is not None:
+            self._hooks.install_state_dict_hooks()
+        values = self._take_exchanged()
+        found = {record: values.get(record.parameter, record.parameter).detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
             set_data(record.parameter, record.placeholder)
@@ -97,6 +115,18 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         for record, before in given.items():
             if before is not None:
                 _keep(engine, record, found[record], found[record] == before)
+
+    def _take_exchanged(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Put back parameters that others took the place of, as ``load_state_dict(assign=True)`` does; return those."""
+        places, self._places = self._places, []
+        known = {parameter for _, _, parameter in places}
+        found = {}
+        for module, name, parameter in places:
+            other = module._parameters.get(name)
+            if other is not None and other not in known:
+                found[parameter] = other
+                module._parameters[name] = parameter
+        return found
 
 
 @defer_interrupts_installing

@@ -7,7 +7,6 @@ It leaves the work to others: passes and their moments to `_execution.pass_track
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ from ps_core.engine._execution.host_tables import HOST, HostTables
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.protocols import Hooks, Scheduler
 from ps_core.engine._execution.state_dict import StateDicts
+from ps_core.engine._execution.user_gradients import UserGradients
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._memory.activation_slots import ActivationSlots
@@ -67,6 +67,14 @@ class Engine:
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
+        self.user_gradients = UserGradients(
+            self.residency,
+            self.gradients,
+            self.updater,
+            self._deciding,
+            loss_scale=loss_scale,
+            finish_pass=self.finish_pass,
+        )
         self.saved = SavedTensors(self, self.residency.owners, self.passes.count)
         self.activations = ActivationSlots(store, counters, self.passes.nonmodel)
         """Slots in the host's memory for offloaded activations."""
@@ -90,6 +98,8 @@ class Engine:
         """True after `release`: the engine may not be used any more."""
         self.materializing = False
         """True while parameters are ordinary ones (`materialized`); nothing may be trained."""
+        self.averaged = False
+        """True while averages are in the weights' place (`WeightAverage.applied`); no step may be taken."""
         self.half_loaded = ""
         """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
         self._refuses = store.file is not None
@@ -162,30 +172,18 @@ class Engine:
         """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
-        if record.gradient is GradientPlace.NONE and record.staged_factor is None:
-            return None
-        if record.grad_proxy is None:
-            record.grad_proxy = ManagedGrad(record, self, self.loss_scale)
-        return record.grad_proxy
+        return self.user_gradients.proxy(record)
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
-        if value is record.grad_proxy and value is not None:
+        if isinstance(value, ManagedGrad) and value.is_whole and value.root is record.grad_proxy:
             return
-        if value is not None and not record.trainable:
-            raise UnsupportedParameter(
-                f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
-                "nothing to be stepped with; call requires_grad_(True) before, or leave the gradient out"
-            )
+        copy = None if value is None else self.user_gradients.to_store(record, value)
+        scaled = self.user_gradients.replaces_scaled(record)
         self.discard_gradients([record])
-        if value is not None:
-            if value.shape != record.shape:
-                raise UnsupportedParameter(
-                    f"the gradient given to {record.name!r} has shape {tuple(value.shape)}, expected "
-                    f"{tuple(record.shape)}"
-                )
-            self.arrive(record, value.detach().clone())
-            record.assigned = True
+        if copy is not None:
+            self.arrive(record, copy)
+            record.assigned = not scaled
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> Any:
         """Load the parameter from a state dict, if one is being loaded; refuse every other change in place."""
@@ -197,6 +195,10 @@ class Engine:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
         self.materializing = on
         self._note_refusals()
+
+    def mark_averaged(self, *, on: bool) -> None:
+        """Refuse steps while averages are in the weights' place, or allow steps again."""
+        self.averaged = on
 
     def mark_half_loaded(self, what: str) -> None:
         """Refuse to train while values are replaced by ``what``, or if that failed; empty: it is done."""
@@ -377,18 +379,6 @@ class Engine:
                 return True
         return False
 
-    def gradient_norm(self, record: ParamState) -> float:
-        """Return the norm of the stored gradient times its factor."""
-        self.finish_pass()
-        self.residency.transfers.wait_for_other_queues(Queue.CPU)
-        squares = float(self.gradients.measure(record)[0])
-        return math.sqrt(squares) * abs(record.factor)
-
-    def scale_gradient(self, record: ParamState, factor: float) -> None:
-        """Multiply the gradient's factor, which the step applies, by this one."""
-        self._deciding.forget()
-        self.gradients.scale(record, factor)
-
     @defer_interrupts
     def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
         """Forget the gradients of these, or of all."""
@@ -413,6 +403,8 @@ class Engine:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         if self._refuses:
             self.check_usable()
+        if self.averaged:
+            raise InvalidInput("inside applied() the model has averages for weights: step after the block")
         if self.masters.changed:
             self.masters.before_step()
         if self.state_dicts.open:

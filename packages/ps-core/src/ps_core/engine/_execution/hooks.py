@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from threading import get_ident
@@ -17,16 +17,19 @@ from torch.utils.hooks import RemovableHandle
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.engine import Engine, accept_gradient
+from ps_core.engine._execution.late_parameters import take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.protocols import Scheduler
+from ps_core.engine._parameters.aliased_storage import find_ties
 from ps_core.engine._parameters.errors import changed_in_place
-from ps_core.engine._parameters.grouping import FLOATS
+from ps_core.engine._parameters.grouping import FLOATS, Grouping, named
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
     plain_value,
     unmanage,
 )
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
@@ -39,15 +42,26 @@ class ModelHooks:
     there, and the engine's memory with it (as when a notebook's cell is run again).
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, *, cast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        *,
+        group: Callable[[nn.Module], Grouping],
+        cast: torch.dtype | None,
+        accumulates: bool,
+    ) -> None:
+        """``group``: packs a model's parameters that are not managed; ``accumulates``: groups have room for sums."""
         self.engine = engine
         self.name = type(model).__name__
         self._model = weakref.ref(model)
         self._cast = cast
+        self._group, self._accumulates = group, accumulates
         self._running = False
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
+        self._state_dict_handles: list[RemovableHandle] = []
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
         """The parameters that `_look_at` found the last time."""
@@ -69,20 +83,34 @@ class ModelHooks:
         self._owner_ids, self._parameters, _ = _look_at(model)
         self._around = ModuleCallWrapper(model, self._run)
         self._blocks.refresh(model)
+        self.install_state_dict_hooks()
         hang = self._handles.append  # each at once: what comes after it may fail
-        for module in model.modules():
-            part: Any = module  # half of torch's registering methods have no types
-            hang(part.register_state_dict_pre_hook(self._collect))
-            hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
-            if module is model:
-                hang(part.register_load_state_dict_pre_hook(self._load))
-                hang(part.register_load_state_dict_post_hook(self._loaded))
         for record in self.engine.records:
             if record.parameter.requires_grad:
                 hang(_first_hook(record.parameter, accept_gradient))
             else:
                 self._frozen.append(record)
         self._watch(model)
+
+    @defer_interrupts_installing
+    def install_state_dict_hooks(self) -> None:
+        """Install the hooks through which state dicts of the model are made and loaded."""
+        model = self._model()
+        assert model is not None, "it is under management"
+        hang = self._state_dict_handles.append
+        for module in model.modules():
+            part: Any = module  # half of torch's registering methods have no types
+            hang(part.register_state_dict_pre_hook(self._collect))
+            hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
+            hang(part.register_load_state_dict_pre_hook(self._load))
+            hang(part.register_load_state_dict_post_hook(self._loaded))
+
+    @defer_interrupts_installing
+    def remove_state_dict_hooks(self) -> None:
+        """Remove them: a copy of the model would copy them, too, and with them the engine."""
+        for handle in self._state_dict_handles:
+            handle.remove()
+        self._state_dict_handles.clear()
 
     @property
     def has_compiled_blocks(self) -> bool:
@@ -94,6 +122,7 @@ class ModelHooks:
         if self._around is not None:
             self._around.remove()
         self._blocks.remove()
+        self.remove_state_dict_hooks()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -133,7 +162,8 @@ class ModelHooks:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedParameter(
             f"{self.engine.records[0].name!r} and all of this {self.name} is under management and "
-            "cannot be copied or pickled: save model.state_dict(), or release(model) first"
+            "cannot be copied or pickled: save model.state_dict(), copy.deepcopy(model) inside "
+            "`with materialized(model):`, or release(model) first"
         )
 
     # Forward.
@@ -200,26 +230,64 @@ class ModelHooks:
         return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> bool:
-        """Refuse parameters that were added or unfrozen since the last forward; True: the model has compiled blocks."""
+        """Take in parameters that were added or unfrozen since the last pass; True: the model has compiled blocks.
+
+        Nothing is taken in while the model runs, or while backward repeats its forward.
+        """
+        between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
         for record in self._frozen:
-            if record.parameter.requires_grad:
-                raise UnsupportedParameter(
-                    f"{record.name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
-                    "it, release(model), set requires_grad, and call chunked again"
-                )
+            if record.parameter.requires_grad and between and torch.is_grad_enabled():
+                self._train_frozen()
+                break
         owner_ids, parameters, has_compiled = _look_at(model)
-        if owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters)):
+        if (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))) or not between:
             return has_compiled
-        self._owner_ids, self._parameters = owner_ids, parameters
         self._watch(model)
-        for name, parameter in model.named_parameters():
-            # A plain tensor in a parameter's place is functional_call's.
-            if type(parameter) is nn.Parameter and parameter.is_floating_point():
+        if any(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters):
+            self._take_in(model)
+        self._owner_ids, self._parameters = owner_ids, parameters
+        return has_compiled
+
+    @defer_interrupts_installing
+    def _train_frozen(self) -> None:
+        """Begin to train the parameters that were unfrozen since."""
+        engine = self.engine
+        late = [record for record in self._frozen if record.parameter.requires_grad and not record.trainable]
+        known = self.scheduler.training and engine.together is None
+        if late and (not known or any(each.group.on_host for each in late)):
+            raise UnsupportedParameter(
+                f"{late[0].name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
+                "it, release(model), set requires_grad, and call chunked again"
+            )
+        try:
+            train_frozen(engine, late, accumulates=self._accumulates)
+        finally:  # where there is room for some groups only, these are trained from now on
+            for record in [record for record in self._frozen if record.trainable and record.parameter.requires_grad]:
+                self._frozen.remove(record)
+                self._handles.append(_first_hook(record.parameter, accept_gradient))
+
+    @defer_interrupts_installing
+    def _take_in(self, model: nn.Module) -> None:
+        """Put parameters under management that were added since; a plain tensor in one's place is functional_call's."""
+        engine = self.engine
+        known = {record.name for record in engine.records}
+        tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
+        for name, parameter in named(model):
+            if name in known or engine.together is not None or parameter.is_meta or tied:
                 raise UnsupportedParameter(
                     f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
                     "release(model), then call chunked again"
                 )
-        return has_compiled
+        values = [(name, parameter, parameter.detach()) for name, parameter in named(model)]
+        for record in take_in(engine, self._group(model), values, accumulates=self._accumulates):
+            if record.parameter.requires_grad:
+                self._handles.append(_first_hook(record.parameter, accept_gradient))
+            else:
+                self._frozen.append(record)
+        move_unmanaged(model, engine.store.device.torch_device)
+        self.remove_state_dict_hooks()
+        self.install_state_dict_hooks()
+        self._watch(model)
 
     # State dicts.
 
@@ -234,16 +302,17 @@ class ModelHooks:
     def _collected(self, *_: Any) -> None:
         self.engine.state_dicts.end_making()
 
-    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *more: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise InvalidInput(
                 "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
                 "values are copied into their chunks"
             )
-        self.engine.state_dicts.begin_loading()
+        _, missing, *_ = more
+        self.engine.state_dicts.begin_loading(module, missing)
 
-    def _loaded(self, *_: Any) -> None:
-        self.engine.state_dicts.end_loading()
+    def _loaded(self, module: nn.Module, incompatible: Any) -> None:
+        self.engine.state_dicts.end_loading(module, incompatible.missing_keys)
 
     # The end.
 

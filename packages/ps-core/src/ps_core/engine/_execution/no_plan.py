@@ -50,6 +50,9 @@ class NoPlanScheduler:
         self._demand.begin_pass(training=training)
         return self._demand
 
+    def forget_plan(self) -> None:
+        """Do nothing: there is no plan."""
+
     def plan_abandoned(self) -> None:
         """Do nothing: there is no plan to leave."""
 

@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 
-from ps_core._errors import DoesNotFit, UnsupportedParameter
+from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.components import Components
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.protocols import PassDriver, Scheduler
-from ps_core.engine._parameters.errors import changed_in_place, compute_tier_too_small, everything_too_large
+from ps_core.engine._parameters.errors import (
+    backward_within_backward,
+    changed_in_place,
+    compute_tier_too_small,
+    everything_too_large,
+)
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.batch_shape import tensors_of
@@ -51,6 +57,8 @@ class PassTracker:
         self._task = -1
         """The backward pass that is on, as autograd numbers them."""
         self.threads = PassThreads()
+        self._around = -1
+        """The backward pass in a hook of which the pass that is on began its forward; -1: it began in none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -80,6 +88,11 @@ class PassTracker:
     def tracked(self) -> bool:
         """True if non-model bytes are counted in this pass."""
         return self.driver.tracked or self.observer is not None
+
+    def add_records(self, records: list[ParamState]) -> None:
+        """Take in parameters that were added to the model; between passes."""
+        self._records.extend(records)
+        self._record_of.update({record.index: record for record in records})
 
     def check_writes(self) -> None:
         """Raise if a parameter was changed in place, which is undone; keep what may be written to exposed memory."""
@@ -123,6 +136,9 @@ class PassTracker:
             self._begin(backward=False)
         else:
             self.recording.regular = False
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task) and not recomputing():
+            self._around = task
         self.outside = False
         self._counters.enter_phase("forward")
 
@@ -133,7 +149,7 @@ class PassTracker:
     def end_forward(self) -> None:
         """End the root module's forward."""
         self.outside = True
-        within_backward = torch._C._current_graph_task_id() != -1
+        within_backward = torch._C._current_graph_task_id() not in (-1, self._around)
         self._counters.enter_phase("backward" if within_backward else "")
         if not torch.is_grad_enabled() and self.recording is not None and not within_backward:
             self.finish()
@@ -143,6 +159,8 @@ class PassTracker:
     def attach(self) -> None:
         """Find out which pass something belongs to that is touched now, or begin one."""
         task, me = torch._C._current_graph_task_id(), get_ident()
+        if task == self._around:
+            task = -1
         if (
             task == self._task
             and self.recording is not None
@@ -157,11 +175,7 @@ class PassTracker:
             self._begin(backward=task != -1)
         if task not in (-1, self._task):
             if self._task != -1:
-                raise UnsupportedParameter(
-                    "a backward pass began inside another one, as reentrant checkpointing does it: use "
-                    "checkpoint(..., use_reentrant=False), or "
-                    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
-                )
+                raise backward_within_backward()
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
@@ -174,7 +188,7 @@ class PassTracker:
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         held = self._close_moment()
-        backward = torch._C._current_graph_task_id() != -1
+        backward = torch._C._current_graph_task_id() not in (-1, self._around)
         reads: dict[ParamGroup, None] = {}
         for record in records:
             reads[record.group] = None
@@ -334,7 +348,7 @@ class PassTracker:
 
     def finish(self, *, strict: bool = False) -> None:
         """End the pass, if one is on. ``strict``: it went well, and its last moment has to keep to the budget too."""
-        self._task = -1
+        self._task = self._around = -1
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         recording = self.recording

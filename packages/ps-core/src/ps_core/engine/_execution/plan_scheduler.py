@@ -263,6 +263,12 @@ class PlanScheduler:
                     return f"a gradient is in the weight slot of {group.name}"
         return ""
 
+    def forget_plan(self) -> None:
+        """Drop the plan, because groups change, and move home slots off the compute tier: a first pass is next."""
+        self._homes.move_down()
+        self._plan = self._found = self._source = None
+        self._tried = self._estimated = self._recorded = self._measured = False
+
     def plan_abandoned(self) -> None:
         """Note that a pass left the plan in force."""
         if self._plan is not None:

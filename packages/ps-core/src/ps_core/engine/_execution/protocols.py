@@ -72,6 +72,9 @@ class Scheduler(Protocol):
     def driver_for_pass(self, training: bool) -> PassDriver:
         """Choose the driver of the pass that begins now."""
 
+    def forget_plan(self) -> None:
+        """Drop the plan, because the model's groups change; between passes."""
+
     def plan_abandoned(self) -> None:
         """Note that the pass left its plan: home slots may be elsewhere now."""
 

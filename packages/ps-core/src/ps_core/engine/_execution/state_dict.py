@@ -29,8 +29,8 @@ class StateDicts:
         self.copies = StateCopies()
         self._making = 0
         """State dicts being made, one within another: parameters answer with copies."""
-        self._loading = False
-        """True while a state dict is loaded: parameters are written through `load`."""
+        self._loading: tuple[object, object] | None = None
+        """The load that is on, by the module that it began with and PyTorch's list of its missing keys."""
         self.open = False
         """True while a state dict is made or loaded, or if one was broken off: then `forget` has something to do."""
 
@@ -48,23 +48,30 @@ class StateDicts:
         self._making = max(0, self._making - 1)
         if not self._making:
             self.copies.finish()
-            self.open = self._loading
+            self.open = self._loading is not None
 
-    def begin_loading(self) -> None:
-        """Begin to load a state dict: parameters may be copied to."""
+    def begin_loading(self, module: object, missing: object) -> None:
+        """Begin to load a module's state dict, perhaps as a part of a larger one: parameters may be copied to.
+
+        ``missing``: PyTorch's list of missing keys, which is one object for all modules of a load.
+        """
+        if self._loading is not None and self._loading[1] is missing:
+            return
         self._end_pass()
         self.forget()  # whatever became of an earlier one
         self.copies.forget()
-        self._loading = self.open = True
+        self._loading, self.open = (module, missing), True
 
-    def end_loading(self) -> None:
-        """Refuse changes in place again."""
-        self._loading, self.open = False, self._making > 0
+    def end_loading(self, module: object, missing: object) -> None:
+        """Refuse changes in place again, if the load began with this module."""
+        if self._loading is None or self._loading[0] is not module or self._loading[1] is not missing:
+            return
+        self._loading, self.open = None, self._making > 0
         self._masters.weights_loaded()
 
     def forget(self) -> None:
         """End a state dict, made or loaded, whatever became of it: nothing of it is answered with any more."""
-        self._making, self._loading, self.open = 0, False, False
+        self._making, self._loading, self.open = 0, None, False
         self.copies.finish()
 
     def copy_of(self, record: ParamState) -> torch.Tensor | None:
@@ -82,7 +89,7 @@ class StateDicts:
 
         A master that rounds to the value stays.
         """
-        if not self._loading:
+        if self._loading is None:
             return False
         master = self._masters.weight(record, value)
         if master is not None:

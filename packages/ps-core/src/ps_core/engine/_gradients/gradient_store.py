@@ -308,6 +308,12 @@ class GradientStore:
         else:
             record.staged_factor *= factor
 
+    def check_summed(self, record: ParamState) -> None:
+        """Do nothing: there is no sum over ranks that could be on its way."""
+
+    def replaced(self, record: ParamState, value: torch.Tensor) -> None:
+        """Do nothing: there are no other ranks that have to write the same."""
+
     def discard(self, records: list[ParamState]) -> None:
         """Forget gradients, and rebuild the weights that they were written over."""
         groups: dict[ParamGroup, None] = {}

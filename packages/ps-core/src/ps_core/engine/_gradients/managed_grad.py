@@ -1,16 +1,26 @@
-"""Answer for ``param.grad`` of a managed parameter, without memory: norms and factors, as clipping needs them.
+"""Stand for ``param.grad`` of a managed parameter, without memory: norms and factors are known, the rest is computed.
 
 The gradient itself is in a chunk, perhaps on another tier, perhaps over its weight. Its norm is known, and a factor
-is kept until the step applies it. So every form of ``clip_grad_norm_`` works, and costs no pass over gradients.
+is kept until the step applies it. So every form of ``clip_grad_norm_`` works, and costs no pass over gradients. Any
+other operator gets a copy of the gradient on the compute tier. An operator that changes the gradient in place changes
+that copy, which is then stored in the gradient's place.
+
+[Note: in which type]
+Operators get the gradient in the parameter's type, as PyTorch's would be. A copy that is changed in place stays in fp32
+where 16 bits do not hold the gradient: where it is a sum of several passes, was multiplied, or has a loss scale. So
+what is computed does not depend on where the gradient is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import frexp
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.amp.grad_scaler import GradScaler
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
 
@@ -19,20 +29,16 @@ if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
 aten = torch.ops.aten
+_GET_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 - torch's stubs type the property as its value
+View = Callable[[torch.Tensor], torch.Tensor]
 
-# These return a gradient's memory without the dispatcher, and there is no such memory.
-MEMORY = frozenset(
-    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory", "numpy", "tolist"}
-    | {"__array__", "__dlpack__", "__deepcopy__", "__reduce__", "__reduce_ex__"}
-)
-
-SUGGESTION = (
-    "clip with chunked(..., max_grad_norm=...) or clip_grad_norm_ (norm_type=2); in place of an optimizer of "
-    "torch.optim step the one that chunked(model, AdamW(...)) returns; or release(model) to work on plain gradients"
-)
+MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"})
+"""Methods that return a tensor's memory, or move it, without the dispatcher; there is no such memory."""
+COPYING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
+"""Methods that read a tensor's memory without the dispatcher."""
 
 
-class GradientScaler(Protocol):
+class GradientAccess(Protocol):
     """The engine that stores the gradient, as `ManagedGrad` sees it."""
 
     def gradient_norm(self, record: ParamState) -> float:
@@ -41,67 +47,191 @@ class GradientScaler(Protocol):
     def scale_gradient(self, record: ParamState, factor: float) -> None:
         """Multiply the gradient by a factor when it is stepped."""
 
+    def read_gradient(self, record: ParamState) -> torch.Tensor:
+        """Copy the stored gradient to the compute tier, in fp32 and times its factor."""
+
+    def write_gradient(self, record: ParamState, value: torch.Tensor) -> None:
+        """Replace the stored gradient by a tensor in fp32."""
+
 
 class ManagedGrad(torch.Tensor):
-    """The gradient of one managed parameter, with the loss scale divided out."""
+    """The gradient of one managed parameter, or a view of it, with the loss scale divided out."""
 
     _record: ParamState
-    _gradients: GradientScaler
+    _gradients: GradientAccess
     _loss_scale: LossScale | None
+    _views: tuple[View, ...]
+    """The operators that make this view of the gradient; none: this is the whole gradient."""
+    _root: ManagedGrad | None
+    """The gradient that this one is a view of, or the same as; None: this one."""
 
     @staticmethod
     def __new__(
-        cls: type[ManagedGrad], record: ParamState, gradients: GradientScaler, loss_scale: LossScale | None = None
+        cls: type[ManagedGrad],
+        record: ParamState,
+        gradients: GradientAccess,
+        loss_scale: LossScale | None = None,
+        root: ManagedGrad | None = None,
+        views: tuple[View, ...] = (),
+        like: torch.Tensor | None = None,
     ) -> ManagedGrad:
-        """Make a tensor without storage; the parameter must have a gradient."""
+        """Make a tensor without storage; the parameter must have a gradient. ``like``: has a view's shape."""
+        shape, strides = (record.shape, None) if like is None else (like.shape, like.stride())
         self: ManagedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, record.shape, dtype=record.dtype, device=record.parameter.device
+            cls, shape, strides=strides, dtype=record.dtype, device=record.parameter.device
         )
         self._record, self._gradients, self._loss_scale = record, gradients, loss_scale
+        self._views, self._root = views, root
         return self
 
-    def _norm(self) -> torch.Tensor:
+    @property
+    def root(self) -> ManagedGrad:
+        """The gradient that ``parameter.grad`` returned."""
+        return self if self._root is None else self._root
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this is no view of a part of the gradient."""
+        return not self._views
+
+    def view_by(self, views: tuple[View, ...] = (), like: torch.Tensor | None = None) -> ManagedGrad:
+        """Return a view of this gradient, through which it can be read and changed."""
+        shape = self if like is None and self._views else like
+        return ManagedGrad(self._record, self._gradients, self._loss_scale, self.root, (*self._views, *views), shape)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.value
+
+    def norm_of_all(self) -> torch.Tensor:
         """Return the norm in fp32 for every type of gradient: 16 bits would round it."""
-        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        norm = self._gradients.gradient_norm(self._record) / scale
+        self.check_current()
+        norm = self._gradients.gradient_norm(self._record) / self._scale
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
-    def _multiply(self, factor: float) -> None:
-        if getattr(self._record, "grad_proxy", self) is not self:
-            self._refuse("an operation, after it was forgotten or stepped,")
+    def scale_by(self, factor: float) -> None:
+        """Multiply the gradient when it is stepped."""
+        self.check_current()
         self._gradients.scale_gradient(self._record, factor)
 
-    def _refuse(self, what: str, suggestion: str = SUGGESTION) -> NoReturn:
-        raise InvalidInput(
-            f"{what} on the gradient of {self._record.name!r}: it is in a chunk, and here it has a norm and can be "
-            f"multiplied by a number, no more; {suggestion}"
-        )
+    def check_current(self) -> None:
+        """Raise `InvalidInput` if the gradient is not there any more."""
+        if getattr(self._record, "grad_proxy", self.root) is not self.root:
+            self.refuse("an operation", "that gradient was stepped or forgotten; read parameter.grad again")
+
+    def base(self) -> torch.Tensor:
+        """Copy all of the gradient, in the type of [Note: in which type] for changes in place."""
+        self.check_current()
+        value = self._gradients.read_gradient(self._record).contiguous()
+        value = value.div_(self._scale) if self._scale != 1.0 else value
+        rounded = value.to(self.dtype)
+        again = rounded.float()
+        same = self.dtype is not value.dtype and bool(((again == value) | (again.isnan() & value.isnan())).all())
+        return rounded if same else value
+
+    def seen(self, base: torch.Tensor) -> torch.Tensor:
+        """Return this view of a copy of the gradient."""
+        for view in self._views:
+            base = view(base)
+        return base
+
+    def value(self) -> torch.Tensor:
+        """Copy what this stands for, in the parameter's type."""
+        return self.seen(self.base().to(self.dtype))
+
+    def store(self, base: torch.Tensor) -> None:
+        """Store a changed copy in the gradient's place."""
+        value = base.float()
+        self._gradients.write_gradient(self._record, value.mul_(self._scale) if self._scale != 1.0 else value)
+
+    def refuse(self, what: str, why: str) -> NoReturn:
+        """Raise `InvalidInput`."""
+        raise InvalidInput(f"{what} on the gradient of {self._record.name!r}: {why}")
 
     # Any: torch passes whatever the caller did.
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Raise `InvalidInput` for functions that return memory; leave the rest to the dispatcher."""
+        """Give functions that read memory a copy, and raise for those that return it; the dispatcher gets the rest."""
         name = getattr(func, "__name__", "")
         if name in MEMORY and isinstance(args[0], cls):
-            args[0]._refuse(f"{name}()")
+            args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
+        if name == "__get__" and func == _GET_DTYPE and sys._getframe(1).f_code is GradScaler._unscale_grads_.__code__:
+            _unscale(args)  # which would say of 16-bit gradients that they cannot be unscaled
+        copied = name in COPYING and isinstance(args[0], cls)
+        if copied:
+            args = (args[0].value(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+        if copied and hasattr(found, "setflags"):
+            found.setflags(write=False)  # an array, in which a change would be lost
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for a method
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return norms, store factors, and raise `InvalidInput` for everything else."""
+        """Return norms, and store factors, without the gradient; compute everything else with a copy of it."""
+        kwargs = kwargs or {}
         answer = ANSWERS.get(func)
-        if answer is None:
-            _first((args, kwargs))._refuse(str(func.overloadpacket))
-        return answer(*args, **(kwargs or {}))
+        found = NotImplemented if answer is None else answer(*args, **kwargs)
+        return _compute(func, tuple(args), dict(kwargs)) if found is NotImplemented else found
 
     # torch's own takes keywords for the contents, of which there are none.
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"ManagedGrad(of={self._record.name!r}, norm={self._norm().item():g}, shape={tuple(self.shape)})"
+        return f"ManagedGrad(of={self._record.name!r}, norm={self.norm().item():g}, shape={tuple(self.shape)})"
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator with copies of gradients, and store those that it changed."""
+    if func.is_view:
+        return _view(func, args, kwargs)
+    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
+    if not func._schema.name.startswith("aten::_foreach_"):
+        return _compute_one(func, given)
+    # One gradient at a time, so that copies of all are never there together.
+    several = {name: value for name, value in given.items() if isinstance(value, list | tuple)}
+    found: list[Any] = []
+    for index in range(max(map(len, several.values()))):
+        found += _compute_one(func, given | {name: [value[index]] for name, value in several.items()}) or []
+    return found or None
+
+
+def _compute_one(func: Any, given: dict[str, Any]) -> Any:
+    arguments = [each for each in func._schema.arguments if each.name in given]
+    written = [given[each.name] for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    changed = [each for each in tree_leaves(written) if isinstance(each, ManagedGrad)]
+    unrounded = bool(changed) or (func is aten._to_copy.default and given.get("dtype") is not None)
+    bases: dict[int, torch.Tensor] = {}
+
+    def copy_of(grad: ManagedGrad) -> torch.Tensor:
+        if not unrounded:
+            return grad.value()
+        if id(grad.root) not in bases:
+            bases[id(grad.root)] = grad.base()
+        return grad.seen(bases[id(grad.root)])
+
+    plain = {name: tree_map_only(ManagedGrad, copy_of, value) for name, value in given.items()}
+    by_name = {each.name: plain.pop(each.name) for each in arguments if each.kwarg_only}
+    result = func(*plain.values(), **by_name)
+    for grad in changed:
+        grad.store(bases[id(grad.root)])
+    return changed[0] if changed and isinstance(result, torch.Tensor) else result
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return views of a gradient, through which it can be changed."""
+    grad, *rest = args
+    shape = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device="meta")
+    seen = func(shape, *rest, **kwargs)
+    if isinstance(seen, torch.Tensor):
+        return grad.view_by((lambda base: func(base, *rest, **kwargs),), seen)
+
+    def part(index: int) -> View:
+        return lambda base: func(base, *rest, **kwargs)[index]
+
+    return [grad.view_by((part(index),), each) for index, each in enumerate(seen)]
 
 
 def _first(values: Any) -> ManagedGrad:
@@ -111,56 +241,53 @@ def _first(values: Any) -> ManagedGrad:
 
 def _norm(
     grad: ManagedGrad, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    if float(order) != 2.0:
-        grad._refuse(f"a norm of order {order}")
-    if dim is not None or keepdim:
-        grad._refuse("a norm over some dimensions")
-    return grad._norm() if dtype is None else grad._norm().to(dtype)
+) -> Any:
+    if float(order) != 2.0 or dim is not None or keepdim or not grad.is_whole:
+        return NotImplemented
+    return grad.norm_of_all() if dtype is None else grad.norm_of_all().to(dtype)
 
 
-def _norms(grads: Sequence[ManagedGrad], order: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    return [_norm(_managed(each, grads), order, dtype=dtype) for each in grads]
+def _norms(grads: Sequence[torch.Tensor], order: Any = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in grads]
 
 
 def _multiply(grad: Any, factor: Any) -> Any:
-    _managed(grad, (grad, factor))._multiply(_number(factor, grad))
+    if not _is_factor(grad, factor):
+        return NotImplemented
+    grad.scale_by(float(factor))
     return grad
 
 
-def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> None:
+def _divide(grad: Any, divisor: Any) -> Any:
+    """Divide by a power of two, whose reciprocal is exact."""
+    if not _is_factor(grad, divisor) or abs(frexp(float(divisor))[0]) != 0.5:
+        return NotImplemented
+    grad.scale_by(1 / float(divisor))
+    return grad
+
+
+def _is_factor(grad: Any, factor: Any) -> bool:
+    """True if a whole gradient is to be multiplied by one number."""
+    single = not isinstance(factor, torch.Tensor) or (not isinstance(factor, ManagedGrad) and factor.numel() == 1)
+    return isinstance(grad, ManagedGrad) and grad.is_whole and single
+
+
+def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> Any:
     """Multiply several gradients. Return nothing, because torch takes any other value for a kernel's error."""
     factors = factor if isinstance(factor, list | tuple) else [factor] * len(grads)
-    # All are looked at before the first is changed.
-    pairs = [(_managed(grad, grads), _number(each, grad)) for grad, each in zip(grads, factors, strict=True)]
-    for grad, each in pairs:
-        grad._multiply(each)
-
-
-def _managed(grad: Any, among: Sequence[Any]) -> ManagedGrad:
-    """Return the gradient if it is a managed one; else raise `InvalidInput`."""
-    if not isinstance(grad, ManagedGrad):
-        _first(among)._refuse("an operation that mixes it with plain tensors")
-    return grad
-
-
-def _number(factor: Any, grad: ManagedGrad) -> float:
-    """Return a factor as a number; a product in 16 bits would round once more."""
-    if isinstance(factor, ManagedGrad) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
-        grad._refuse("multiplication by a tensor")
-    return float(factor)
+    if not all(_is_factor(grad, each) for grad, each in zip(grads, factors, strict=True)):
+        return NotImplemented
+    for grad, each in zip(grads, factors, strict=True):
+        grad.scale_by(float(each))
+    return None
 
 
 def _unscale(grads: Sequence[Any], *_: Any) -> NoReturn:
-    _first(grads)._refuse(
-        "torch.amp.GradScaler (_amp_foreach_non_finite_check_and_unscale_)",
-        "leave torch's scaler out, or for fp16 use chunked(..., precision='fp16') and optimizer.scaler in its place",
+    _first(grads).refuse(
+        "torch.amp.GradScaler",
+        "the engine divides by its own loss scale; leave torch's scaler out, or for fp16 use "
+        "chunked(..., precision='fp16') and optimizer.scaler in its place",
     )
-
-
-def _same(grad: ManagedGrad) -> ManagedGrad:
-    """Return another tensor for the same gradient: like a view, changes go to the original."""
-    return ManagedGrad(grad._record, grad._gradients, grad._loss_scale)
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -169,12 +296,15 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_norm.Scalar: _norms,
     aten.mul_.Tensor: _multiply,
     aten.mul_.Scalar: _multiply,
+    aten.div_.Tensor: _divide,
+    aten.div_.Scalar: _divide,
     aten._foreach_mul_.Tensor: _multiply_all,
     aten._foreach_mul_.Scalar: _multiply_all,
     aten._foreach_mul_.ScalarList: _multiply_all,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    aten.detach.default: _same,
-    aten.alias.default: _same,
+    aten.detach.default: lambda grad: grad.view_by(),
+    aten.alias.default: lambda grad: grad.view_by(),
+    aten.detach_.default: lambda grad: grad,
     aten.is_pinned.default: lambda grad: False,
 }
-"""The functions that a managed gradient supports, by operator."""
+"""What is answered without the gradient, by operator; an answer of NotImplemented leaves the rest to `_compute`."""

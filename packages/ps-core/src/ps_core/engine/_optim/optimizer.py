@@ -8,7 +8,7 @@ from copy import deepcopy
 from functools import lru_cache
 from operator import attrgetter, is_
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 MASTERS, LOSS_SCALE = "masters", "loss_scale"
 _PARAMETER = attrgetter("parameter")
+R = TypeVar("R")
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -61,6 +62,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._name = type(optimizer).__name__
         self._outcome: Outcome | None = None
         self._scaled = False
+        self._source, self._spec, self._known = records, optimizer, len(records)
         self._members = _members(optimizer, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
         self._format = StateFormat(gradients, self._rule, self._name)
@@ -76,16 +78,25 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # ---- training ----
 
+    def step(self, closure: Callable[[], R] | None = None) -> R | None:  # type: ignore[override]  # any result, not a float
+        """Update the parameters from the gradients that backward left; nothing if one of them is not finite.
+
+        ``closure``: a function that runs forward and backward. It is called once, and its result is returned.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._update()
+        return result
+
     @defer_interrupts_installing
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is refused
-        """Update the parameters from the gradients that backward left; nothing if one of them is not finite."""
-        if closure is not None:
-            raise InvalidInput(
-                "step(closure) cannot be: a closure runs the model between updates of single parameters; run forward "
-                "and backward first, then call step()"
-            )
+    def _update(self) -> None:
+        """Update the parameters from the gradients that are there."""
         self._gradients.check_usable()
+        if len(self._source) > self._known:
+            self._take_in()
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
@@ -143,6 +154,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _records(self) -> Iterator[ParamState]:
         return (record for members in self._members for record in members)
+
+    def _take_in(self) -> None:
+        """Add parameters that were added to the model to the groups that match them."""
+        added, self._known = self._source[self._known :], len(self._source)
+        for index, found in enumerate(_members(self._spec, added)):
+            group = self.param_groups[index]
+            group["params"] += [record.parameter for record in found]
+            group["param_names"] += [record.name for record in found]
+            self._members[index] += found
+            self._groups_of.update(dict.fromkeys(found, index))
+            self._state.add(found)
 
     def settings(self) -> Callable[[ParamState], Settings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
@@ -202,6 +224,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         ``masters``: with the fp32 parameters, or without; None: of those whose weights are 16 bits, unless
         `masters_in_state_dict` is False.
         """
+        if len(self._source) > self._known:
+            self._take_in()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
@@ -209,6 +233,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         state, groups, index = {}, [], 0
         for group, members in zip(self.param_groups, self._members, strict=True):
             packed = {key: value for key, value in group.items() if key != "params"}
+            if packed["fused"] is None and packed["foreach"] is None:
+                packed["fused"] = True  # torch's optimizer then goes on with the step that is the engine's
             groups.append({**packed, "params": list(range(index, index + len(members)))})
             for record in members:
                 if keys := self._keys(record, masters):
@@ -271,6 +297,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
+        if len(self._source) > self._known:
+            self._take_in()
         sizes, found = [len(rows) for rows in self._members], [len(group["params"]) for group in saved]
         if sizes != found:
             raise InvalidInput(

@@ -71,14 +71,6 @@ class OptimizerBackend(Protocol):
         """Return True if any gradient waits for the step."""
         ...
 
-    def gradient_norm(self, record: ParamState) -> float:
-        """Return the norm of the stored gradient times its factor."""
-        ...
-
-    def scale_gradient(self, record: ParamState, factor: float) -> None:
-        """Multiply the gradient's factor, which the step applies, by this one."""
-        ...
-
     def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
         """Forget the gradients of these, or of all."""
         ...

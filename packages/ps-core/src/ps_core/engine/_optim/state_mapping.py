@@ -38,6 +38,10 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         self._form, self._keys_of, self._replace = form, keys, replace
         self._records = {id(record.parameter): record for record in records}
 
+    def add(self, records: Sequence[ParamState]) -> None:
+        """Add parameters that were added to the model."""
+        self._records.update({id(record.parameter): record for record in records})
+
     def _keys(self, record: ParamState) -> tuple[str, ...]:
         return self._keys_of(record) if self._stepped() else ()
 

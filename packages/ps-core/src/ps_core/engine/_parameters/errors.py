@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import NamedTuple
 
 from torch import nn
+from torch.utils import checkpoint
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
@@ -207,6 +210,31 @@ def graph_of_gradient(name: str) -> UnsupportedParameter:
         f"backward(create_graph=True) would need the gradient of {name!r} to stay: use "
         "torch.autograd.grad(loss, parameters, create_graph=True)"
     )
+
+
+def backward_within_backward() -> UnsupportedParameter:
+    """Return the error for a backward pass inside another one that goes through the same model."""
+    if _in_reentrant_checkpoint():
+        return UnsupportedParameter(
+            "a backward pass began inside another one, as reentrant checkpointing does it: use "
+            "checkpoint(..., use_reentrant=False), or "
+            'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+        )
+    return UnsupportedParameter(
+        "a backward pass began inside another one of the same model (in a hook, or in a Function's backward), over a "
+        "graph from before: call it after the other one, or call the model again in the hook, and backward on that; "
+        "reentrant checkpointing does this too: use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """True if reentrant checkpointing's own backward is among the callers; on CUDA another thread may hide it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is checkpoint.CheckpointFunction.backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def not_trained(name: str) -> UnsupportedParameter:

@@ -19,6 +19,7 @@ from ps_core._errors import UnsupportedParameter
 from ps_core._options import Options
 from ps_core._program import Kind, Precision
 from ps_core._units import parse_bytes
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
@@ -49,8 +50,10 @@ class Grouping:
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name of every parameter that can be managed, and the parameter; tied ones once."""
+    """Yield the name of every parameter that can be managed and is not, and the parameter; tied ones once."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, ManagedParameter):
+            continue
         if parameter.layout is not torch.strided:
             raise UnsupportedParameter(f"{name!r} is {parameter.layout}: only dense parameters can live in chunks")
         if parameter.is_floating_point() and parameter.dtype not in FLOATS:

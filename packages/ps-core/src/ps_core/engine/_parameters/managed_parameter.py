@@ -99,6 +99,10 @@ _GET_DATA = _descriptor("data").__get__
 _SET_DATA = _descriptor("data").__set__
 
 
+class _CompiledWhole(UnsupportedParameter, AssertionError):
+    """What ``torch.compile`` lets through as it is: it wraps all errors but a few kinds, such as failed assertions."""
+
+
 class ManagedParameter(nn.Parameter):
     """A parameter whose memory comes and goes."""
 
@@ -108,7 +112,7 @@ class ManagedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            raise UnsupportedParameter(
+            raise _CompiledWhole(
                 "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
                 "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
             )
@@ -136,10 +140,14 @@ class ManagedParameter(nn.Parameter):
         return _call(found, func, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse("copied", "release(model) first, or copy under materialized(model)")
+        self._refuse(
+            "copied",
+            "copy the model inside `with materialized(model):`, or release(model) first; for a moving average of the "
+            "weights use WeightAverage(model)",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickled", "save model.state_dict(), or release(model) first")
+        self._refuse("pickled", "save model.state_dict(), or pickle copy.deepcopy(model) inside materialized(model)")
 
     def _refuse(self, what: str, suggestion: str) -> NoReturn:
         raise UnsupportedParameter(f"{self._record.name!r} is under management and cannot be {what}: {suggestion}")

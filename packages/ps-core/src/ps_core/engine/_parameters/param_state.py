@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ps_core._errors import IllegalTransition
+from ps_core._errors import IllegalTransition, UnsupportedParameter
 from ps_core._program import Extent, Kind
 from ps_core.engine._memory.chunk import Chunk, SlotView
 from ps_core.engine._parameters.state_transitions import (
@@ -75,6 +76,14 @@ class ParamState:
     """The parameters of the same compiled block, which backward needs together; empty: there is no such block."""
     update_count: int = 0
     """Number of times that a step or the user wrote another weight; tensors saved before do not match any more."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise `UnsupportedParameter`: an ordinary parameter of `materialized` refers to its record, too."""
+        raise UnsupportedParameter(
+            f"{self.name!r} is under management and cannot be pickled: save model.state_dict(), or inside "
+            "`with materialized(model):` pickle copy.deepcopy(model)"
+        )
+
     counted_version: int = 0
     """PyTorch's ``_version`` as the engine left it: another one means that the user changed the parameter."""
     tied: list[ParamState] = field(default_factory=list)
@@ -109,6 +118,14 @@ class ParamState:
     def piece(self) -> slice:
         """Elements of the parameter in this rank's shard of the group; all of them where there is one rank."""
         return self.group.clip(self.span)
+
+    def train(self) -> None:
+        """Note that a parameter that was frozen gets gradients, and a master in its group."""
+        self.trainable = True
+
+    def number_after(self, count: int) -> None:
+        """Number the parameter after ``count`` others that were there before."""
+        self.index += count
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of a group's chunk with the parameter's elements, in its shape and strides."""
@@ -250,6 +267,10 @@ class ParamGroup:
     def on_host(self) -> bool:
         """True if the group stays on the host tier: the compute tier gets rows of it only."""
         return self.fixed_tier == 1
+
+    def number_after(self, count: int) -> None:
+        """Number the group after ``count`` others that were there before; it has no chunks yet."""
+        self.index += count
 
     def add(self, record: ParamState) -> None:
         """Append a parameter to the group."""

@@ -149,14 +149,15 @@ def copy_in_values(
     for name, parameter, value in values:
         record = records.get(name)
         if record is not None:
-            _write(record, value, owner)
+            write_value(record, value, owner)
             del value
             record.live_on(owner.store.device.torch_device)
             adopt(record, parameter, owner)
 
 
 @defer_interrupts_installing
-def _write(record: ParamState, value: torch.Tensor, owner: Any) -> None:
+def write_value(record: ParamState, value: torch.Tensor, owner: Any) -> None:
+    """Write a parameter's first value into its group's weight and master."""
     group = record.group
     for kind in dict.fromkeys((group.weight, *((Kind.P32,) if group.trainable else ()))):
         chunk, dtype = group.chunks[kind], group.dtype_of(kind)

@@ -154,3 +154,9 @@ class SavedTensors:
 def active() -> bool:
     """Return True if any pair of saved-tensor hooks is active."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def recomputing() -> bool:
+    """Return True while non-reentrant checkpointing repeats a forward, within the backward pass that it is for."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pair is not None and getattr(pair[0], "__qualname__", "").startswith("_recomputation_hook")

@@ -61,13 +61,23 @@ class ShardedGradients(GradientStore):
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Scale a gradient as one process does; the other ranks must scale alike."""
-        if torch._C._current_graph_task_id() != -1:
-            raise UnsupportedParameter(
-                f"the gradient of {record.name!r} cannot be multiplied during backward: its sum over ranks is still on "
-                "its way; multiply it between backward() and optimizer.step()"
-            )
+        self.check_summed(record)
         self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
+
+    def check_summed(self, record: ParamState) -> None:
+        """Raise `UnsupportedParameter` during backward."""
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedParameter(
+                f"the gradient of {record.name!r} cannot be read or multiplied during backward: its sum over ranks is "
+                "still on its way; do it between backward() and optimizer.step()"
+            )
+
+    def replaced(self, record: ParamState, value: torch.Tensor) -> None:
+        """Note a gradient that the user wrote; the other ranks must write the same."""
+        self.check_summed(record)
+        self._measured.pop(record, None)
+        self.alike.note(f"the gradient of {record.name!r} was written", str(checksum(value)))
 
     def dtype(self, group: ParamGroup) -> torch.dtype:
         """Return the type that sums over ranks are rounded to."""

@@ -58,7 +58,7 @@ class ConstructorRecorder:
         """The number of the first module that filled a parameter."""
         self._done: set[int] = set()
         """Modules of Hugging Face models that are initialised."""
-        self._refuse_lazy(model)
+        refuse_lazy(model)
         before = {id(each): each._version for each in model.parameters() if each.is_meta}
         self._visit("", model)
         for each in self.sources:
@@ -67,13 +67,6 @@ class ConstructorRecorder:
             if tensor.is_meta:
                 self._check_filled(name, tensor)
         self._warn_of_changes(model, before)
-
-    def _refuse_lazy(self, model: nn.Module) -> None:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-                raise UnsupportedParameter(
-                    f"{name!r} has no shape yet, its module is lazy: call the model once before chunked()"
-                )
 
     def _warn_of_changes(self, model: nn.Module, before: dict[int, int]) -> None:
         """PyTorch counts changes in place: more in building than in the walk are a constructor's own."""
@@ -241,3 +234,12 @@ def _spared(module: nn.Module, shared: set[int]) -> Iterator[None]:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise `UnsupportedParameter` if a parameter or buffer has no shape yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise UnsupportedParameter(
+                f"{name!r} has no shape yet, its module is lazy: call the model once before chunked()"
+            )

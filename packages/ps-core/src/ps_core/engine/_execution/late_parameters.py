@@ -1,0 +1,104 @@
+"""Take in what changed after `chunked`: frozen parameters that are to be trained, and parameters that were added.
+
+Between passes. A frozen group that holds a parameter which is to be trained is cut in two: a frozen one, and a trained
+one with masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so
+the next pass is foreseen, or recorded, and planned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.move_home_slots import group_with_aliases
+from ps_core.engine._parameters.grouping import Grouping
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.placement import copy_in_values, reserve_homes, write_value
+from ps_core.engine._support.interrupts import defer_interrupts_installing
+
+Value: TypeAlias = tuple[str, nn.Parameter, torch.Tensor]
+"""A parameter's name, itself, and its first value."""
+
+
+@defer_interrupts_installing
+def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: bool) -> None:
+    """Make frozen parameters trained ones. `DoesNotFit` if there is no room for their masters and moments."""
+    chosen = {each: None for record in records for each in (record.tied or [record])}
+    engine.finish_pass()
+    held = group_with_aliases(record.group for record in chosen)
+    if held is not None:
+        raise UnsupportedParameter(
+            f"{next(iter(chosen)).name!r} is to be trained, so its group is cut in two, but something still refers to "
+            f"memory of {held.name}: drop what parameters were read into before the first pass that trains it"
+        )
+    engine.passes.scheduler.forget_plan()
+    for group in dict.fromkeys(record.group for record in chosen):
+        _cut(engine, group, [record for record in group.tensors if record in chosen], accumulates=accumulates)
+
+
+@defer_interrupts_installing
+def take_in(engine: Engine, grouping: Grouping, values: Iterable[Value], *, accumulates: bool) -> list[ParamState]:
+    """Put added parameters under management, in groups of their own; return their records."""
+    groups, records = grouping.groups, list(grouping.records.values())
+    for group in groups:
+        group.number_after(len(engine.groups))
+    for record in records:
+        record.number_after(len(engine.records))
+    engine.finish_pass()
+    engine.passes.scheduler.forget_plan()
+    try:
+        reserve_homes(engine.store, groups, accumulates=accumulates)
+    except BaseException:
+        for group in groups:
+            _release(engine, group)
+        raise
+    engine.groups.extend(groups)
+    engine.passes.add_records(records)
+    copy_in_values(grouping.records, values, engine)
+    return records
+
+
+def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumulates: bool) -> None:
+    before = [(record, record.offset, engine.read(record)) for record in group.tensors]
+    for record in group.tensors:
+        engine.residency.unbind(record)
+    engine.residency.transfers.join_queues()
+    index = group.index if len(chosen) == len(group.tensors) else len(engine.groups)
+    rest, trained = _like(group, group.index), _like(group, index, trainable=True)
+    for record in group.tensors:
+        (trained if record in chosen else rest).add(record)
+    made = [each for each in (trained, rest) if each.tensors]
+    try:
+        reserve_homes(engine.store, made, accumulates=accumulates)
+    except BaseException:
+        for each in made:
+            _release(engine, each)
+        for record, offset, _ in before:
+            record.group, record.offset = group, offset
+        raise
+    for record in chosen:
+        record.train()
+    for record, _, value in before:
+        write_value(record, value, engine)
+    _release(engine, group)
+    engine.groups[group.index] = made[-1]
+    if rest.tensors:
+        engine.groups.append(trained)
+
+
+def _like(group: ParamGroup, index: int, *, trainable: bool = False) -> ParamGroup:
+    return ParamGroup(
+        index=index, weight=group.weight, dtype=group.dtype, trainable=trainable, fixed_tier=group.fixed_tier
+    )
+
+
+def _release(engine: Engine, group: ParamGroup) -> None:
+    for chunk in group.chunks.values():
+        for slot in (chunk.home, *chunk.copies.values()):
+            engine.residency.transfers.release_slot(slot)
+    group.chunks.clear()

@@ -1,0 +1,125 @@
+"""Read and write what ``parameter.grad`` is: stored gradients, between passes, wherever they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ps_core._errors import UnsupportedParameter
+from ps_core._plan import Queue
+from ps_core._program import Kind
+from ps_core.engine._gradients.gradient_store import GradientStore, flatten
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._optim.clip_or_skip import StepDecisions
+from ps_core.engine._optim.on_demand_step import OnDemandStepper
+from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state_transitions import GradientPlace
+
+KINDS = {GradientPlace.IN_ACCUMULATOR: Kind.ACC}
+
+
+class UserGradients:
+    """The gradients of one engine, as its parameters show them."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        gradients: GradientStore,
+        updater: OnDemandStepper,
+        deciding: StepDecisions,
+        *,
+        loss_scale: LossScale | None,
+        finish_pass: Callable[[], None],
+    ) -> None:
+        self._residency, self._gradients, self._updater = residency, gradients, updater
+        self._deciding, self._loss_scale, self._finish_pass = deciding, loss_scale, finish_pass
+
+    def proxy(self, record: ParamState) -> torch.Tensor | None:
+        """Return the tensor without memory that stands for a stored gradient, always the same one, or None."""
+        if record.gradient is GradientPlace.NONE and record.staged_factor is None:
+            return None
+        if record.grad_proxy is None:
+            record.grad_proxy = ManagedGrad(record, self, self._loss_scale)
+        return record.grad_proxy
+
+    def to_store(self, record: ParamState, value: Any) -> torch.Tensor:
+        """Return a copy of a tensor that the user assigned, with the loss scale if it `replaces_scaled`."""
+        if not record.trainable:
+            raise UnsupportedParameter(
+                f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
+                "nothing to be stepped with; call requires_grad_(True) before, or leave the gradient out"
+            )
+        if value.shape != record.shape:
+            raise UnsupportedParameter(
+                f"the gradient given to {record.name!r} has shape {tuple(value.shape)}, expected {tuple(record.shape)}"
+            )
+        copy: torch.Tensor = value.detach().clone()
+        return copy.float() * self._loss_scale.value if self._loss_scale and self.replaces_scaled(record) else copy
+
+    def replaces_scaled(self, record: ParamState) -> bool:
+        """Return True if the parameter has a gradient of a scaled loss, which the step divides by the loss scale."""
+        return self._loss_scale is not None and record.gradient is not GradientPlace.NONE and not record.assigned
+
+    def gradient_norm(self, record: ParamState) -> float:
+        """Return the norm of the stored gradient times its factor."""
+        self._finish_pass()
+        self._residency.transfers.wait_for_other_queues(Queue.CPU)
+        squares = float(self._gradients.measure(record)[0])
+        return math.sqrt(squares) * abs(record.factor)
+
+    def scale_gradient(self, record: ParamState, factor: float) -> None:
+        """Multiply the gradient's factor, which the step applies, by this one."""
+        self._deciding.forget()
+        self._gradients.scale(record, factor)
+
+    def read_gradient(self, record: ParamState) -> torch.Tensor:
+        """Copy the stored gradient to the compute tier, in fp32 and times its factor; its move is counted."""
+        self._gradients.check_summed(record)
+        self._finish_pass()
+        store, own = self._residency.store, record.own_gradient
+        self._check_room(record)
+        if own is not None:
+            self._residency.transfers.wait_for_other_queues(Queue.CPU)
+            value = own.detach().to(torch.float32, copy=True)
+        else:
+            kind = KINDS.get(record.gradient, record.group.weight)
+            value = self._updater.read(record, kind)
+            if tier := record.group.chunks[kind].home.tier:
+                self._residency.transfers.watcher.moved(tier, 0, value.nbytes)
+            value = value.to(store.device.torch_device, torch.float32)
+        return value.mul_(record.factor) if record.factor != 1.0 else value
+
+    def _check_room(self, record: ParamState) -> None:
+        """Raise `DoesNotFit` if the compute tier has no room for a copy of the gradient."""
+        store, size = self._residency.store, 4 * record.numel
+        if not store.resident and store.free_bytes(0) + store.spare.bytes < size:
+            needed = store.ledger.used_bytes[0] + size
+            what = f"reading the gradient of {record.name}"
+            raise compute_tier_too_small(store, [record.group], what, needed, size, proven=True, whole=True)
+
+    def write_gradient(self, record: ParamState, value: torch.Tensor) -> None:
+        """Replace the stored gradient by a tensor in fp32, unrounded: what 16 bits would round becomes a sum."""
+        self._gradients.replaced(record, value)
+        self._deciding.forget()
+        rounded = value.to(record.dtype)
+        if record.gradient is GradientPlace.IN_WEIGHT_SLOT and not same_values(rounded, value):
+            self._gradients.restore_weights(record.group)
+        record.factor, record.norm_part = 1.0, None
+        if record.own_gradient is not None:
+            exact = rounded if same_values(rounded, value) else value
+            record.keep_gradient(exact, overwrite_pending=record.overwrite_pending)
+        else:
+            kind = KINDS.get(record.gradient, record.group.weight)
+            self._residency.replace(record, kind, flatten(record, value))
+
+
+def same_values(rounded: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if rounding changed no element; not-a-number equals itself."""
+    again = rounded.to(value.dtype)
+    return bool(((again == value) | (again.isnan() & value.isnan())).all())
