@@ -28,6 +28,8 @@ CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
 ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate", "peft")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
+INTEGRATIONS = ("lightning", "trl", "datasets", "ray[train]")
+"""Large libraries that only ``integrations`` installs; ``tests`` runs what needs none of them."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 """For tests whose tensors are so small that one process leaves most of a machine idle."""
@@ -120,6 +122,11 @@ def run_models(session: nox.Session) -> None:
     pytest(session, "tests/models", options=SIDE_BY_SIDE)
 
 
+def run_integrations(session: nox.Session) -> None:
+    """With the libraries that are there: where one is missing, its tests are skipped."""
+    pytest(session, "tests/integrations", options=SIDE_BY_SIDE)
+
+
 def run_meta(session: nox.Session) -> None:
     pytest(session, "tests/meta")
 
@@ -203,6 +210,14 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session
+def integrations(session: nox.Session) -> None:
+    """ps-core's integrations, with every library that they are for."""
+    install(session, *ALL, *INTEGRATIONS, *PYTEST)
+    run_integrations(session)
+    pytest(session, "tests/docs/test_recipes.py")
+
+
+@nox.session
 def meta(session: nox.Session) -> None:
     """The rules that the repository keeps: sizes, names, versions, wheels."""
     install(session, *ALL, *PYTEST, *TOOLS)
@@ -247,14 +262,25 @@ def soak(session: nox.Session) -> None:
     """Long forms of the tests: rows marked ``soak``, and ten times as many examples of every property, new ones."""
     install(session, *ALL, *PYTEST, *NVRTC)
     session.env["HYPOTHESIS_PROFILE"] = "explore"
-    parts = (f"tests/{name}" for name in ("pure", "kernels", "engine", "dist", "models"))
+    parts = (f"tests/{name}" for name in ("pure", "kernels", "engine", "dist", "models", "integrations"))
     pytest(session, *parts, options=(*BY_FILE, "--soak"))
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs on each change."""
-    checks = (run_lint, run_types, run_imports, run_meta, run_kernels, run_engine, run_dist, run_models, run_docs)
+    checks = (
+        run_lint,
+        run_types,
+        run_imports,
+        run_meta,
+        run_kernels,
+        run_engine,
+        run_dist,
+        run_models,
+        run_integrations,
+        run_docs,
+    )
     failed = []
     # pip and the checks of the source use one core, so sessions with environments of their own run beside them.
     with ThreadPoolExecutor(1) as pool:
