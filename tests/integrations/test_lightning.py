@@ -11,7 +11,7 @@ from torch import nn
 
 from _hugging_face import llama, row
 from ps_core import Budget, InvalidInput, Options
-from ps_core.engine import is_managed, release, statistics
+from ps_core.engine import chunked, is_managed, release, statistics
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -168,6 +168,20 @@ def test_only_evaluated(tmp_path: Path) -> None:
     assert got == expected
     assert is_managed(found)
     release(found)
+
+
+def test_what_is_not_managed_goes_where_batches_go() -> None:
+    """A device where nothing can be computed shows what was moved."""
+    module = Automatic()
+    module.metric = nn.BatchNorm1d(4, affine=False)
+    module.register_buffer("scale", torch.ones(1))
+    chunked(module.network, None, budget=Budget(host="64MiB"))
+    told = ChunkedStrategy(device="meta")
+    told.connect(module)
+    told.model_to_device()
+    assert {module.device.type, module.scale.device.type, module.metric.running_mean.device.type} == {"meta"}
+    assert {each.device.type for each in module.network.parameters()} == {"cpu"}
+    release(module)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ps_core.integrations._missing import missing
 from ps_core.integrations._torch_optimizers import ManagedSettings, manage, manage_with
 
 try:
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ModuleNotFoundError as error:
@@ -113,7 +114,18 @@ class ChunkedStrategy(SingleDeviceStrategy):
             self.optimizers = [self.managed_optimizer]
         elif not is_managed(model):
             manage(model, None, self._settings, self.root_device)
+        self.model_to_device()
         self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Move metrics and buffers that are not under management to the device of the batches."""
+        root: nn.Module = self.lightning_module
+        _update_properties(root, device=self.root_device)  # what `LightningModule.device` says
+        for child in root.children():
+            if not is_managed(child):
+                child.to(self.root_device)
+        for name, buffer in root.named_buffers(recurse=False):
+            setattr(root, name, buffer.to(self.root_device))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state, and leave its place to the engine."""
