@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = {"recipes": ("transformers", "accelerate", "peft"), "migration": ("transformers",)}
-NEEDS["integrations"] = ("transformers", "accelerate", "lightning")
+NEEDS = {
+    "recipes": ("transformers", "accelerate", "peft"),
+    "migration": ("transformers",),
+    "integrations": ("transformers", "accelerate", "lightning"),
+}
 FOREIGN = re.compile(r"^```py\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
