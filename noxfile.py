@@ -28,14 +28,27 @@ CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
 ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate", "peft", "lightning")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
+INTEGRATIONS = ("lightning", "trl", "datasets", "ray[train]")
+"""Large libraries that only ``integrations`` installs; ``tests`` runs what needs none of them."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 """For tests whose tensors are so small that one process leaves most of a machine idle."""
 BY_FILE = (*SIDE_BY_SIDE[:-1], "--dist=loadfile")
 """For tests of a file that share processes: else each worker starts them. (loadgroup does nothing with pytest 9.2.)"""
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "packaging")
-APART = {"pure": (), "demo": ("--steps", "40", "--eval-every", "20", "--checkpoint-every", "20")}
+APART = {
+    "pure": (),
+    "demo": ("--steps", "40", "--eval-every", "20", "--checkpoint-every", "20"),
+    "wheels": ("--dry-run",),
+}
 """Sessions with environments of their own that ``tests`` runs too, with their arguments: a demo of fewer steps."""
+WHEELS_TRIED = (
+    ("ps-core[torch]", "import ps_core.engine, ps_kernels; assert 'available' in ps_kernels.backends().values()", ()),
+    ("ps-models[hf]", "import ps_models, ps_core.engine, transformers, safetensors", ()),
+    ("ps-models[all]", "import ps_models.train, ps_dist, ps_core.engine, tokenizers", ()),
+    ("ps-core[cuda]", "", ("--dry-run",)),
+)
+"""What is installed from the wheels alone, what runs then, and options: CuPy is found, but not downloaded."""
 BUILD = ("hatchling", "editables")
 DOCS = ("mkdocs-material",)
 NVRTC = tuple(f"{name} ; sys_platform == 'linux'" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))
@@ -118,6 +131,11 @@ def run_dist(session: nox.Session) -> None:
 
 def run_models(session: nox.Session) -> None:
     pytest(session, "tests/models", options=SIDE_BY_SIDE)
+
+
+def run_integrations(session: nox.Session) -> None:
+    """With the libraries that are there: where one is missing, its tests are skipped."""
+    pytest(session, "tests/integrations", options=SIDE_BY_SIDE)
 
 
 def run_meta(session: nox.Session) -> None:
@@ -203,6 +221,44 @@ def models(session: nox.Session) -> None:
 
 
 @nox.session
+def integrations(session: nox.Session) -> None:
+    """ps-core's integrations, with every library that they are for."""
+    install(session, *ALL, *INTEGRATIONS, *PYTEST)
+    run_integrations(session)
+    pytest(session, "tests/docs/test_recipes.py")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all wheels into ``wheelhouse``, and install extras from there, each in a fresh environment.
+
+    ``REPOSITORY_URL`` is written into their metadata where it is set. ``-- --dry-run`` resolves and installs nothing.
+    """
+    install(session, *BUILD)
+    house, copies = ROOT / "wheelhouse", Path(session.create_tmp()) / "packages"
+    for folder in (house, copies):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "packages", copies, ignore=shutil.ignore_patterns("__pycache__"))
+    if url := os.environ.get("REPOSITORY_URL"):
+        urls = f'\n[project.urls]\nRepository = "{url}"\nChangelog = "{url}/blob/main/CHANGELOG.md"\n'
+        for path in copies.glob("*/pyproject.toml"):
+            path.write_text(path.read_text("utf-8") + urls, "utf-8")
+    sources = [str(path) for path in sorted(copies.iterdir())]
+    session.run(
+        "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(house), *sources
+    )
+    for index, (extra, program, options) in enumerate(WHEELS_TRIED):
+        place = Path(session.create_tmp()) / f"fresh-{index}"
+        session.run("python", "-m", "venv", "--clear", str(place))
+        python = str(place / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+        told = ("--quiet", "--find-links", str(house), "-c", "constraints.txt", *options, *session.posargs)
+        session.run(python, "-m", "pip", "install", *told, extra, external=True)
+        if not {"--dry-run"} & {*options, *session.posargs}:
+            session.run(python, "-W", "error", "-c", program, external=True)
+        shutil.rmtree(place)
+
+
+@nox.session
 def meta(session: nox.Session) -> None:
     """The rules that the repository keeps: sizes, names, versions, wheels."""
     install(session, *ALL, *PYTEST, *TOOLS)
@@ -247,14 +303,25 @@ def soak(session: nox.Session) -> None:
     """Long forms of the tests: rows marked ``soak``, and ten times as many examples of every property, new ones."""
     install(session, *ALL, *PYTEST, *NVRTC)
     session.env["HYPOTHESIS_PROFILE"] = "explore"
-    parts = (f"tests/{name}" for name in ("pure", "kernels", "engine", "dist", "models"))
+    parts = (f"tests/{name}" for name in ("pure", "kernels", "engine", "dist", "models", "integrations"))
     pytest(session, *parts, options=(*BY_FILE, "--soak"))
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that runs on each change."""
-    checks = (run_lint, run_types, run_imports, run_meta, run_kernels, run_engine, run_dist, run_models, run_docs)
+    checks = (
+        run_lint,
+        run_types,
+        run_imports,
+        run_meta,
+        run_kernels,
+        run_engine,
+        run_dist,
+        run_models,
+        run_integrations,
+        run_docs,
+    )
     failed = []
     # pip and the checks of the source use one core, so sessions with environments of their own run at the same time.
     with ThreadPoolExecutor(1) as pool:

@@ -31,7 +31,10 @@ MANY_NODES = ROOT / "docs" / "tutorials" / "from-one-gpu-to-many-nodes.md"
 CONSOLE = [
     (page, block) for page in PAGES if page != MANY_NODES for block in blocks(page, "console") if commands(block)
 ]
-WHOLE = [*ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "recipes.md", ROOT / "docs" / "migration.md"]
+WHOLE = [
+    *ROOT.glob("docs/tutorials/*.md"),
+    *(ROOT / "docs" / f"{name}.md" for name in ("recipes", "migration", "integrations")),
+]
 """Pages whose blocks go on from one another: they run as a whole, in `test_tutorials` and `test_recipes`."""
 PYTHON = [(page, block) for page in PAGES if page not in WHOLE for block in blocks(page, "python")]
 

@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = {"recipes": ("transformers", "accelerate", "peft"), "migration": ("transformers",)}
+NEEDS = {
+    "recipes": ("transformers", "accelerate", "peft"),
+    "migration": ("transformers",),
+    "integrations": ("transformers", "accelerate", "lightning"),
+}
 FOREIGN = re.compile(r"^```py\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
@@ -41,8 +45,9 @@ def test_page(name: str, tutorials: Any, tmp_path: Path) -> None:
         assert not shown or tutorials.alike(shown, said), f"{name}.md shows\n{shown}\nbut this was printed:\n{said}"
 
 
-def test_others_scripts_are_python() -> None:
-    scripts = FOREIGN.findall((ROOT / "docs" / "migration.md").read_text("utf-8"))
+@pytest.mark.parametrize("name", ["migration", "integrations"])
+def test_others_scripts_are_python(name: str) -> None:
+    scripts = FOREIGN.findall((ROOT / "docs" / f"{name}.md").read_text("utf-8"))
     assert len(scripts) == 2
     for script in scripts:
         ast.parse(script)

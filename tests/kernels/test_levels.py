@@ -294,7 +294,6 @@ def test_a_child_of_fork_works(bits: Any) -> None:
 def without_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: str) -> dict[str, Any]:
     monkeypatch.setenv("PS_KERNELS_CACHE", str(folder))
     monkeypatch.setenv("CC", compiler)
-    monkeypatch.setattr(_compile, "_PACKAGE", folder)  # a wheel may have brought the library along
     found = _native.native.__wrapped__()
     monkeypatch.setattr(_backends, "native", lambda: found)
     return dict(found)
@@ -326,7 +325,6 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.skipif(not LEVELS, reason="no C compiler here")
 def test_a_plain_checkout_compiles_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PS_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(_compile, "_PACKAGE", tmp_path / "no package")
     made = _compile.library()
     assert made == tmp_path / _compile.library_name()
     assert list(tmp_path.iterdir()) == [made], "nothing else is left"

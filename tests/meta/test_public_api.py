@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,19 @@ def names() -> list[str]:
         for each in offered(module):
             assert hasattr(module, each), f"{name}.__all__ names {each}, which is not there"
             found.append(f"{name}.{each}")
+    found += integrations()
     return sorted(found)
+
+
+def integrations() -> Iterator[str]:
+    """The same of the integrations, whose libraries need not be installed: read, not imported."""
+    for path in sorted(SOURCES.glob("*/src/*/integrations/[a-z]*.py")):
+        (listed,) = (
+            node.value
+            for node in ast.parse(path.read_text("utf-8")).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        yield from (f"ps_core.integrations.{path.stem}.{name}" for name in ast.literal_eval(listed))
 
 
 def test_public_api() -> None:

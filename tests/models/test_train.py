@@ -23,7 +23,7 @@ from _trainer import TINY, data, numbers, rows, train
 from ps_core import DeviceOutOfMemory
 from ps_core.engine._support.log import LOGGER
 from ps_models.train import _loop, main
-from ps_models.train._options import from_toml
+from ps_models.train._options import from_file
 
 Capture = pytest.CaptureFixture[str]
 BUDGET = ("--device", "emulated", "--device-memory", "400KB")
@@ -343,7 +343,7 @@ def run_again(tmp_path: Path, words: tuple[object, ...], capsys: Capture) -> str
 
 def test_what_was_used_is_written_down(tmp_path: Path) -> None:
     assert train(tmp_path / "run", "--steps", 1, "--lr", "1e-2") == 0
-    found = from_toml(tmp_path / "run" / "options.toml")
+    found = from_file(tmp_path / "run" / "options.toml")
     assert (found["steps"], found["lr"], found["model"]) == (1, 0.01, "gpt-2x32")
     assert main(["--config", str(tmp_path / "run" / "options.toml"), "--steps", "2"]) == 0
     assert len(rows(tmp_path / "run")) == 2

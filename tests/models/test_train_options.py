@@ -60,6 +60,10 @@ WRONG = {
     "--cpu-embedding": "--cpu-embedding: found with --model gpt-10m, whose head is its token table and needs",
     "--head-tiles 2": "--head-tiles: found 2 with --model gpt-10m, whose head is its token table; allowed with",
     "--untied-head --model bert-2x32": "--untied-head: found with --model bert-2x32, and a BERT's head is its token",
+    "--patience 0": "--patience: found 0, allowed is a whole number of at least 1",
+    "--patience 2 --eval-every 0": "--patience: found 2 with --eval-every 0, which validates at the end only; allowed",
+    "--config nowhere.yml": "--config: cannot read 'nowhere.yml': [Errno 2] No such file or directory: 'nowhere.yml'; "
+    "allowed is a YAML file",
     "--disk-dir here": "--disk-dir: found 'here' without --disk, which says how much of it",
 }
 
@@ -244,6 +248,40 @@ def test_the_learning_rate(schedule: str) -> None:
 def test_the_warm_up_that_nobody_chose(steps: int, warm: int) -> None:
     assert TrainOptions(steps=steps).warmup_steps == warm
     assert TrainOptions(steps=steps, warmup=3).warmup_steps == 3
+
+
+def test_a_yaml_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    texts = {
+        "a.toml": 'batch = 4\nlr = 3e-4\ndata = ["x.txt", "y.txt"]\nkeep_best = true\ndevice-memory = "20GiB"\n',
+        "a.yaml": "batch: 4\nlr: 3e-4\ndata: [x.txt, y.txt]\nkeep_best: true\ndevice-memory: 20GiB\n",
+        "empty.yml": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, "utf-8")
+    told = {name: parse(["--config", str(tmp_path / name), "--steps", "7"]) for name in texts}
+    assert told["a.yaml"] == told["a.toml"]
+    assert (told["a.yaml"].lr, told["a.yaml"].steps) == (3e-4, 7)
+    assert told["empty.yml"] == TrainOptions(steps=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("batch: [", "cannot read"),
+        ("- batch", "holds no options by name"),
+        ("btach: 3", "sets 'btach', which is not an option; did you mean batch"),
+        ("weight-decay: 0.1\nweight_decay: 0.2", "sets 'weight_decay' twice"),
+        ("batch: 0", "--batch: found 0"),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_used(text: str, why: str, tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    (tmp_path / "a.yaml").write_text(text, "utf-8")
+    with pytest.raises(InvalidInput) as raised:
+        parse(["--config", str(tmp_path / "a.yaml")])
+    assert why in str(raised.value)
+    assert str(raised.value).count("\n") == 0
 
 
 if __name__ == "__main__":

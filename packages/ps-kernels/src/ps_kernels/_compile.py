@@ -1,8 +1,7 @@
 """The compiled kernels: one shared library, made by whatever C compiler is there.
 
-It is built into the wheel where the building machine has a compiler (see ``hatch_build.py``, which loads this file by
-its path, so it imports nothing of the package). Where the package has none, as in a plain checkout or an editable
-install, it is made at first use and kept in a cache folder of the user. Its name carries a hash of its source.
+The package holds the source only. The library is made at first use and kept in a cache folder of the user. Its name
+carries a hash of its source.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent
-_SOURCE = _PACKAGE / "csrc"
+_SOURCE = Path(__file__).parent / "csrc"
 _COMMON = (
     *("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
     "-fno-trapping-math",  # conditions may become selections: results are the same, only exception flags are not
@@ -52,7 +50,7 @@ def library_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Where a library is kept that the package does not bring; ``PS_KERNELS_CACHE`` names another folder."""
+    """Return the folder that keeps the library; ``PS_KERNELS_CACHE`` names another one."""
     named = os.environ.get("PS_KERNELS_CACHE")
     if named:
         return Path(named)
@@ -60,12 +58,9 @@ def cache_folder() -> Path:
 
 
 def library() -> Path:
-    """The library of this source, compiled now if there is none yet."""
-    name = library_name()
-    for folder in (_PACKAGE, cache_folder()):
-        if (folder / name).is_file():
-            return folder / name
-    return compile_into(cache_folder())
+    """Return the library of this source, compiled now if there is none yet."""
+    made = cache_folder() / library_name()
+    return made if made.is_file() else compile_into(made.parent)
 
 
 def compile_into(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from ps_models.train._options import (
     COMMAND,
     TrainOptions,
     flag_of,
-    from_toml,
+    from_file,
     merged,
     nearest,
     read,
@@ -46,7 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"{COMMAND} {__version__}")
-    parser.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here come before it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="options from a TOML or YAML file; those given here come before it"
+    )
     groups = {}
     for row in fields(TrainOptions):
         section = row.metadata["section"]
@@ -75,4 +77,4 @@ def parse(argv: Sequence[str] | None) -> TrainOptions:
     config = words.pop("config")
     rows = {row.name: row for row in fields(TrainOptions)}
     line = {name: value if isinstance(value, bool) else read(rows[name], value) for name, value in words.items()}
-    return merged({} if config is None else from_toml(Path(config)), line)
+    return merged({} if config is None else from_file(Path(config)), line)

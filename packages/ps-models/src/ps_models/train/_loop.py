@@ -58,6 +58,9 @@ class Loop:
         """The number of sequences used, which is the position in the data."""
         self.val_loss: float | None = None
         """The loss of the last validation."""
+        self._least_val_loss = math.inf
+        self._without_gain = 0
+        """The number of validations in a row whose loss was not below ``_least_val_loss``."""
         self.moved_bytes: Counter[str] = Counter()
         """Bytes moved by link in this call's steps, without validations."""
         self.not_finite = ""
@@ -79,9 +82,24 @@ class Loop:
             return False
         self.step = self._saved = int(found["step"])
         self.sequences, self.val_loss = int(found["sequences"]), found["val_loss"]
+        least = found.get("least_val_loss")  # checkpoints of earlier versions have none
+        self._least_val_loss = math.inf if least is None else float(least)
+        self._without_gain = int(found.get("validations_without_gain", 0))
         if self.options.keep_best:
             self.folder.check_best(self.step, self.say)
         return True
+
+    @property
+    def out_of_patience(self) -> bool:
+        """True if the validation loss has not fallen for ``--patience`` validations, so that training ends."""
+        return self.options.patience is not None and self._without_gain >= self.options.patience
+
+    def _note_validation(self, loss: float) -> None:
+        """Count validations without gain. All ranks have the same losses, so they count alike."""
+        if loss < self._least_val_loss:
+            self._least_val_loss, self._without_gain = loss, 0
+        else:
+            self._without_gain += 1
 
     def _load(self, path: Path) -> Mapping[str, Any]:
         groups = self.optimizer.param_groups
@@ -97,7 +115,7 @@ class Loop:
         metrics = self.folder.metrics(self.step)
         try:
             self.model.train()
-            while self.step < options.steps and not asked():
+            while self.step < options.steps and not self.out_of_patience and not asked():
                 row = self._run_step()
                 metrics.write(row.as_dict())
                 for each in self._loggers:
@@ -105,6 +123,8 @@ class Loop:
                 self._check(row)
                 if self.not_finite:
                     return
+                if row.val_loss is not None:
+                    self._note_validation(row.val_loss)
                 best = False
                 if options.keep_best and row.val_loss is not None:
                     best = self._ranks.first(row.val_loss < self.folder.best()[1])
@@ -229,6 +249,8 @@ class Loop:
 
     def _save(self, *, sound: bool) -> None:
         extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}
+        extra["least_val_loss"] = self._least_val_loss if math.isfinite(self._least_val_loss) else None
+        extra["validations_without_gain"] = self._without_gain
         save_checkpoint(self.folder.checkpoint(self.step), self.model, self.optimizer, extra=extra)
         self._saved = self.step
         self.folder.saved(self.step, self.options.keep, sound=sound)

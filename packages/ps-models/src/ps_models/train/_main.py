@@ -80,7 +80,8 @@ def train(options: TrainOptions) -> int:
         managed = manage(options, found, ranks)
         loop = Loop(options, objective, managed, folder, rates, watching)
         if loop.resume():
-            rest = "nothing is left to train" if loop.step >= options.steps else "going on from there"
+            ended = loop.step >= options.steps or loop.out_of_patience
+            rest = "nothing is left to train" if ended else "going on from there"
             loop.say(f"{options.out}: step {loop.step} of {options.steps} is done; {rest}")
         before, started = loop.step, time.perf_counter()
         halt = StopCheck(stop, ranks)
@@ -97,6 +98,11 @@ def train(options: TrainOptions) -> int:
         if halt():
             loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return DONE
+        if loop.out_of_patience and loop.step < options.steps:
+            loop.say(
+                f"step {loop.step}: the validation loss has not fallen for {options.patience} validations, so training "
+                "ends here (--patience)"
+            )
         if loop.val_loss is not None:
             loop.say(f"validation loss {loop.val_loss:.4f} {objective.measured_in}")
         if options.sample:

@@ -8,6 +8,7 @@ so a run is resumed only if they are the same. The others say where it runs, how
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput
+from ps_core._installing import how_to_install
 from ps_core._names import did_you_mean
 from ps_models.train import _option_rules as rules
 
@@ -124,6 +126,13 @@ class TrainOptions:
         "stop", rules.one_of("stop", "continue"), TRAINING, "what to do when a loss is NaN or infinite"
     )
 
+    patience: int | None = _option(
+        None,
+        rules.whole(1),
+        TRAINING,
+        "stop after so many validations in a row whose loss is not below the least so far (default: train all steps)",
+    )
+
     eval_every: int = _option(100, rules.whole(0), WATCHING, "steps between validations; 0: only at the end")
     eval_batches: int = _option(8, rules.whole(1), WATCHING, "batches of a validation")
     log_every: int = _option(10, rules.whole(1), WATCHING, "steps between lines")
@@ -169,6 +178,11 @@ class TrainOptions:
             raise InvalidInput(
                 f"--offload-checkpoints: found with --disk {self.disk}, where the computer's memory is full already; "
                 "allowed is one of them"
+            )
+        if self.patience is not None and not self.eval_every:
+            raise InvalidInput(
+                f"--patience: found {self.patience} with --eval-every 0, which validates at the end only; allowed "
+                "with --eval-every of at least 1"
             )
         if self.disk_dir is not None and self.disk is None:
             raise InvalidInput(f"--disk-dir: found {self.disk_dir!r} without --disk, which says how much of it")
@@ -227,22 +241,53 @@ def read(row: Field[Any], words: str | list[str]) -> Any:
         raise InvalidInput(refusal(row, words)) from None
 
 
-def from_toml(path: Path) -> dict[str, Any]:
-    """Return the options that a TOML file sets; only their names are checked."""
+def from_file(path: Path) -> dict[str, Any]:
+    """Return the options that a TOML file sets, or a YAML file by its ending; only their names are checked."""
+    kind = "YAML" if path.suffix in (".yaml", ".yml") else "TOML"
     try:
-        return from_text(path.read_text("utf-8"), str(path))
+        text = path.read_text("utf-8")
+        return from_text(text, str(path)) if kind == "TOML" else _from_yaml(text, str(path))
     except InvalidInput:
         raise
     except (OSError, ValueError, RecursionError) as error:
         told = " ".join(str(error).split())
-        raise InvalidInput(f"--config: cannot read {str(path)!r}: {told}; allowed is a TOML file") from error
+        raise InvalidInput(f"--config: cannot read {str(path)!r}: {told}; allowed is a {kind} file") from error
+
+
+def _from_yaml(text: str, source: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise InvalidInput(
+            f"--config: {source!r} needs the package yaml; allowed without it is a TOML file; to have it: "
+            f"{how_to_install('pyyaml')}"
+        ) from None
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    if found is not None and not (isinstance(found, dict) and all(isinstance(key, str) for key in found)):
+        raise InvalidInput(f"--config: {source!r} holds no options by name; allowed are lines like `batch: 8`")
+    # YAML 1.1 takes 1e-3, which has no point, for a text.
+    return _by_name(
+        {key: _number(value) if isinstance(value, str) else value for key, value in (found or {}).items()}, source
+    )
+
+
+def _number(text: str) -> str | float:
+    return float(text) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", text) else text
 
 
 def from_text(text: str, source: str) -> dict[str, Any]:
     """Return the options that the text of a TOML file sets; only their names are checked."""
+    return _by_name(tomllib.loads(text), source)
+
+
+def _by_name(given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the options under the names of the fields; `InvalidInput` for a name that is none or is there twice."""
     known = {row.name for row in fields(TrainOptions)}
     found = {}
-    for key, value in tomllib.loads(text).items():
+    for key, value in given.items():
         name = key.replace("-", "_")
         if name not in known:
             raise InvalidInput(f"--config: {source!r} sets {key!r}, which is not an option; {nearest(key)}")

@@ -1,0 +1,150 @@
+"""Put a model under management with the settings of a ``torch.optim`` optimizer that was made for it.
+
+Trainers of other libraries make their optimizer and schedulers themselves, from options of theirs. So an integration
+lets them, and then takes over what they made: the numbers of each param group, and the schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options
+from ps_core.engine import ChunkedOptimizer, chunked
+
+_SPECS: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
+_NUMBERS = {
+    torch.optim.AdamW: ("lr", "betas", "eps", "weight_decay"),
+    torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
+    torch.optim.SGD: ("lr", "momentum", "weight_decay"),
+}
+_VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
+"""Settings of PyTorch's optimizers that change what a step computes, and that the engine's do not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagedSettings:
+    """What `chunked` is told besides the model and its optimizer."""
+
+    budget: Budget = field(default_factory=Budget)
+    device: str = "auto"
+    """As for `chunked`; ``"auto"``: see `device_for`."""
+    precision: str = "bf16"
+    options: Options = field(default_factory=Options)
+    accumulation_steps: int = 1
+
+    def device_for(self, inputs: torch.device) -> str:
+        """Return the device to manage the model on, where ``inputs`` is the device of the library's batches."""
+        if self.device != "auto":
+            return self.device
+        if inputs.type == "cuda":
+            return str(inputs)
+        return "cpu" if self.budget.device is None else "emulated"
+
+
+def manage(
+    model: nn.Module, optimizer: Adam | AdamW | SGD | None, settings: ManagedSettings, inputs: torch.device
+) -> ChunkedOptimizer | None:
+    """Call `chunked` with these settings; return the optimizer, or None for a model that is only evaluated."""
+    return chunked(
+        model,
+        optimizer,
+        device=settings.device_for(inputs),
+        budget=settings.budget,
+        precision=settings.precision,
+        accumulation_steps=settings.accumulation_steps,
+        options=settings.options,
+    )[1]
+
+
+def manage_with(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: ManagedSettings,
+    inputs: torch.device,
+    schedulers: Iterable[Any] = (),
+) -> ChunkedOptimizer:
+    """Manage ``model``, and return the optimizer that replaces ``optimizer``, for ``schedulers`` as well.
+
+    ``optimizer`` must not have stepped. (Any: schedulers have no common base in PyTorch.)
+    """
+    managed = manage(model, _spec_of(model, optimizer), settings, inputs)
+    assert managed is not None, "an optimizer was asked for"
+    # It sets no rate, but has PyTorch note the optimizer's steps for other schedulers' warnings.
+    torch.optim.lr_scheduler.LambdaLR(managed, lambda _: 1.0)
+    for own, given in zip(managed.param_groups, optimizer.param_groups, strict=True):
+        del own["initial_lr"]
+        own.update({key: value for key, value in given.items() if key not in own or key == "lr"})
+    for scheduler in schedulers:
+        _hand_over(scheduler, optimizer, managed)
+    return managed
+
+
+def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the engine's optimizer with the same numbers for the same parameters; `InvalidInput` if there is none."""
+    kind = type(optimizer)
+    if kind not in _SPECS:
+        raise InvalidInput(
+            f"the optimizer is {kind.__module__}.{kind.__qualname__}; under a memory budget it can be torch.optim's "
+            "AdamW, Adam or SGD"
+        )
+    if optimizer.state:
+        raise InvalidInput(
+            f"this {kind.__name__} has stepped already, and its states would be lost: hand over a new one, and load "
+            "its state_dict() into the optimizer that replaces it"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for name in _VARIANTS:
+            if group.get(name):
+                raise InvalidInput(f"param_groups[{index}][{name!r}] is {group[name]!r}; the engine's has no {name}")
+    _check_parameters(model, optimizer)
+    numbers = [_numbers(kind, group) for group in optimizer.param_groups]
+    groups = tuple(
+        Group(match=_Members(group["params"]), **own)
+        for group, own in zip(optimizer.param_groups[1:], numbers[1:], strict=True)
+    )
+    return _SPECS[kind](**numbers[0], groups=groups)
+
+
+def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidInput` unless the optimizer has exactly the parameters that are to be trained."""
+    wanted = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    given = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    if left := [name for key, name in wanted.items() if key not in given]:
+        raise InvalidInput(
+            f"{left[0]!r} requires a gradient, but the optimizer does not have it ({len(left)} such parameters): add "
+            "it to the optimizer, or set requires_grad_(False)"
+        )
+    if len(given) > len(wanted):
+        raise InvalidInput(
+            f"the optimizer has {len(given) - len(wanted)} parameters that {type(model).__name__} does not have: make "
+            "it for model.parameters()"
+        )
+
+
+def _numbers(kind: type, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a param group as numbers; a rate may be a tensor."""
+    found = {name: group[name] for name in _NUMBERS[kind]}
+    return {name: tuple(map(float, each)) if name == "betas" else float(each) for name, each in found.items()}
+
+
+class _Members:
+    """Matches the parameters of one param group."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._ids = {id(parameter) for parameter in parameters}
+
+    def __call__(self, name: str, parameter: Any) -> bool:
+        return id(parameter) in self._ids
+
+
+def _hand_over(scheduler: Any, optimizer: torch.optim.Optimizer, managed: ChunkedOptimizer) -> None:
+    """Give a scheduler, and those within it, the managed optimizer in place of the one they were made for."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _hand_over(inner, optimizer, managed)
+    if getattr(scheduler, "optimizer", None) is optimizer:
+        scheduler.optimizer = managed

@@ -1,0 +1,88 @@
+"""Accelerate under a memory budget: `ChunkedAccelerator` in place of `Accelerator`, in a loop that stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core import Budget, InvalidInput, Options
+from ps_core.engine import ChunkedOptimizer, is_managed
+from ps_core.integrations._missing import missing
+from ps_core.integrations._torch_optimizers import ManagedSettings, manage_with
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as error:
+    raise missing(error, "accelerate") from error
+
+__all__ = ["ChunkedAccelerator"]
+
+_HOW = "hand model and optimizer to one prepare(model, optimizer, ...)"
+
+
+class ChunkedAccelerator(Accelerator):
+    """An `Accelerator` whose `prepare` puts the model under management, with the settings of the optimizer."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        budget: Budget | None = None,
+        managed_device: str = "auto",
+        precision: str = "bf16",
+        options: Options | None = None,
+        **named: Any,
+    ) -> None:
+        """``budget``, ``precision`` and ``options`` are `chunked`'s; the rest are `Accelerator`'s arguments."""
+        super().__init__(*arguments, **named)
+        if self.mixed_precision != "no":
+            raise InvalidInput(
+                f"mixed_precision={self.mixed_precision!r} does not go with a memory budget: leave it out; precision= "
+                "says what is computed in"
+            )
+        if self.num_processes > 1:
+            raise InvalidInput(
+                f"{self.num_processes} processes: ChunkedAccelerator uses one; for several use ps_dist in a plain loop"
+            )
+        self._settings = ManagedSettings(
+            budget=budget or Budget(),
+            device=managed_device,
+            precision=precision,
+            options=options or Options(),
+            accumulation_steps=self.gradient_accumulation_steps,
+        )
+
+    def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
+        """Manage the model among ``given``, and replace its optimizer; prepare all else as Accelerate does.
+
+        A model that is under management already is left as it is.
+        """
+        found = list(given)
+        places = [index for index, each in enumerate(found) if isinstance(each, nn.Module) and not is_managed(each)]
+        optimizers = [index for index, each in enumerate(found) if _is_plain_optimizer(each)]
+        if len(places) > 1 or len(places) != len(optimizers):
+            raise InvalidInput(
+                f"prepare found {len(places)} models and {len(optimizers)} optimizers of torch.optim: {_HOW}; a model "
+                "that is only evaluated goes through chunked(model, None) first"
+            )
+        for place, index in zip(places, optimizers, strict=True):
+            optimizer = found[index]
+            schedulers = [each for each in found if getattr(each, "optimizer", None) is optimizer]
+            found[index] = manage_with(found[place], optimizer, self._settings, self.device, schedulers)
+            if self._settings.precision == "fp16":
+                self.scaler = found[index].scaler
+        placed: Sequence[bool | None] = device_placement or [None] * len(found)
+        kept = [False if _is_ours(each) else told for each, told in zip(found, placed, strict=True)]
+        return super().prepare(*found, device_placement=kept)
+
+
+def _is_plain_optimizer(value: Any) -> bool:
+    prepared = getattr(value, "_is_accelerate_prepared", False)
+    return isinstance(value, torch.optim.Optimizer) and not isinstance(value, ChunkedOptimizer) and not prepared
+
+
+def _is_ours(value: Any) -> bool:
+    """True for what the engine moves by itself."""
+    return isinstance(value, ChunkedOptimizer) or (isinstance(value, nn.Module) and is_managed(value))

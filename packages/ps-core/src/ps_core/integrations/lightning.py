@@ -1,0 +1,139 @@
+"""Lightning under a memory budget: ``Trainer(strategy=ChunkedStrategy(budget=...))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ps_core import Budget, InvalidInput, Options
+from ps_core.engine import ChunkedOptimizer, is_managed
+from ps_core.integrations._missing import missing
+from ps_core.integrations._torch_optimizers import ManagedSettings, manage, manage_with
+
+try:
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ModuleNotFoundError as error:
+    raise missing(error, "lightning") from error
+
+__all__ = ["ChunkedPrecision", "ChunkedStrategy"]
+
+
+class ChunkedPrecision(Precision):
+    """Runs the closure before the step, and scales the loss in fp16."""
+
+    def __init__(self, strategy: ChunkedStrategy) -> None:
+        self._strategy = strategy
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Scale the loss if the precision is fp16; then do as Lightning does."""
+        managed = self._strategy.managed_optimizer
+        return super().pre_backward(tensor if managed is None else managed.scale(tensor), module)  # type: ignore[no-any-return]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
+        """Run the closure and Lightning's hooks, then step; return what the closure returned."""
+        result = closure()
+        self._after_closure(model, optimizer)
+        optimizer.step(**named)
+        return result
+
+
+class ChunkedStrategy(SingleDeviceStrategy):
+    """One process whose model stays within a budget.
+
+    It manages the only child of the `LightningModule` that has parameters, so that a call of that child is a whole
+    pass; where parameters are in several places, the `LightningModule` itself. The model stays under management
+    after ``fit``: call `release` with the child when training is over.
+    """
+
+    strategy_name = "chunked"
+    optimizers: list[Any]
+
+    def __init__(
+        self,
+        *,
+        budget: Budget | None = None,
+        precision: str = "bf16",
+        managed_device: str = "auto",
+        options: Options | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        """``device``: of the batches; None: the current CUDA device if there is one, else the CPU."""
+        where = device or ("cuda" if torch.cuda.is_available() and managed_device in ("auto", "cuda") else "cpu")
+        super().__init__(device=torch.device(where))
+        self._settings = ManagedSettings(
+            budget=budget or Budget(),
+            precision=precision,
+            device=managed_device,
+            options=options or Options(),
+        )
+        self.managed_optimizer: ChunkedOptimizer | None = None
+        """The optimizer of the model under management; None before ``fit``."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plugin that steps by the engine's optimizer; Lightning sets it once, to what ``Trainer`` was told."""
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and type(plugin) is not Precision:
+            raise InvalidInput(
+                f"Trainer(precision={plugin.precision!r}) does not go with a memory budget: leave it out; "
+                "ChunkedStrategy(precision=...) says what is computed in"
+            )
+        self._precision_plugin = None if plugin is None else ChunkedPrecision(self)
+
+    @property
+    def managed_module(self) -> nn.Module:
+        """The module that is under management, or will be."""
+        root: nn.Module = self.lightning_module
+        children = [each for each in root.children() if next(each.parameters(), None) is not None]
+        alone = len(children) == 1 and not list(root.parameters(recurse=False))
+        return children[0] if alone else root
+
+    def setup(self, trainer: Any) -> None:
+        """Make optimizer and schedulers as the `LightningModule` says, and put the model under management."""
+        self.accelerator.setup(trainer)
+        model = self.managed_module
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) != 1:
+                raise InvalidInput(
+                    f"configure_optimizers returned {len(self.optimizers)} optimizers; under a memory budget a model "
+                    "has one"
+                )
+            schedulers = [each.scheduler for each in self.lr_scheduler_configs]
+            settings = replace(self._settings, accumulation_steps=trainer.accumulate_grad_batches)
+            self.managed_optimizer = manage_with(model, self.optimizers[0], settings, self.root_device, schedulers)
+            self.optimizers = [self.managed_optimizer]
+        elif not is_managed(model):
+            manage(model, None, self._settings, self.root_device)
+        self.model_to_device()
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Move metrics and buffers that are not under management to the device of the batches."""
+        root: nn.Module = self.lightning_module
+        _update_properties(root, device=self.root_device)  # what `LightningModule.device` says
+        for child in root.children():
+            if not is_managed(child):
+                child.to(self.root_device)
+        for name, buffer in root.named_buffers(recurse=False):
+            setattr(root, name, buffer.to(self.root_device))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state, and leave its place to the engine."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """End the run, and leave the model under management."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,142 @@
+"""`ps_core.integrations.accelerate` against Accelerate itself, at the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from _hugging_face import batch, llama, row
+from ps_core import Budget, InvalidInput, Options
+from ps_core.engine import chunked, is_managed, release, statistics
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from ps_core.integrations.accelerate import ChunkedAccelerator
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _forgetful() -> Iterator[None]:
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def ours(precision: str = "fp32", **more: Any) -> ChunkedAccelerator:
+    return ChunkedAccelerator(
+        cpu=True,
+        budget=Budget(device=400_000, host="64MiB"),
+        precision=precision,
+        options=Options(group_bytes=8192, poison=True),
+        **more,
+    )
+
+
+def optimizer_for(model: Any, kind: str) -> Any:
+    vectors = [each for each in model.parameters() if each.dim() < 2]
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    if kind == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, fused=True)
+
+
+def schedule(optimizer: Any) -> Any:
+    """One that has others within it, and sets more than the rate."""
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    rest = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, rest], [2])
+
+
+def run(accelerator: Any, kind: str, accumulation: int) -> tuple[list[tuple[float, ...]], Any]:
+    model = llama()
+    optimizer = optimizer_for(model, kind)
+    scheduler = schedule(optimizer)
+    loader = DataLoader([row(index) for index in range(2 * STEPS * accumulation)], batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    logs = []
+    for each in loader:
+        with accelerator.accumulate(model):
+            loss = model(**each).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            logs.append((loss.item(), *scheduler.get_last_lr()))
+    return logs, model
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_the_same_bits_as_accelerate(kind: str, accumulation: int) -> None:
+    told = {"gradient_accumulation_steps": accumulation}
+    expected, plain = run(accelerate.Accelerator(cpu=True, **told), kind, accumulation)
+    found, model = run(ours(**told), kind, accumulation)
+    assert found == expected
+    assert len({row[1:] for row in found}) > 3, "the rates change"
+    counted = statistics(model)
+    assert (counted.steps, counted.divergences) == (STEPS, 0)
+    assert counted.evictions > 0
+    release(model)
+    wanted = plain.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_saved_and_loaded_in_16_bits(tmp_path: Path, precision: str) -> None:
+    def train(seed: int, *, resumes: bool) -> Any:
+        accelerator, model = ours(precision), llama(seed)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        if resumes:
+            accelerator.load_state(str(tmp_path / "state"))
+        losses = []
+        for index in range(3 if resumes else 0, 6):
+            loss = model(**batch(index)).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if index == 2:
+                accelerator.save_state(str(tmp_path / "state"))
+        return losses[-3:], optimizer.state_dict()["state"]
+
+    (losses, states), (again, others) = train(0, resumes=False), train(1, resumes=True)
+    assert again == losses
+    for index, entry in states.items():
+        assert "master" in entry
+        assert all(torch.equal(others[index][name], value) for name, value in entry.items()), index
+
+
+def test_a_model_that_is_managed_already_is_left_as_it_is() -> None:
+    teacher, optimizer = chunked(llama(), None, budget=Budget(device=400_000, host="64MiB"), device="emulated")
+    assert optimizer is None
+    assert ours().prepare(teacher) is teacher
+    release(teacher)
+
+
+def test_what_is_refused() -> None:
+    model = llama()
+    with pytest.raises(InvalidInput, match=r"1 models and 0 optimizers .* hand model and optimizer to one prepare"):
+        ours().prepare(model)
+    with pytest.raises(InvalidInput, match="param_groups\\[0\\]\\['amsgrad'\\] is True"):
+        ours().prepare(model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+    with pytest.raises(InvalidInput, match="requires a gradient, but the optimizer does not have it"):
+        ours().prepare(model, torch.optim.AdamW(model.lm_head.parameters()))
+    with pytest.raises(InvalidInput, match="the optimizer has 1 parameters that LlamaForCausalLM does not have"):
+        ours().prepare(model, torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(2))]))
+    stepped = torch.optim.AdamW(model.parameters())
+    model(**batch(0)).loss.backward()
+    stepped.step()
+    with pytest.raises(InvalidInput, match="has stepped already"):
+        ours().prepare(model, stepped)
+    assert not is_managed(model)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(InvalidInput, match="mixed_precision='bf16' does not go with a memory budget"):
+        ours(mixed_precision="bf16")

@@ -1,0 +1,196 @@
+"""`ps_core.integrations.lightning` against Lightning itself, at the same seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from _hugging_face import llama, row
+from ps_core import Budget, InvalidInput, Options
+from ps_core.engine import chunked, is_managed, release, statistics
+
+pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from ps_core.integrations.lightning import ChunkedStrategy
+
+STEPS = 6
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance\\(treespec, LeafSpec\\)`"),
+    pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training"),
+]
+
+
+class Automatic(pl.LightningModule):
+    """As most are: one network, a loss, an optimizer and a scheduler."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.network = llama(seed)
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.network(**batch).loss
+        self.losses.append(loss.item())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.network(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Manual(Automatic):
+    """Calls backward and step itself."""
+
+    automatic_optimization = property(lambda self: False, lambda self, value: None)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()
+        optimizer.zero_grad()
+
+
+class Apart(Automatic):
+    """Parameters in several places, which its own `training_step` brings together."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.head = nn.Linear(64, 64, bias=False)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits = self.head(self.network(batch["input_ids"]).logits)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+
+def strategy(precision: str = "fp32") -> ChunkedStrategy:
+    return ChunkedStrategy(
+        budget=Budget(device=400_000, host="64MiB"),
+        precision=precision,
+        options=Options(group_bytes=8192, poison=True),
+    )
+
+
+def fit(module: Any, folder: Path, chosen: Any = "auto", checkpoint: str | None = None, **more: Any) -> Any:
+    loader = torch.utils.data.DataLoader([row(index) for index in range(64)], batch_size=2)
+    told = {
+        "max_steps": STEPS,
+        "limit_train_batches": 3,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    told |= {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "default_root_dir": str(folder)}
+    trainer = pl.Trainer(strategy=chosen, **told | more)
+    held = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)
+    trainer.fit(module, loader, held, ckpt_path=checkpoint)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", [Automatic, Manual, Apart])
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
+def test_the_same_bits_as_lightning(tmp_path: Path, kind: type, more: dict[str, Any]) -> None:
+    if kind is Manual and more:
+        pytest.skip("Lightning refuses accumulate_grad_batches with manual optimization")
+    torch.manual_seed(1)
+    expected = kind()
+    torch.manual_seed(1)
+    found = kind()
+    found.load_state_dict(expected.state_dict())
+    fit(expected, tmp_path, **more)
+    trainer = fit(found, tmp_path, strategy(), **more)
+    assert found.losses == expected.losses
+    assert len(found.losses) >= STEPS
+    assert found.rates == expected.rates
+    counted = statistics(found)
+    assert counted.steps == STEPS
+    assert counted.evictions > 0
+    assert counted.tiers["device"].peak_bytes <= 400_000
+    if kind is not Apart:
+        assert counted.divergences == 0
+        assert trainer.callback_metrics["val_loss"].isfinite()
+    release(found)
+    wanted = expected.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
+
+
+def test_clipped_to_rounding(tmp_path: Path) -> None:
+    expected, found = Automatic(), Automatic()
+    fit(expected, tmp_path, gradient_clip_val=0.5)
+    fit(found, tmp_path, strategy(), gradient_clip_val=0.5)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    plain = Automatic()
+    fit(plain, tmp_path)
+    assert plain.losses != pytest.approx(expected.losses, rel=1e-5), "clipping would not show"
+    release(found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resumes_exactly_from_lightnings_checkpoint(tmp_path: Path, precision: str) -> None:
+    whole, begun, rest = Automatic(), Automatic(), Automatic(1)
+    trainer = fit(whole, tmp_path, strategy(precision))
+    states = trainer.optimizers[0].state_dict()["state"]
+    fit(begun, tmp_path, strategy(precision), max_steps=3).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(rest, tmp_path, strategy(precision), checkpoint=str(tmp_path / "half.ckpt"))
+    assert rest.losses == whole.losses[3:]
+    others = resumed.optimizers[0].state_dict()["state"]
+    for index, entry in states.items():
+        assert all(torch.equal(others[index][name], value) for name, value in entry.items()), index
+    assert ("master" in states[0]) == (precision != "fp32")
+    for each in (whole, begun, rest):
+        release(each)
+
+
+def test_only_evaluated(tmp_path: Path) -> None:
+    """Validation without `fit` keeps the budget, and has the same loss."""
+    loader = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)
+    told = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
+    plain, found = Automatic(), Automatic()
+    (expected,) = pl.Trainer(**told).validate(plain, loader, verbose=False)
+    (got,) = pl.Trainer(strategy=strategy(), **told).validate(found, loader, verbose=False)
+    assert got == expected
+    assert is_managed(found)
+    release(found)
+
+
+def test_what_is_not_managed_goes_where_batches_go() -> None:
+    """A device where nothing can be computed shows what was moved."""
+    module = Automatic()
+    module.metric = nn.BatchNorm1d(4, affine=False)
+    module.register_buffer("scale", torch.ones(1))
+    chunked(module.network, None, budget=Budget(host="64MiB"))
+    told = ChunkedStrategy(device="meta")
+    told.connect(module)
+    told.model_to_device()
+    assert {module.device.type, module.scale.device.type, module.metric.running_mean.device.type} == {"meta"}
+    assert {each.device.type for each in module.network.parameters()} == {"cpu"}
+    release(module)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"ChunkedStrategy\(precision=...\) says what is computed in"):
+        fit(Automatic(), tmp_path, strategy(), precision="bf16-mixed")
+
+    class Two(Manual):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(self.parameters()), torch.optim.AdamW(self.parameters())]
+
+    with pytest.raises(InvalidInput, match="configure_optimizers returned 2 optimizers"):
+        fit(Two(), tmp_path, strategy())

@@ -1,0 +1,220 @@
+"""`ps_core.integrations.transformers` against the Trainer itself, at the same seeds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from _hugging_face import llama, row
+from ps_core import InvalidInput, Options
+from ps_core.engine import release, statistics
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+from ps_core.integrations.transformers import (
+    ChunkedTrainer,
+    ChunkedTrainingArguments,
+    ManagedArguments,
+    ManagedTrainerMixin,
+)
+
+STEPS = 6
+BUDGET = {"managed_device": "emulated", "device_memory": "320000", "host_memory": "64MiB"}
+COMMON = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "seed": 3,
+    "learning_rate": 0.01,
+    "report_to": [],
+    "use_cpu": True,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "cosine",
+    "per_device_eval_batch_size": 2,
+    "dataloader_pin_memory": False,
+}
+ROWS = [row(index) for index in range(64)]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames its options
+
+
+class SmallGroups(ChunkedTrainer):
+    """Groups so small that they do not all fit."""
+
+    def engine_options(self) -> Options:
+        return Options(group_bytes=8192, poison=True)
+
+
+def logged(trainer: Any) -> list[tuple[float, ...]]:
+    names = ("loss", "eval_loss", "learning_rate")
+    return [tuple(each[name] for name in names if name in each) for each in trainer.state.log_history[:-1]]
+
+
+def plain(folder: Path, model: Any = None, **more: Any) -> Any:
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **COMMON | more)
+    return transformers.Trainer(
+        model=model or llama(), args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4], processing_class=None
+    )
+
+
+def ours(folder: Path, model: Any = None, **more: Any) -> Any:
+    arguments = ChunkedTrainingArguments(output_dir=str(folder), **COMMON | BUDGET | {"precision": "fp32"} | more)
+    return SmallGroups(model=model or llama(), args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+        {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.5},
+        {"gradient_checkpointing": True, "lr_scheduler_type": "linear"},
+    ],
+    ids=["AdamW", "accumulated and evaluated", "SGD", "checkpointed"],
+)
+def test_the_same_bits_as_the_trainer(tmp_path: Path, more: dict[str, Any]) -> None:
+    expected, found = plain(tmp_path, **more), ours(tmp_path, **more)
+    expected.train()
+    found.train()
+    assert logged(found) == logged(expected)
+    counted = statistics(found.model)
+    assert counted.evictions > 0
+    assert counted.divergences == 0
+    assert counted.tiers["device"].peak_bytes <= 320_000
+    release(found.model)
+    wanted = expected.model.state_dict()
+    for name, value in found.model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_clipped_to_rounding(tmp_path: Path) -> None:
+    expected, found = plain(tmp_path, max_grad_norm=0.5), ours(tmp_path, max_grad_norm=0.5)
+    expected.train()
+    found.train()
+    norms = [
+        [each["grad_norm"] for each in trained.state.log_history if "grad_norm" in each]
+        for trained in (found, expected)
+    ]
+    assert min(norms[1]) > 0.5, "clipping would not show"
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    release(found.model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resumes_exactly(tmp_path: Path, precision: str) -> None:
+    more = {"save_strategy": "steps", "save_steps": 3, "precision": precision, "learning_rate": 1e-4}
+    whole, rest = ours(tmp_path, **more), ours(tmp_path, llama(1), **more)
+    whole.train()
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert logged(rest) == logged(whole)
+    states = [trained.optimizer.state_dict()["state"] for trained in (rest, whole)]
+    assert all(torch.equal(entry[name], states[1][index][name]) for index, entry in states[0].items() for name in entry)
+    assert ("master" in states[0][0]) == (precision != "fp32")
+    for trained in (whole, rest):
+        release(trained.model)
+
+
+def test_trained_twice_in_one_process(tmp_path: Path) -> None:
+    """A second `train()` goes on with the same model and optimizer, as the Trainer does."""
+    expected, found = plain(tmp_path), ours(tmp_path)
+    for trained in (expected, found):
+        trained.train()
+        trained.train()
+    assert logged(found) == logged(expected)
+    release(found.model)
+
+
+def test_tiers_and_moved_bytes_are_logged(tmp_path: Path) -> None:
+    found = ours(tmp_path)
+    found.train()
+    rows = [each for each in found.state.log_history if "loss" in each]
+    assert all(each["tiers.device.budget_bytes"] == 320_000 for each in rows)
+    assert all(each["tiers.host.current_bytes"] > 0 for each in rows)
+    assert rows[-1]["moved_bytes.host->device"] > rows[0]["moved_bytes.host->device"] > 0
+    release(found.model)
+
+
+def test_saved_as_the_trainer_saves(tmp_path: Path) -> None:
+    found = ours(tmp_path)
+    found.train()
+    found.save_model(str(tmp_path / "saved"))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    release(found.model)
+    wanted = found.model.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["bf16", "torch_compile"])
+def test_the_librarys_own_precision_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"^{name}=True does not go with a memory budget"):
+        ChunkedTrainingArguments(output_dir=str(tmp_path), **COMMON, **{name: True})
+
+
+def test_an_optimizer_that_is_handed_over_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    arguments = ChunkedTrainingArguments(output_dir=str(tmp_path), **COMMON | BUDGET)
+    optimizers = (torch.optim.AdamW(model.parameters()), None)
+    trained = ChunkedTrainer(model=model, args=arguments, train_dataset=ROWS, optimizers=optimizers)
+    with pytest.raises(InvalidInput, match="leave optimizers= out"):
+        trained.train()
+
+
+def test_an_optimizer_that_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"Adafactor; under a memory budget it can be torch\.optim's AdamW"):
+        ours(tmp_path, optim="adafactor").train()
+
+
+def test_arguments_are_read_from_a_command_line(tmp_path: Path) -> None:
+    words = ["--output_dir", str(tmp_path), "--device_memory", "20GiB", "--precision", "fp16", "--use_cpu"]
+    (found,) = transformers.HfArgumentParser(ChunkedTrainingArguments).parse_args_into_dataclasses(words)
+    assert (found.to_budget().device_bytes, found.precision) == (20 * 2**30, "fp16")
+    assert found.to_dict()["device_memory"] == "20GiB"
+
+
+def test_trl_trains_through_it(tmp_path: Path) -> None:
+    """The same losses and weights as TRL's own SFTTrainer."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+
+    @dataclass
+    class Arguments(ManagedArguments, trl.SFTConfig):
+        pass
+
+    class SFTTrainer(ManagedTrainerMixin, trl.SFTTrainer):
+        pass
+
+    written = tmp_path / "rows.jsonl"
+    written.write_text("".join(json.dumps({"input_ids": each["input_ids"].tolist()}) + "\n" for each in ROWS), "utf-8")
+    files = {"data_files": str(written), "split": "train", "cache_dir": str(tmp_path / "cache")}
+    rows = datasets.load_dataset("json", **files)
+    common = COMMON | {"output_dir": str(tmp_path), "bf16": False, "gradient_checkpointing": False}
+    common |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    memory = BUDGET | {"device_memory": "5MiB"}  # TRL computes the loss in pieces of 4 MiB
+    words = {"tokenizer_object": _tokenizer(), "pad_token": "p", "eos_token": "e"}
+    chosen = transformers.PreTrainedTokenizerFast(**words)
+    expected = trl.SFTTrainer(llama(), trl.SFTConfig(**common), train_dataset=rows, processing_class=chosen)
+    found = SFTTrainer(
+        llama(), Arguments(**common, **memory, precision="fp32"), train_dataset=rows, processing_class=chosen
+    )
+    for trained in (expected, found):
+        trained.train()
+    assert logged(found) == logged(expected)
+    assert statistics(found.model).steps == STEPS
+    release(found.model)
+    wanted = expected.model.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in found.model.state_dict().items())
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({"p": 0, "e": 1, "u": 2}, unk_token="u"))
