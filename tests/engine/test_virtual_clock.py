@@ -54,7 +54,15 @@ def tokens(index: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(index))
 
 
-def train(folder: Path, budget: str, *, precision: str, micro_batches: int = 1, clip: float | None = 1.0) -> Timed:
+def train(
+    folder: Path,
+    budget: str,
+    *,
+    precision: str,
+    micro_batches: int = 1,
+    clip: float | None = 1.0,
+    step: str = "after_backward",
+) -> Timed:
     """Train a language model that recomputes its blocks; the last step is timed from first moment to first moment."""
     torch.manual_seed(0)
     model: Any = Learner(layers=8, checkpointing=True)
@@ -72,12 +80,12 @@ def train(folder: Path, budget: str, *, precision: str, micro_batches: int = 1, 
             device=device,
             accumulation_steps=micro_batches,
             max_grad_norm=clip,
-            options=Options(group_bytes=8192, machine=str(file)),
+            options=Options(group_bytes=8192, machine=str(file), step=step),
         )
-        for step in range(STEPS):
+        for index in range(STEPS):
             firsts.append(len(device.moments_s))
             for micro in range(micro_batches):
-                optimizer.scale(model(tokens(step * micro_batches + micro))).backward()
+                optimizer.scale(model(tokens(index * micro_batches + micro))).backward()
             optimizer.step()
             optimizer.zero_grad()
         found = statistics(model)

@@ -17,6 +17,7 @@ Match: TypeAlias = Callable[[str, Any], bool]
 """Told a parameter's name and the parameter (whatever the executor uses for one, hence `Any`)."""
 
 POLICIES = ("belady", "lru", "fifo", "static")
+STEPS = ("after_backward", "in_backward")
 
 
 class _ByName:
@@ -227,9 +228,13 @@ class Options(_ByName):
     """Directory where the choices behind plans are kept from run to run; None: not kept."""
     machine: str | None = None
     """What to plan for: a built-in machine's name or a TOML file; None: the one that is most like this."""
+    step: str = "after_backward"
+    """When groups are stepped: after_backward, or in_backward: as soon as a group's gradient is complete."""
 
     def __post_init__(self) -> None:
         _bytes("Options.group_bytes", self.group_bytes, least=1)
+        if self.step not in STEPS:
+            raise InvalidInput(f"Options.step must be one of {', '.join(STEPS)}; found {self.step!r}")
         if self.policy not in POLICIES:
             raise InvalidInput(f"Options.policy must be one of {', '.join(POLICIES)}; found {self.policy!r}")
         prefetch = self.prefetch

@@ -52,11 +52,13 @@ class Scorer:
         *,
         policy: Policy,
         ranks_per_node: int | None,
+        in_backward: bool = False,
     ) -> None:
+        """``in_backward``: the processor steps while backward goes on; see `_simulate.early_steps`."""
         self.program = program
         self.tiers = tiers
         self._policy = policy
-        self._issuing = Issuing(program, tiers, machine, ranks_per_node)
+        self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward)
         self._passes: dict[tuple[int, SegmentName], Priced] = {}
         """By resident groups. Where groups step changes nothing in them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}

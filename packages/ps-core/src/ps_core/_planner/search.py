@@ -48,6 +48,8 @@ class Setup:
     group_numel: int | None = None
     """None: searched."""
     nonmodel_overhead: float = 0.0
+    step_in_backward: bool = False
+    """Step groups as soon as their gradients are complete, where nothing is decided; see `_simulate.early_steps`."""
     quick: bool = False
     """Look at few candidates: for asking whether something fits, and roughly how fast it is."""
 
@@ -107,7 +109,14 @@ class Search:
         self._tiers, self._machine, self._setup, self._slowest_s = tiers, machine, setup, slowest_s
         programs = _programs(trace, setup) if layout is None else [_program(trace, layout, setup)]
         self._scorers = [
-            Scorer(program, tiers, machine, policy=setup.policy, ranks_per_node=setup.ranks_per_node)
+            Scorer(
+                program,
+                tiers,
+                machine,
+                policy=setup.policy,
+                ranks_per_node=setup.ranks_per_node,
+                in_backward=setup.step_in_backward,
+            )
             for program in programs
         ]
 
@@ -136,7 +145,8 @@ class Search:
         return _tight(programs, self._tiers, self._machine, self._setup, self._check_step)
 
     def _check_step(self, program: Program, plan: Plan) -> None:
-        issuing = Issuing(program, self._tiers, self._machine, self._setup.ranks_per_node)
+        setup = self._setup
+        issuing = Issuing(program, self._tiers, self._machine, setup.ranks_per_node, in_backward=setup.step_in_backward)
         priced = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
         self._check_speed(sum(timed.seconds for timed in issuing.time(plan.home, priced)))
 
@@ -176,7 +186,9 @@ def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup
 
 def _checked(program: Program, plan: Plan, machine: Machine, setup: Setup, placement: Placement | None) -> Planned:
     verify(program, plan)
-    prediction = simulate(program, plan, machine, ranks_per_node=setup.ranks_per_node)
+    prediction = simulate(
+        program, plan, machine, ranks_per_node=setup.ranks_per_node, step_in_backward=setup.step_in_backward
+    )
     return Planned(program=program, plan=plan, prediction=prediction, placement=placement)
 
 

@@ -74,7 +74,13 @@ class Prediction:
 
 
 def simulate(
-    program: Program, plan: Plan, machine: Machine, *, ranks_per_node: int | None = None, iterations: int = 3
+    program: Program,
+    plan: Plan,
+    machine: Machine,
+    *,
+    ranks_per_node: int | None = None,
+    iterations: int = 3,
+    step_in_backward: bool = False,
 ) -> Prediction:
     """Predict a training step (without training: one evaluation).
 
@@ -84,7 +90,7 @@ def simulate(
     """
     if iterations < 1:
         raise InvalidInput(f"iterations must be at least 1, found {iterations}")
-    issuing = Issuing(program, plan.tiers, machine, ranks_per_node)
+    issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward)
     names = program.iteration()
     scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
     priced = {name: issuing.price(plan.home, plan.segment(name)) for name in scans}

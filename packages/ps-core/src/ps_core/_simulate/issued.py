@@ -18,15 +18,20 @@ queue itself. Where the processor plays the accelerator one thread does almost e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier
+from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier, slots_of
 from ps_core._program import Program, SegmentName
 from ps_core._simulate.costs import Costs, Work
+from ps_core._simulate.early_steps import early_steps
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.played import play
 from ps_core._simulate.timeline import Timeline
+
+_ROUNDS = 3
+"""Steps that are timed until one follows the other steadily."""
 
 
 class Priced(NamedTuple):
@@ -53,13 +58,22 @@ class Timed(NamedTuple):
 class Issuing:
     """Times the segments of one program's plans; see [Note: as the engine issues]."""
 
-    def __init__(self, program: Program, tiers: tuple[Tier, ...], machine: Machine, ranks_per_node: int | None) -> None:
-        """``ranks_per_node`` None: all processes share one node."""
+    def __init__(
+        self,
+        program: Program,
+        tiers: tuple[Tier, ...],
+        machine: Machine,
+        ranks_per_node: int | None,
+        *,
+        in_backward: bool = False,
+    ) -> None:
+        """``ranks_per_node`` None: all processes share one node. ``in_backward``: see [Note: steps within backward]."""
         per_node = program.ranks if ranks_per_node is None else ranks_per_node
         if per_node < 1 or program.ranks % per_node:
             raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
         self._worker = program.ranks == 1 and tiers[0].name == "device" and not self._played
+        self._in_backward = in_backward and self._worker
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
 
@@ -74,6 +88,8 @@ class Issuing:
         if not self._worker and not any(_works_between_moments(priced.segment) for priced in step):
             return [_alone(priced, *_ends(priced)) for priced in step]
         timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth)
+        if self._in_backward and step[-1].segment.name is SegmentName.STEP:
+            return _with_early_steps(timeline, len(home), step)
         order = sorted(range(len(step)), key=lambda place: step[place].segment.name is not SegmentName.STEP)
         ran = [timeline.run(step[place].segment, step[place].work.seconds) for place in order]
         begins = [*(begin for begin, _ in ran), timeline.finish()]
@@ -82,6 +98,32 @@ class Issuing:
             for place, (begin, ends), until in zip(order, ran, begins[1:], strict=True)
         }
         return [found[place] for place in range(len(step))]
+
+
+def _with_early_steps(timeline: Timeline, homes: int, step: Sequence[Priced]) -> list[Timed]:
+    """Time the third of three steps, most of whose steps begin within backward and may go on in the next forward."""
+    *passes, last = step
+    found = early_steps(homes, passes[-1].segment, last.segment)
+    seconds = last.work.seconds
+    early = {behind: [(slots_of(row.op), seconds[row.id]) for row in rows] for behind, rows in found.items()}
+    begun = {row.id for rows in found.values() for row in rows}
+    kept = [instr for instr in last.segment.instrs if instr.id not in begun]
+    places = {instr.id: place for place, instr in enumerate(kept)}
+    instrs = tuple([replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in kept])
+    rest, taken = replace(last.segment, instrs=instrs), [seconds[instr.id] for instr in kept]
+    for _ in range(_ROUNDS):
+        own, ends = timeline.run(rest, taken, early={})
+        ran = [timeline.run(priced.segment, priced.work.seconds) for priced in passes[:-1]]
+        ran.append(timeline.run(passes[-1].segment, passes[-1].work.seconds, early))
+    begins = [*(begin for begin, _ in ran), timeline.run(rest, taken, early={})[0]]
+    timed = [
+        _timed(priced, begin, until - begin, each)
+        for priced, (begin, each), until in zip(passes, ran, begins[1:], strict=True)
+    ]
+    every = [0.0] * len(seconds)  # of what began within backward nobody asks
+    for instr, end in zip(kept, ends, strict=True):
+        every[instr.id] = end
+    return [*timed, _timed(last, own, begins[0] - own, every)]
 
 
 def _alone(priced: Priced, ends: list[float], seconds: float) -> Timed:

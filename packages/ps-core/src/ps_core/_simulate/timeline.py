@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
 from ps_core._program import SegmentName
@@ -10,6 +13,10 @@ from ps_core._simulate.host_worker import HostWorker
 _STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])
 _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}
 _DISKS = (Queue.DISK_R, Queue.DISK_W)
+
+
+Early: TypeAlias = tuple[tuple[int, ...], float]
+"""A step that begins within backward: the slots that it works on, and its seconds."""
 
 
 class Timeline:
@@ -31,15 +38,20 @@ class Timeline:
         self.leaving: list[int] = []
         """Pieces of work on slots that were released before it was over."""
 
-    def run(self, segment: Segment, seconds: list[float]) -> tuple[float, list[float]]:
-        """Run a segment; return when the streams are free for it, and when each of its instructions ends."""
+    def run(
+        self, segment: Segment, seconds: list[float], early: Mapping[int, Sequence[Early]] | None = None
+    ) -> tuple[float, list[float]]:
+        """Run a segment; return when the streams are free for it, and when each of its instructions ends.
+
+        ``early``: steps that begin behind instructions of this segment; None: every step waits for the decision.
+        """
         waits = self.worker is None or segment.name is SegmentName.STEP
-        if waits:
+        if waits and early is None:
             self.finish()
-        self.now = max(self.now, *(self.free[queue] for queue in _DISKS))
+        self.now = max(self.now, *(self.free[queue] for queue in (_STREAMS if waits else _DISKS)))
         begin = max(self.now if waits else 0.0, *(self.free[queue] for queue in _STREAMS))
         self.free = [max(begin, free) for free in self.free]
-        walk = _Walk(self, segment, seconds, self._homes)
+        walk = _Walk(self, segment, seconds, early or {})
         walk.run()
         self.touching = {slot: work for slot, work in walk.touching.items() if slot < self._homes}
         return begin, walk.final_ends()
@@ -58,9 +70,11 @@ class Timeline:
 class _Walk:
     """One segment on its way."""
 
-    def __init__(self, timeline: Timeline, segment: Segment, seconds: list[float], homes: int) -> None:
+    def __init__(
+        self, timeline: Timeline, segment: Segment, seconds: list[float], early: Mapping[int, Sequence[Early]]
+    ) -> None:
         self._line, self._name, self._instrs = timeline, segment.name.value, segment.instrs
-        self._seconds = seconds
+        self._seconds, self._early = seconds, early
         self._worker = timeline.worker
         self.touching = dict(timeline.touching)
         self._queues = {queue: [p for p, instr in enumerate(segment.instrs) if instr.queue is queue] for queue in Queue}
@@ -155,6 +169,14 @@ class _Walk:
         elif worker is not None and isinstance(instr.op, Release):
             self._release(instr.op)
         self._ends[place] = end
+        self._begin_early(place, end)
+
+    def _begin_early(self, place: int, end: float) -> None:
+        """Launch the steps that may begin once an instruction is over."""
+        for slots, seconds in self._early.get(place, ()):
+            if self._worker is not None:
+                work = self._worker.launch(max(self._line.free[Queue.CPU], self._waited, end), seconds)
+                self.touching.update(dict.fromkeys(slots, work))
 
     def _to_worker(self, worker: HostWorker, place: int, instr: Instr) -> None:
         """Launch work; a stream that comes after it waits for its slot, and for what the worker waits for."""
@@ -167,6 +189,7 @@ class _Walk:
             work = worker.launch(max(line.free[Queue.CPU], self._waited), self._seconds[place])
             self._works[place] = work
             self.touching.update(dict.fromkeys(slots_of(instr.op), work))
+        self._begin_early(place, self._waited)
 
     def _release(self, op: Release) -> None:
         work = self.touching.pop(op.slot, None)

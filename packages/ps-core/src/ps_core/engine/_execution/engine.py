@@ -28,6 +28,7 @@ from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._optim.clip_or_skip import StepDecision, StepDecisions
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.settings import Outcome
+from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, not_trained, whole_table
 from ps_core.engine._parameters.fp32_masters import Masters
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
@@ -51,8 +52,13 @@ class Engine:
         together: Ranks | None,
         scheduler: Callable[[Engine], Scheduler],
         management: Callable[[Engine], Hooks],
+        stepping: StepInBackward | None = None,
     ) -> None:
-        """Make an engine of its parts. ``scheduler`` and ``management`` are called with it, and may keep it."""
+        """Make an engine of its parts. ``scheduler`` and ``management`` are called with it, and may keep it.
+
+        ``stepping``: steps groups while backward goes on; None: every step waits for ``optimizer.step()``.
+        """
+        self.stepping = stepping
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
@@ -299,6 +305,8 @@ class Engine:
         if self._refuses:
             self.check_usable()
         record.assigned = False
+        if self.stepping is not None and self.stepping.groups:
+            self.stepping.check_gradient(record.group, record.name)
         passes, group = self.passes, record.group
         passes.attach()  # which asks whether gradients are made
         if torch.is_grad_enabled():
@@ -373,7 +381,9 @@ class Engine:
         return record.gradient is not GradientPlace.NONE
 
     def has_gradients(self) -> bool:
-        """Return True if any gradient waits for the step."""
+        """Return True if any gradient waits for the step, or was stepped within backward already."""
+        if self.stepping is not None and self.stepping.groups:
+            return True
         for record in self.records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
             if record.gradient is not GradientPlace.NONE:
                 return True
@@ -397,6 +407,8 @@ class Engine:
             found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
             if found:
                 self.gradients.discard(found)
+        if records is None and self.stepping is not None:
+            self.stepping.end()
 
     @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
@@ -415,20 +427,39 @@ class Engine:
         self.passes.scheduler.maybe_replan()
         self.check_unchanged(self.records)
         if not self.store.synchronous:
-            self.residency.transfers.wait_for_other_queues(Queue.CPU)
+            self._wait_for_gradients()
         if self.together is not None:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
+        stepping = self.stepping
+        if stepping is not None and stepping.groups and max_norm is not None:
+            raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         if self.gradients.unplanned_sums or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:
             self.residency.exposed.check()
-        return Outcome(norm=decision.norm, skipped=decision.skip)
+        known = stepping is None or not stepping.groups
+        if stepping is not None:
+            stepping.end()
+        return Outcome(norm=decision.norm if known else None, skipped=decision.skip)
+
+    def _wait_for_gradients(self) -> None:
+        """Wait until every gradient that waits for the step has been measured."""
+        waiting = [record for record in self.records if record.gradient is not GradientPlace.NONE]
+        if self.stepping is None or any(record.group.chunks[Kind.P32].home.tier for record in waiting):
+            self.residency.transfers.wait_for_other_queues(Queue.CPU)
+        else:
+            self.residency.transfers.wait_for_streams()  # what was stepped within backward may go on
 
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> StepDecision:
         pending = [record for record in self.records if record.gradient is not GradientPlace.NONE]
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
+            if decision.skip and self.stepping is not None and self.stepping.groups:
+                raise FloatingPointError(
+                    "a gradient is not finite; groups on the host were stepped within backward, so no step can be "
+                    "skipped: load a checkpoint, and train with Options(step='after_backward') to skip such steps"
+                )
             if decision.skip:
                 self.gradients.discard(pending)
             elif not self.passes.scheduler.step(settings, decision.factor):

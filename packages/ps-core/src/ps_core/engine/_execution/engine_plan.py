@@ -10,6 +10,7 @@ from ps_core._layout import Group, Layout
 from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._simulate.early_steps import early_steps
 from ps_core._trace import Trace
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
@@ -72,6 +73,8 @@ class EnginePlan:
     order: list[ParamGroup]
     moments: list[MomentRecord]
     prefetch: int | None = None
+    in_backward: bool = False
+    """True if groups are stepped while backward goes on."""
 
     @property
     def plan(self) -> Plan:
@@ -131,6 +134,7 @@ class EnginePlan:
         instrs, homes = segment.instrs, len(self.plan.home)
         over_disk = self.plan.tiers[-1].name == "disk"
         waits = _waits(instrs, frozenset({Queue.CPU} if over_disk else {Queue.CPU, *DISK_QUEUES}))
+        early = self.in_backward and segment.name is SegmentName.MICRO_LAST
         return SegmentQueues(
             name=segment.name,
             by_queue={queue: tuple([instr for instr in instrs if instr.queue is queue]) for queue in Queue},
@@ -139,6 +143,7 @@ class EnginePlan:
             recorded=frozenset(chain.from_iterable(waits.values())),
             count=len(instrs),
             lends_homes=any(isinstance(instr.op, Release) and instr.op.slot < homes for instr in instrs),
+            early=early_steps(homes, segment, self.plan.segment(SegmentName.STEP)) if early else {},
             prefetch=self.prefetch,
         )
 

@@ -251,8 +251,21 @@ class InstructionExecutor:
         launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
         self._gradients.measure_all(rows, flat, launch)
 
+    def step_early(self, instr: Instr, settings_of: SettingsOf) -> ParamGroup:
+        """Step a group whose gradient is complete; raise before anything is changed if that is not finite."""
+        assert isinstance(instr.op, Step), "only steps are made early"
+        self._step_group(instr, instr.op, settings_of, 1.0, finite=True)
+        return self._plan.order[instr.op.group]
+
     def _step(self, instr: Instr, op: Step) -> None:
         assert self._settings_of is not None, "only `step` carries out steps"
+        group = self._plan.order[op.group]
+        if any(record.gradient is not GradientPlace.NONE for record in group.tensors) or not self._plan.in_backward:
+            self._step_group(instr, op, self._settings_of, self._factor)
+
+    def _step_group(
+        self, instr: Instr, op: Step, settings_of: SettingsOf, factor: float, *, finite: bool = False
+    ) -> None:
         group = self._plan.order[op.group]
         kinds, slots = self._plan.step_kinds[op.group], {}
         for kind, number in zip(kinds, op.slots, strict=True):
@@ -260,7 +273,7 @@ class InstructionExecutor:
             if slot.version != group.chunks[kind].version and (kind is not group.weight or self._plan.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         launch = partial(self._launch, instr.queue, slots.values())
-        step_group(group, slots, self._settings_of, self._factor, launch)
+        step_group(group, slots, settings_of, factor, launch, finite=finite)
 
     def _launch(
         self,

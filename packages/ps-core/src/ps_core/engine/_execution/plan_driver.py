@@ -19,6 +19,7 @@ from ps_core.engine._execution.instruction_executor import Diverged, Instruction
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
@@ -37,7 +38,9 @@ class PlanDriver:
         counters: Counters,
         *,
         tracked: bool = False,
+        stepping: StepInBackward | None = None,
     ) -> None:
+        """``stepping``: steps groups while backward goes on; None: nothing is stepped before the step segment."""
         self.tracked = tracked
         """True: non-model bytes are counted meanwhile."""
         self._segment = plan.segments[segment]
@@ -52,6 +55,8 @@ class PlanDriver:
         self._recorded = frozenset[int]() if self._store.synchronous else self._segment.recorded
         self._events: dict[int, Event] = {}
         """By instruction: the event behind it."""
+        self._stepping = stepping
+        self._early = {} if stepping is None else self._segment.early
         self._worker = None if self._store.synchronous else self._device.worker
         if not self._store.synchronous:
             residency.transfers.begin_segment()
@@ -136,6 +141,21 @@ class PlanDriver:
             self._executor.carry_out(instr)
             if instr.id in self._recorded:
                 self._events[instr.id] = self._device.record(instr.queue)
+            if instr.id in self._early:
+                self._step_early(instr)
+
+    def _step_early(self, instr: Instr) -> None:
+        """Make the steps whose gradients are complete behind an instruction."""
+        assert self._stepping is not None, "there are none else"
+        if instr.queue is not Queue.CPU and not self._store.synchronous:
+            event = self._device.record(instr.queue)
+            if self._worker is not None:
+                self._worker.wait(event)
+            else:
+                self._device.wait(Queue.CPU, event)
+        settings_of = self._stepping.settings()
+        for step in self._early[instr.id]:
+            self._stepping.groups.add(self._executor.step_early(step, settings_of))
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""

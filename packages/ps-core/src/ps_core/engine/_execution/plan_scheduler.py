@@ -30,6 +30,7 @@ from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._optim.step_in_backward import IN_BACKWARD
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
@@ -64,7 +65,11 @@ class PlanScheduler:
         self._engine = engine
         self._model_name = model_name
         self._setup = Setup(
-            precision=precision, accumulate=accumulate, training=training, policy=Policy(options.policy)
+            precision=precision,
+            accumulate=accumulate,
+            training=training,
+            policy=Policy(options.policy),
+            step_in_backward=options.step == IN_BACKWARD,
         )
         self._options, self._cast = options, cast
         self._asking = PlanRequest(engine, model_name, self._setup, options)
@@ -133,6 +138,8 @@ class PlanScheduler:
         """Look at the arguments of the root module's call; foresee the first pass from them."""
         if not self._engine.store.synchronous:
             self._recover()
+        if self._engine.stepping is not None and torch.is_grad_enabled():
+            self._engine.stepping.check_pass()
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self.maybe_replan()
@@ -227,7 +234,10 @@ class PlanScheduler:
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
-        return PlanDriver(plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked)
+        stepping = engine.stepping if training else None
+        return PlanDriver(
+            plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
+        )
 
     def _is_watched(self) -> bool:
         """Return True if a pass by the plan has its non-model bytes counted."""

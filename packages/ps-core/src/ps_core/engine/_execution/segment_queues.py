@@ -13,7 +13,7 @@ thread, so the host thread passes over what it would have to wait for, until a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -66,6 +66,8 @@ class SegmentQueues:
     count: int
     lends_homes: bool
     """True if home slots are released within the segment; see `_execution.lent_home_slots`."""
+    early: Mapping[int, tuple[Instr, ...]]
+    """By instruction: the steps that are made behind it, while backward goes on."""
     prefetch: int | None
     """How many moments ahead groups are fetched at the most."""
 

@@ -132,6 +132,13 @@ class Transfers:
             device.wait(Queue.CPU, event)
         self.watcher.waited(time.perf_counter() - started)
 
+    def wait_for_streams(self) -> None:
+        """Block until everything launched on streams is done; the worker's thread may go on."""
+        started = time.perf_counter()
+        for queue in self._store.queues:
+            self._device.wait(Queue.CPU, self._device.record(queue))
+        self.watcher.waited(time.perf_counter() - started)
+
     def begin_segment(self) -> None:
         """Join all queues but the worker's, where there is one: who touches a slot waits for the work on it alone."""
         worker = self._device.worker

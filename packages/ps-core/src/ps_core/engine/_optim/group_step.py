@@ -15,7 +15,7 @@ import torch
 
 import ps_kernels
 from ps_core._program import Kind
-from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate
+from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate, measured
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Settings, StepRule
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -63,18 +63,26 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
 
 
 def step_group(
-    group: ParamGroup, slots: Mapping[Kind, Slot], settings_of: SettingsOf, factor: float, launch: Launch
+    group: ParamGroup,
+    slots: Mapping[Kind, Slot],
+    settings_of: SettingsOf,
+    factor: float,
+    launch: Launch,
+    *,
+    finite: bool = False,
 ) -> None:
     """Step every tensor of a group that has a gradient; rebuild the weights of the others.
 
     ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and the chunks know it.
-    What touches memory is launched as one piece of work, before anything is noted of it.
+    What touches memory is launched as one piece of work, before anything is noted of it. ``finite``: that work raises
+    before it changes anything if a gradient is not finite.
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
     moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     calls: list[Callable[[], object]] = []
+    checks: list[Callable[[], object]] = []
     stepped: dict[ParamState, None] = {}
     overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
@@ -85,6 +93,8 @@ def step_group(
         if span.stop > span.start:
             gradient = _gradient(run, span, weight, slots)
             target = None if weight is None else weight[span]
+            if finite and isinstance(gradient, torch.Tensor):
+                checks.append(partial(_check_finite, group.name, gradient))
             rows = master[span], moments[0][span], moments[1][span]
             calls.append(partial(_step, run.settings, first.steps + 1, rows, gradient, target, first.factor * factor))
         for record in run.records:
@@ -102,7 +112,7 @@ def step_group(
     memory = {kind: slot.memory for kind, slot in slots.items()}
     reads = list(memory.values())
     memory.pop(Kind.ACC, None)
-    launch(f"step of {group.name}", reads, list(memory.values()), partial(_carry_out, calls))
+    launch(f"step of {group.name}", reads, list(memory.values()), partial(_carry_out, [*checks, *calls]))
     for record in stepped:
         record.mark_stepped()
     for record in overtaken:
@@ -117,6 +127,15 @@ def step_group(
                 chunk.add_copy(slot)
     if group.gathered:
         group.weight_chunk.invalidate_gathered()
+
+
+def _check_finite(name: str, gradient: torch.Tensor) -> None:
+    """Raise `FloatingPointError` if an element is not finite."""
+    if measured(gradient)[1]:
+        raise FloatingPointError(
+            f"a gradient of {name} is not finite, so the group was not stepped; groups whose gradients were complete "
+            "before, later layers as a rule, were stepped within backward"
+        )
 
 
 def _carry_out(calls: list[Callable[[], object]]) -> None:

@@ -50,8 +50,8 @@ class Settings:
 class Outcome:
     """The result of a step."""
 
-    norm: float
-    """The norm of all gradients as one vector, without the loss scale, before clipping."""
+    norm: float | None
+    """The norm of all gradients as one vector, without the loss scale, before clipping; None: not known."""
     skipped: bool
     """A gradient held infinity or not-a-number, so nothing was changed."""
 

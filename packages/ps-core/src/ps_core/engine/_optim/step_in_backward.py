@@ -1,0 +1,83 @@
+"""Step groups while backward goes on, where nothing has to be decided first: ``Options(step="in_backward")``.
+
+A plan says behind which of its instructions a group's gradient is complete; see `_simulate.early_steps`. The driver of
+the pass then steps the group, with the settings that the optimizer has at that moment. What is left is stepped by
+``optimizer.step()``: groups that live on the accelerator, and everything of a pass that runs without a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakMethod
+
+from ps_core._errors import InvalidInput
+from ps_core._options import Options
+from ps_core._program import Precision
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._parameters.param_state import ParamGroup
+
+IN_BACKWARD = "in_backward"
+
+
+class StepInBackward:
+    """The groups of one model that were stepped since the optimizer's last step."""
+
+    def __init__(self) -> None:
+        self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
+        self.groups: set[ParamGroup] = set()
+        """Those that were stepped within backward, until ``optimizer.step()``."""
+
+    def use(self, settings: Callable[[], SettingsOf]) -> None:
+        """Read settings by this method of the optimizer, which is made after the engine, and not kept alive here."""
+        self._settings = WeakMethod(settings)
+
+    def settings(self) -> SettingsOf:
+        """Return the settings as they are now."""
+        method = None if self._settings is None else self._settings()
+        if method is None:
+            raise InvalidInput(
+                "Options(step='in_backward'), but the optimizer that chunked() returned is gone: keep it"
+            )
+        return method()
+
+    def check_pass(self) -> None:
+        """Raise before a second pass of a step: it would compute with weights that are partly stepped."""
+        if self.groups:
+            raise InvalidInput(
+                "a pass with gradients begins before optimizer.step() was called, and Options(step='in_backward') "
+                "has stepped some groups already: call optimizer.step() after each backward pass, or leave that "
+                "option out (for several backward passes a step)"
+            )
+
+    def check_gradient(self, group: ParamGroup, name: str) -> None:
+        """Raise if a gradient comes for a group that was stepped."""
+        if group in self.groups:
+            raise InvalidInput(
+                f"a gradient of {name!r} came after its group was stepped within backward: this backward pass does "
+                "other than the recorded one; leave out Options(step='in_backward') for such a model"
+            )
+
+    def end(self) -> None:
+        """Note that the optimizer's step was called."""
+        self.groups.clear()
+
+
+def step_in_backward(
+    options: Options, precision: Precision, *, max_grad_norm: float | None, accumulation_steps: int, alone: bool
+) -> StepInBackward | None:
+    """Return what steps within backward, if the options ask for it; raise where a step needs a decision first."""
+    if options.step != IN_BACKWARD:
+        return None
+    against = {
+        "max_grad_norm": max_grad_norm is not None,
+        "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16,
+        f"accumulation_steps={accumulation_steps}": accumulation_steps > 1,
+        "several processes": not alone,
+    }
+    for what, given in against.items():
+        if given:
+            raise InvalidInput(
+                f"Options(step='in_backward') with {what}: a group is stepped before all gradients are known; use "
+                "step='after_backward'"
+            )
+    return StepInBackward()

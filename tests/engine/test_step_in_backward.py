@@ -1,0 +1,174 @@
+"""Groups stepped while backward goes on: the same bits, earlier; and what is refused, or cannot be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import _models as models
+from _cases import next_token, tokens
+from _fake_cuda import FakeRuntime
+from _runs import HOST, let_go
+from checked_device.device import CheckedDevice
+from ps_core import AdamW, Budget, InvalidInput, Options
+from ps_core.engine import chunked, statistics
+from test_host_worker import late_device
+from test_virtual_clock import train
+
+SIZES = {"bf16": ("72KiB", "110KiB"), "fp32": ("144KiB", "200KiB")}
+DEVICES: dict[str, Callable[[FakeRuntime], Any]] = {
+    "emulated": lambda runtime: "emulated",
+    "checked": lambda runtime: CheckedDevice(check=True, seed=3),
+    "late": lambda runtime: late_device(runtime, 2),
+}
+
+
+def managed(device: Any, precision: str, size: str | None, step: str = "in_backward") -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return chunked(
+        models.Language(tied=True, checkpointing=True),
+        AdamW(lr=0.01),
+        device=device,
+        precision=precision,
+        budget=Budget(host=HOST) if size is None else Budget(device=size, host=HOST),
+        options=Options(group_bytes=4096, step=step),
+    )
+
+
+def trained(device: Any, precision: str, size: str | None, step: str) -> tuple[list[Tensor], Any]:
+    model, optimizer = managed(device, precision, size, step)
+    logs = []
+    for index in range(6):
+        loss = next_token(model, *tokens(index))
+        loss.backward()
+        logs.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        if index == 3:
+            optimizer.param_groups[0]["lr"] = 0.005
+    logs += [value.clone() for value in model.state_dict().values()]
+    states = optimizer.state_dict(masters=True)["state"].values()
+    logs += [value for entry in states for value in entry.values() if isinstance(value, Tensor)]
+    found = statistics(model)
+    let_go(model)
+    return logs, found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("precision", "size"), [(p, size) for p, sizes in SIZES.items() for size in sizes])
+def test_the_same_bits(precision: str, size: str, device: str) -> None:
+    right, _ = trained("cpu", precision, None, "after_backward")
+    runtime = FakeRuntime(1)
+    with runtime:
+        got, found = trained(DEVICES[device](runtime), precision, size, "in_backward")
+    assert all(map(torch.equal, right, got))
+    assert (found.divergences, found.planned_passes) == (0, 5)
+    assert found.steps == 6
+
+
+def test_steps_begin_before_backward_has_ended() -> None:
+    runtime = FakeRuntime(1)
+    with runtime:
+        device = late_device(runtime, 2)
+        model, optimizer = managed(device, "bf16", "72KiB")
+        worker: Any = device._worker
+        for index in range(4):
+            before = len(worker.launched)
+            next_token(model, *tokens(index)).backward()
+            within = [what for what in worker.launched[before:] if what.startswith("step of")]
+            optimizer.step()
+            behind = [what for what in worker.launched[before:] if what.startswith("step of")][len(within) :]
+            assert optimizer.last_norm is None if within else optimizer.last_norm > 0
+        assert len(within) > 2
+        assert not behind, "what is left is stepped on the device"
+        let_go(model)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"accumulation_steps": 2}, "accumulation_steps=2"),
+    ],
+)
+def test_what_needs_a_decision_first_is_refused(told: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        chunked(models.Language(), AdamW(), device="cpu", options=Options(step="in_backward"), **told)
+
+
+def test_an_option_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="after_backward, in_backward; found 'soon'"):
+        Options(step="soon")
+
+
+def begun(device: Any = "emulated", steps: int = 3) -> tuple[Any, Any]:
+    """A model with a plan, after a few steps."""
+    model, optimizer = managed(device, "bf16", "72KiB")
+    for index in range(steps):
+        next_token(model, *tokens(index)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_a_second_pass_before_the_step_is_refused() -> None:
+    model, optimizer = begun()
+    next_token(model, *tokens(9)).backward()
+    with pytest.raises(InvalidInput, match=r"before optimizer.step\(\) was called"):
+        next_token(model, *tokens(10))
+    with torch.no_grad():
+        next_token(model, *tokens(10))  # an evaluation is none
+    optimizer.step()
+    optimizer.zero_grad()
+    next_token(model, *tokens(10)).backward()
+    optimizer.zero_grad()  # nobody wants the rest of that step
+    next_token(model, *tokens(11)).backward()
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(InvalidInput, match="max_grad_norm was set"):
+        optimizer.step()
+    let_go(model)
+
+
+def test_a_gradient_that_is_not_finite_raises_before_its_group_is_changed() -> None:
+    model, optimizer = begun()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = next_token(model, *tokens(9))
+    parameter = model.blocks[0].narrow.weight
+    parameter.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(FloatingPointError, match="is not finite, so the group was not stepped"):
+        loss.backward()
+        optimizer.step()
+    after = model.state_dict()
+    assert torch.equal(after["blocks.0.narrow.weight"], before["blocks.0.narrow.weight"])
+    assert any(not torch.equal(after[name], before[name]) for name in before), "later layers were stepped"
+    let_go(model)
+
+
+def test_the_workers_thread_reports_it_too() -> None:
+    runtime = FakeRuntime(1)
+    with runtime:
+        model, optimizer = begun(late_device(runtime, 2))
+        model.blocks[0].narrow.weight.register_hook(lambda grad: grad * float("nan"))
+        with pytest.raises((FloatingPointError, RuntimeError), match="is not finite"):
+            for index in range(2):
+                next_token(model, *tokens(index)).backward()
+                optimizer.step()
+                model.state_dict()
+
+
+@pytest.mark.parametrize("budget_kib", [64, 160])
+@pytest.mark.parametrize(("precision", "near"), [("bf16", 0.01), ("fp32", 0.02)])
+def test_a_step_takes_what_was_predicted(budget_kib: int, precision: str, near: float, tmp_path: Path) -> None:
+    kib = budget_kib * (2 if precision == "fp32" else 1)
+    got = train(tmp_path, f"{kib}KiB", precision=precision, clip=None, step="in_backward")
+    after = train(tmp_path, f"{kib}KiB", precision=precision, clip=None)
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=near)
+    assert got.step_s <= after.step_s * 1.02
+    if precision == "bf16":
+        assert got.step_s < 0.9 * after.step_s
