@@ -107,6 +107,15 @@ def test_what_comes_behind_a_failure_is_dropped_and_every_wait_raises_it() -> No
     worker.close()
 
 
+def test_a_thread_that_cannot_be_prepared_is_a_failure_too() -> None:
+    worker, done = HostWorker(partial(int, "x")), []
+    event = worker.launch("work", (), (), partial(done.append, 1))
+    with pytest.raises(RuntimeError, match=r"mixture of old and new.*ValueError"):
+        event.block()
+    assert done == []
+    worker.close()
+
+
 def test_its_memory_and_its_thread_end_with_it() -> None:
     worker, tensor = HostWorker(nothing), torch.zeros(1)
     gone = weakref.ref(tensor)

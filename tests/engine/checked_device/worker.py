@@ -45,7 +45,10 @@ class CheckedWorker:
 
     @property
     def busy(self) -> bool:
-        return self._last is not None and not self._last.done
+        if self._last is None or not self._last.done:
+            return self._last is not None
+        self._last.block()  # what the host thread does from here on comes behind work that it saw to be over
+        return False
 
     def wait(self, event: Event) -> None:
         self._device.worker_waits_for(event)

@@ -139,7 +139,10 @@ class HostWorker:
 
 def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[], None]) -> None:
     """Do all work in order, until there is a None."""
-    prepare()
+    try:
+        prepare()
+    except BaseException as error:  # the host thread raises it: without this thread it would wait for ever
+        failure.error = error
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             try:
