@@ -233,6 +233,22 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
     assert all(map(torch.equal, *found))
 
 
+def test_passes_without_work_for_the_thread_need_no_new_events() -> None:
+    runtime = FakeRuntime(1)
+    with runtime:
+        model, _ = chunked(
+            models.Language(), None, device=CudaDevice(runtime), budget=Budget(device="72KiB", host=HOST)
+        )
+        made = []
+        for index in range(8):
+            with torch.no_grad():
+                next_token(model, *tokens(index))
+            made.append(runtime.events)
+        assert statistics(model).planned_passes > 4
+        let_go(model)
+    assert made[3] == made[-1]
+
+
 def test_a_model_that_is_dropped_ends_the_thread() -> None:
     runtime = FakeRuntime(1)
     with runtime:

@@ -53,6 +53,10 @@ class CheckedWorker:
     def wait(self, event: Event) -> None:
         self._device.worker_waits_for(event)
 
+    def wait_for_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.wait(event)
+
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
     ) -> WorkMark:
