@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,22 @@ def test_small_blocks_of_host_memory_are_all_kept_and_large_ones_up_to_a_limit(m
     held = [device.host(size) for size in sizes]
     del held
     assert sum(arena.bytes for arena, _ in device._host._spares) <= 64 * 40
+    device.close()
+
+
+def test_a_block_that_another_thread_frees_meanwhile_is_made_anew() -> None:
+    """As where the worker's thread gives a larger one back between the look at the spares and taking one."""
+
+    class Freed(deque[Any]):
+        def remove(self, value: Any) -> None:
+            self.clear()
+            super().remove(value)
+
+    device = CudaDevice(FakeRuntime(0))
+    device.host(64)
+    device._host._spares = Freed(device._host._spares)
+    assert device._host._spares
+    assert device.host(64).numel() == 64
     device.close()
 
 

@@ -107,6 +107,15 @@ def test_what_comes_behind_a_failure_is_dropped_and_every_wait_raises_it() -> No
     worker.close()
 
 
+def test_a_thread_that_cannot_be_prepared_is_a_failure_too() -> None:
+    worker, done = HostWorker(partial(int, "x")), []
+    event = worker.launch("work", (), (), partial(done.append, 1))
+    with pytest.raises(RuntimeError, match=r"mixture of old and new.*ValueError"):
+        event.block()
+    assert done == []
+    worker.close()
+
+
 def test_its_memory_and_its_thread_end_with_it() -> None:
     worker, tensor = HostWorker(nothing), torch.zeros(1)
     gone = weakref.ref(tensor)
@@ -222,6 +231,22 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
             let_go(model)
         found.append(logs)
     assert all(map(torch.equal, *found))
+
+
+def test_passes_without_work_for_the_thread_need_no_new_events() -> None:
+    runtime = FakeRuntime(1)
+    with runtime:
+        model, _ = chunked(
+            models.Language(), None, device=CudaDevice(runtime), budget=Budget(device="72KiB", host=HOST)
+        )
+        made = []
+        for index in range(8):
+            with torch.no_grad():
+                next_token(model, *tokens(index))
+            made.append(runtime.events)
+        assert statistics(model).planned_passes > 4
+        let_go(model)
+    assert made[3] == made[-1]
 
 
 def test_a_model_that_is_dropped_ends_the_thread() -> None:

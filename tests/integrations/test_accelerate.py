@@ -45,6 +45,8 @@ def optimizer_for(model: Any, kind: str) -> Any:
     if kind == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    if kind == "decoupled Adam":
+        return torch.optim.Adam(groups, lr=0.01, fused=True, decoupled_weight_decay=True)
     return torch.optim.AdamW(groups, lr=0.01, fused=True)
 
 
@@ -74,7 +76,7 @@ def run(accelerator: Any, kind: str, accumulation: int) -> tuple[list[tuple[floa
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "decoupled Adam"])
 def test_the_same_bits_as_accelerate(kind: str, accumulation: int) -> None:
     told = {"gradient_accumulation_steps": accumulation}
     expected, plain = run(accelerate.Accelerator(cpu=True, **told), kind, accumulation)

@@ -45,10 +45,17 @@ class CheckedWorker:
 
     @property
     def busy(self) -> bool:
-        return self._last is not None and not self._last.done
+        if self._last is None or not self._last.done:
+            return self._last is not None
+        self._last.block()  # what the host thread does from here on comes behind work that it saw to be over
+        return False
 
     def wait(self, event: Event) -> None:
         self._device.worker_waits_for(event)
+
+    def wait_for_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.wait(event)
 
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]

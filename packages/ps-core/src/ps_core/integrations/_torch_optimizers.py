@@ -102,6 +102,11 @@ def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
             if group.get(name):
                 raise InvalidInput(f"param_groups[{index}][{name!r}] is {group[name]!r}; the engine's has no {name}")
     _check_parameters(model, optimizer)
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise InvalidInput("decoupled_weight_decay differs between param_groups; the engine has one for all of them")
+    if decoupled == {True}:
+        kind = torch.optim.AdamW  # which torch.optim.Adam is then
     numbers = [_numbers(kind, group) for group in optimizer.param_groups]
     groups = tuple(
         Group(match=_Members(group["params"]), **own)

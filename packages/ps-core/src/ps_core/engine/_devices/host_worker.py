@@ -99,6 +99,12 @@ class HostWorker:
         else:
             self._waits.append(event.block)
 
+    def wait_for_all(self, events: Sequence[Event]) -> None:
+        """Wait as `wait` does; what came before is forgotten, so nothing grows while no work is launched."""
+        self._waits.clear()
+        for event in events:
+            self.wait(event)
+
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
     ) -> WorkDone:
@@ -139,7 +145,10 @@ class HostWorker:
 
 def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[], None]) -> None:
     """Do all work in order, until there is a None."""
-    prepare()
+    try:
+        prepare()
+    except BaseException as error:  # the host thread raises it: without this thread it would wait for ever
+        failure.error = error
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             try:
