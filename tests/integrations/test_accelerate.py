@@ -138,6 +138,10 @@ def test_what_is_refused() -> None:
     stepped.step()
     with pytest.raises(InvalidInput, match="has stepped already"):
         ours().prepare(model, stepped)
+    fresh = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(fresh, 2)
+    with pytest.raises(InvalidInput, match="a scheduler was made for this AdamW, which is replaced, but is not handed"):
+        ours().prepare(model, fresh)
     assert not is_managed(model)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(InvalidInput, match="mixed_precision='bf16' does not go with a memory budget"):

@@ -64,6 +64,9 @@ class CheckedWorker:
         self._last = WorkMark(self._device, *self._device.worker_works(what, reads, writes, work))
         return self._last
 
+    def close(self) -> None:
+        self.synchronize()
+
     def synchronize(self) -> None:
         if self._last is not None:
             self._last.block()

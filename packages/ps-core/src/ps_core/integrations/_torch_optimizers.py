@@ -72,6 +72,13 @@ def manage_with(
 
     ``optimizer`` must not have stepped. (Any: schedulers have no common base in PyTorch.)
     """
+    schedulers = list(schedulers)
+    if not schedulers and any("initial_lr" in group for group in optimizer.param_groups):
+        raise InvalidInput(
+            f"a scheduler was made for this {type(optimizer).__name__}, which is replaced, but is not handed over with "
+            "it: give both in one call (accelerator.prepare(model, optimizer, scheduler)), or return it from "
+            "configure_optimizers"
+        )
     managed = manage(model, _spec_of(model, optimizer), settings, inputs)
     assert managed is not None, "an optimizer was asked for"
     # It sets no rate, but has PyTorch note the optimizer's steps for other schedulers' warnings.

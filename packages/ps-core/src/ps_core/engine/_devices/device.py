@@ -63,6 +63,9 @@ class Worker(Protocol):
     def synchronize(self) -> None:
         """Block the host thread until everything launched is over."""
 
+    def close(self) -> None:
+        """Finish what was launched, whether it fails or not: nothing is wanted of it any more."""
+
 
 class NonModelBytes(Protocol):
     """Counts non-model bytes: those of tier 0 that are not the engine's."""
