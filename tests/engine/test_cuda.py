@@ -134,14 +134,16 @@ def test_events_and_host_memory_are_used_again() -> None:
             budget=Budget(device="96KiB", host=HOST), options=Options(group_bytes=2048),
         )  # fmt: skip
         counts = []
-        for index in range(8):
+        for index in range(24):
             for _ in range(2):
                 next_token(model, *tokens(index)).backward()
             optimizer.step()
             optimizer.zero_grad()
             counts.append((runtime.events, runtime.hosts))
-        assert statistics(model).planned_passes >= 14, "gradients are staged in host memory by plan"
-    assert counts[3] == counts[-1]
+        assert statistics(model).planned_passes >= 46, "gradients are staged in host memory by plan"
+    events, hosts = (last - first for first, last in zip(counts[3], counts[-1], strict=True))
+    assert events < 10, "how many are in use at once depends on the worker's thread, but not on the number of steps"
+    assert hosts < 10
     assert counts[-1][0] < 400
 
 

@@ -268,9 +268,7 @@ def _overlapped(told: Prediction) -> list[str]:
     bound = _seconds(told.bound_step_time_s)
     if bound == _seconds(told.step_time_s):
         return []
-    return [
-        f"  {'bound of the plan':<20}{bound:>12}  if the step overlapped backward too, wherever addresses allow it"
-    ]
+    return [f"  {'bound of the plan':<20}{bound:>12}  if the step overlapped backward too, wherever addresses allow it"]
 
 
 def _seconds(count: float) -> str:
