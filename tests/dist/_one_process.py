@@ -69,6 +69,7 @@ def give(totals: Sums) -> None:
     for record, flat in totals.items():
         value = torch.empty_strided(record.shape, record.stride)
         value.as_strided((record.numel,), (1,)).copy_(flat)
+        record.parameter.grad = None  # or a loss scale would be put on top of the one that is there
         record.parameter.grad = value
 
 

@@ -87,9 +87,22 @@ def test_what_ends_a_wait_at_once() -> None:
     assert judged(wait(0.1, left, failure=broken, ended={2})) == "rank 2 on node2 left the group"
     kept = "rank 0 on node0, which keeps the store, ended or cannot be reached (reset)"
     assert judged(wait(0.1, store_error="reset", ended={0})) == kept
-    assert judged(wait(0.1, store_error="reset", ended={0, 2})) == f"{kept}; {gone}"
+    assert judged(wait(0.1, store_error="reset", ended={0, 2}, ended_before_store={0, 2})) == f"{kept}; {gone}"
+    assert judged(wait(0.1, store_error="reset", ended={0, 2}, ended_before_store={0})) == kept, "rank 2 gave up"
+    assert judged(wait(0.1, store_error="reset", failure=broken, ended_before_store=())) == kept
     parted = {0: HERE, 1: PeerState(tail=history("gather", "norm").tail()), 2: HERE}
     assert "rank 0 did sum, rank 1 did norm" in str(judged(wait(0.1, parted)))
+
+
+def test_who_gave_up_because_the_store_is_silent_is_not_to_blame() -> None:
+    known = {"ended": {2}, "failure": Failure("connection closed", 2), "failed_s": 6.0}
+    store = "rank 0 on node0, which keeps the store, has not answered for {} s"
+    assert judged(wait(119, store_silent_s=119.0, **known)) == (
+        f"the transport of rank 3 on node3 failed (connection closed); {store.format(119)}"
+    )
+    assert judged(wait(60, store_silent_s=60.0, **known)) == (
+        f"rank 2 on node2 ended or cannot be reached (connection closed); {store.format(60)}"
+    ), "it ended long before the timeout"
 
 
 def test_who_left_after_the_collective_is_not_to_blame() -> None:
@@ -134,6 +147,8 @@ def test_whatever_is_known(
     gone = {rank for rank in ended if rank not in peers or not peers[rank].left} | (
         set() if broken is None else {broken}
     )
+    if store_silent_s >= LIMITS.timeout_s - LIMITS.answer_s:
+        gone &= {0}
     assert (found is not None) == (bool(left or gone) or waited_s >= LIMITS.timeout_s)
     if found is None:
         return

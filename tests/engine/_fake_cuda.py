@@ -3,7 +3,7 @@
 PyTorch's work is the compute stream's and done at once, so only copies lag: until something waits for them, or at a
 random later call. They know addresses, not tensors, as a card does: memory that is given back too early is overwritten.
 Several threads may launch, each on streams of its own. Backward passes run on a thread of the device's own, as
-PyTorch's do for CUDA, unless the runtime is made with ``device_thread=False``.
+PyTorch's do for CUDA, where the runtime is made with ``device_thread=True``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _backward_of_device(*args: Any, **kwargs: Any) -> Any:
     runtime: FakeRuntime | None = getattr(_ENTERED, "runtime", None) or (_EVERY[-1] if _EVERY else None)
     modes = _get_current_dispatch_mode_stack()
     of_torch = any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # fake tensors, which are the CPU's
-    if runtime is None or runtime.autograd is None or of_torch:
+    within = current_thread().name.startswith(DEVICE_THREAD)
+    if runtime is None or runtime.autograd is None or of_torch or within:
         return _run_backward(*args, **kwargs)
     return runtime.autograd.submit(_as_caller(runtime, modes, args, kwargs)).result()
 
@@ -57,8 +58,11 @@ def _as_caller(runtime: FakeRuntime, modes: list[Any], args: Any, kwargs: Any) -
     return run
 
 
-torch.autograd._engine_run_backward = _backward_of_device  # type: ignore[attr-defined]
-torch.autograd.graph._engine_run_backward = _backward_of_device
+def _use_device_threads(on: bool) -> None:
+    """Have autograd run backward passes on threads of played devices, or as it does by itself."""
+    function = _backward_of_device if on else _run_backward
+    torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = function
 
 
 class FakeStream:
@@ -146,7 +150,7 @@ class FakeRuntime:
     name = "a device that the CPU plays"
 
     def __init__(
-        self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True, device_thread: bool = True
+        self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True, device_thread: bool = False
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.deaf, self.watched = deaf, watched
@@ -169,6 +173,7 @@ class FakeRuntime:
         self.allocator.start()
         if self.device_thread:
             self.autograd = ThreadPoolExecutor(1, DEVICE_THREAD)
+            _use_device_threads(True)
         self._outer, _ENTERED.runtime = getattr(_ENTERED, "runtime", None), self
         _EVERY.append(self)
         return self
@@ -178,6 +183,7 @@ class FakeRuntime:
         _EVERY.remove(self)
         if self.autograd is not None:
             self.autograd.shutdown()
+            _use_device_threads(any(each.autograd is not None for each in _EVERY))
         self.allocator.stop()
         self.synchronize()
 

@@ -182,6 +182,10 @@ class TimedWorker:
             event.raw.stream.catch_up(event.raw.position)
             self._after_s = max(self._after_s, event.raw.time_s)
 
+    def wait_for_all(self, events: Sequence[Any]) -> None:
+        for event in events:
+            self.wait(event)
+
     def launch(
         self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], object]
     ) -> TimedWork:

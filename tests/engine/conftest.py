@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from _cases import CASES
@@ -45,12 +46,22 @@ def random_numbers() -> None:
     torch.manual_seed(0)
 
 
+def mode_flags() -> tuple[bool, bool, bool]:
+    """Return what torch keeps for all threads: it is wrong for good once modes were not left in order."""
+    return (
+        _python_dispatch._is_in_torch_dispatch_mode,
+        _python_dispatch._is_in_non_infra_torch_dispatch_mode,
+        _python_dispatch._is_in_any_mode_without_ignore_compile_internals,
+    )
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Of what is global in torch, whatever raised."""
-    before = _get_current_dispatch_mode_stack()
+    before, flags = _get_current_dispatch_mode_stack(), mode_flags()
     yield
     assert _get_current_dispatch_mode_stack() == before, "a dispatch mode stayed on"
+    assert mode_flags() == flags, "torch.compile takes a dispatch mode to be on, and compiles nothing"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks for saved tensors stayed on"
 
 

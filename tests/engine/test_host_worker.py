@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ from _cases import next_token, tokens
 from _fake_cuda import FakeRuntime
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, let_go, managed
-from ps_core import SGD, AdamW, Budget, Options
+from ps_core import SGD, AdamW, Budget, InvalidInput, Options
 from ps_core.engine import chunked, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._devices.host_worker import HostWorker, WorkDone
@@ -103,6 +104,15 @@ def test_what_comes_behind_a_failure_is_dropped_and_every_wait_raises_it() -> No
             wait()
     assert worker.busy, "who asks hears of it"
     after.wait()  # other threads only wait
+    assert done == []
+    worker.close()
+
+
+def test_a_thread_that_cannot_be_prepared_is_a_failure_too() -> None:
+    worker, done = HostWorker(partial(int, "x")), []
+    event = worker.launch("work", (), (), partial(done.append, 1))
+    with pytest.raises(RuntimeError, match=r"mixture of old and new.*ValueError"):
+        event.block()
     assert done == []
     worker.close()
 
@@ -224,6 +234,22 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
     assert all(map(torch.equal, *found))
 
 
+def test_passes_without_work_for_the_thread_need_no_new_events() -> None:
+    runtime = FakeRuntime(1)
+    with runtime:
+        model, _ = chunked(
+            models.Language(), None, device=CudaDevice(runtime), budget=Budget(device="72KiB", host=HOST)
+        )
+        made = []
+        for index in range(8):
+            with torch.no_grad():
+                next_token(model, *tokens(index))
+            made.append(runtime.events)
+        assert statistics(model).planned_passes > 4
+        let_go(model)
+    assert made[3] == made[-1]
+
+
 def test_a_model_that_is_dropped_ends_the_thread() -> None:
     runtime = FakeRuntime(1)
     with runtime:
@@ -241,3 +267,58 @@ def test_a_model_that_is_dropped_ends_the_thread() -> None:
         gc.collect()
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_a_model_may_be_freed_on_its_own_worker() -> None:
+    """As by the garbage collector, whose thread nobody chooses."""
+    runtime = FakeRuntime(1)
+    with runtime:
+        device = late_device(runtime, 3)
+        model, optimizer = chunked(
+            models.Language(), SGD(lr=0.1), device=device, precision="bf16", budget=Budget(device="72KiB", host=HOST)
+        )
+        model.blocks[0].parents = [model]
+        for index in range(3):
+            next_token(model, *tokens(index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        worker: Any = device._worker
+        thread = worker._thread
+        del model, optimizer, device
+        worker.launch("collect", (), (), gc.collect)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_after_a_failure_a_dropped_model_gives_its_memory_back() -> None:
+    runtime = FakeRuntime(1)
+    with runtime:
+        device = late_device(runtime, 3)
+        model, _ = chunked(
+            models.Language(), SGD(lr=0.1), device=device, precision="bf16", budget=Budget(device="72KiB", host=HOST)
+        )
+        worker: Any = device._worker
+        worker.launch("fails", (), (), partial(int, "x"))
+        with pytest.raises(RuntimeError, match="mixture of old and new"):
+            model.state_dict()
+        thread = worker._thread
+        del model, device
+        gc.collect()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not() -> None:
+    worker, gate = HostWorker(nothing), Gate()
+    worker.wait(gate)
+    event = worker.launch("waits", (), (), nothing)
+    child = os.fork()
+    if child == 0:
+        try:
+            event.block()
+        except InvalidInput as error:
+            os._exit(17 if "was forked from" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    gate.opened.set()
+    worker.close()

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from _fake_cuda import FakeRuntime
 from _hugging_face import batch, llama
 from ps_core import SGD, AdamW, Budget, DoesNotFit, Group, Options, UnsupportedParameter
 from ps_core.engine import WeightAverage, chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
+from ps_core.engine._devices.cuda.device import CudaDevice
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(7))
 ROOMY, TIGHT = (Budget(device=size, host="4MiB") for size in ("2MiB", "80KiB"))
@@ -93,6 +95,28 @@ def test_the_bits_of_plain_pytorch(
         assert counted.tiers["device"].peak_bytes <= TIGHT.device_bytes
     release(model)
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("place", ["pinned", "disk"])
+@pytest.mark.parametrize("change", [unfreeze, add_layer])
+def test_moments_begin_at_zero_in_memory_that_was_in_use(
+    change: Callable[[nn.Module, int], None], place: str, tmp_path: Path
+) -> None:
+    """Without poison, which fills every slot: released pinned blocks, and ranges of the file, are used again."""
+    plain, model = Net(), Net()
+    change(plain, 0)
+    change(model, 0)
+    expected = run(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0, fused=True), change)
+    runtime = FakeRuntime(1)
+    with runtime:
+        device = CudaDevice(runtime) if place == "pinned" else "cpu"
+        disk = Budget(host="300KiB", disk="4MiB", disk_dir=str(tmp_path))
+        options = Options(group_bytes=2**14)
+        spec = AdamW(lr=0.01, weight_decay=0.0)
+        budget = TIGHT if place == "pinned" else disk
+        model, optimizer = managed(model, budget, spec=spec, device=device, options=options)
+        assert run(model, optimizer, change) == expected
+        release(model)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

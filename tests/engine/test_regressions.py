@@ -20,7 +20,7 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, stand_in
 from _runs import managed as managed_loop
 from _states import masters_of
-from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
+from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._gradients import gradient_store as _gradients
@@ -174,16 +174,6 @@ def test_a_plan_does_not_serve_another_shape_of_the_same_size() -> None:
             square(model, each).backward()
             optimizer.step()
         assert statistics(model).divergences == 1
-
-
-def test_an_unfrozen_parameter_is_refused() -> None:
-    model = models.stack()
-    model[0].requires_grad_(False)
-    with chunked_model(model) as (model, _):
-        model[0].requires_grad_(True)
-        with pytest.raises(UnsupportedParameter, match=r"'0\.norm\.weight'.*frozen[\s\S]*release\(model\)"):
-            model(*rows(0))
-        model[0].requires_grad_(False)
 
 
 def test_without_an_optimizer_no_gradients_pile_up() -> None:

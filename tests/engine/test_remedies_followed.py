@@ -26,6 +26,7 @@ from ps_core.engine import HostEmbedding, WeightAverage, materialized, release
 ELSEWHERE = {
     "was read by code that parameters do not see": "C++ that reads parameters; see test_regressions.py",
     "cannot be read or multiplied during backward": "several ranks; see tests/dist/test_norms.py",
+    "is compiled to CUDA graphs": "a compiler mode; see test_with_compile.py",
     "share memory, {}: before chunked(...)": "several ranks and tables; see tests/dist and test_aliases.py",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -138,11 +139,16 @@ def test_what_it_refuses() -> None:
     with pytest.raises(InvalidInput, match=r"no average yet: call update\(\)"), average.applied():
         pass
     average.update()
+    weights = model.state_dict()
+    states = optimizer.state_dict(masters=True)
     with average.applied():
         model(X).backward()
         for refused in (optimizer.step, average.update, average.state_dict, average.applied().__enter__):
             with pytest.raises(InvalidInput, match=r"inside applied\(\) .* after the block"):
                 refused()
+        for load in (partial(model.load_state_dict, weights), partial(optimizer.load_state_dict, states)):
+            with pytest.raises((InvalidInput, RuntimeError), match=r"inside applied\(\) .* load after the block"):
+                load()
     step(model, optimizer)
     with pytest.raises(InvalidInput, match=r"decay must be between 0 and 1, found 1\.5"):
         WeightAverage(model, 1.5).update()

@@ -45,6 +45,8 @@ def optimizer_for(model: Any, kind: str) -> Any:
     if kind == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    if kind == "decoupled Adam":
+        return torch.optim.Adam(groups, lr=0.01, fused=True, decoupled_weight_decay=True)
     return torch.optim.AdamW(groups, lr=0.01, fused=True)
 
 
@@ -74,7 +76,7 @@ def run(accelerator: Any, kind: str, accumulation: int) -> tuple[list[tuple[floa
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "decoupled Adam"])
 def test_the_same_bits_as_accelerate(kind: str, accumulation: int) -> None:
     told = {"gradient_accumulation_steps": accumulation}
     expected, plain = run(accelerate.Accelerator(cpu=True, **told), kind, accumulation)
@@ -136,6 +138,10 @@ def test_what_is_refused() -> None:
     stepped.step()
     with pytest.raises(InvalidInput, match="has stepped already"):
         ours().prepare(model, stepped)
+    fresh = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(fresh, 2)
+    with pytest.raises(InvalidInput, match="a scheduler was made for this AdamW, which is replaced, but is not handed"):
+        ours().prepare(model, fresh)
     assert not is_managed(model)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(InvalidInput, match="mixed_precision='bf16' does not go with a memory budget"):

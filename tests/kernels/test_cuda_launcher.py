@@ -209,7 +209,9 @@ def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[
 def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     """Every part of it that needs none, on the CPU with small arrays."""
     done = run_script(tmp_path, PYTHON=sys.executable)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # What a busy computer cannot measure, it says; all else has to work there, too.
+    busy = "the machine is too busy to measure it" in done.stdout
+    assert done.returncode == busy, done.stdout + done.stderr
     assert "NO GPU: torch finds no CUDA device here" in done.stdout
     assert "every kernel ran" in done.stdout
     names = (
@@ -220,7 +222,7 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     assert "ladder: all 9 rungs hold" in log
     assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
         "device": False,
-        "exit_status": dict.fromkeys(names, 0),
+        "exit_status": {**dict.fromkeys(names, 0), "calibration": int(busy)},
     }
     trained = json.loads((tmp_path / "out/training.json").read_text("utf-8"))
     contenders = ["engine", "FSDP2 with CPU offload", "FSDP2 so", "plain"]
@@ -232,10 +234,11 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     assert [line[:62].strip() for line in table[1 : 1 + len(rows)]] == [each["name"] for each in rows]
     for name in ("adam, bf16 in and out", "sum of squares, torch.bfloat16", "Pieces.gather 1,000 tensors"):
         assert name in {each["name"] for each in rows}
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+    assert {path.name for path in (tmp_path / "out").iterdir()} | {"machine.toml"} == {
         "compared.json", "kernels.json", "log.txt", "machine.toml", "machine.txt", "report.md", "sizes.json",
         "summary.json", "training.json",
-    ]  # fmt: skip
+    }  # fmt: skip
+    assert (tmp_path / "out/machine.toml").exists() is not busy
     report = (tmp_path / "out/report.md").read_text("utf-8")
     assert "DRY RUN" in report
     assert "| adam, bf16 in and out |" in report
@@ -258,14 +261,17 @@ def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path, recorder:
     assert "tests: exit status 3" in done.stdout
     calls = (tmp_path / "calls").read_text("utf-8")
     parts = (
-        "gpu/test_cuda.py", "gpu/kernels.py --json", "gpu/test_engine.py", "gpu/engine.py --seconds 385 --json",
-        "gpu/test_ranks.py", "gpu/test_sanitizer.py", "gpu/engine.py --largest --seconds 485 --json",
+        "gpu/ladder.py", "doctor --calibrate", "gpu/engine.py --seconds 225 --sizes --json",
+        "gpu/engine.py --seconds 385 --json", "gpu/engine.py --seconds 285 --compared --json", "gpu/test_cuda.py",
+        "gpu/kernels.py --json", "gpu/test_engine.py", "gpu/test_ranks.py", "gpu/test_sanitizer.py",
+        "gpu/engine.py --seconds 485 --largest --json",
     )  # fmt: skip
     where = [calls.index(each) for each in parts]
     assert where == sorted(where)
     summary = json.loads((tmp_path / "out/summary.json").read_text("utf-8"))
     failing = ("tests", "engine", "ranks", "sanitizer")
-    statuses = dict.fromkeys(("tests", "kernels", "engine", "training", "ranks", "sanitizer", "largest"), 0)
+    measured = "ladder", "calibration", "sizes", "training", "compared", "kernels", "largest"
+    statuses = dict.fromkeys(measured, 0)
     assert summary == {"device": True, "exit_status": {**statuses, **dict.fromkeys(failing, 3)}}
     (tmp_path / "calls").unlink()
     run_script(tmp_path, PYTHON=str(recorder), CALLS=str(tmp_path / "calls"), PARTS="training")

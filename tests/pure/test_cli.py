@@ -94,14 +94,14 @@ def test_a_plan_names_its_packing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_both_step_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """The one that governs is today's engine's, and what the plan would allow stands beside it."""
+    """The one that governs is the engine's, and what the plan would allow stands beside it."""
     where = ("--device-memory", "8GiB", "--host-memory", "32GiB", "--machine", "rtx4060", "--gpus", "1")
     _, found = document(capsys, "plan", "gpt-1b", *where)
     assert 1.1 * found["bound_step_time_s"] < found["step_time_s"]
     assert found["tokens_per_s"] == pytest.approx(4096 / found["step_time_s"])
     assert sum(found["phases_s"].values()) == pytest.approx(found["step_time_s"])
     _, out, _ = run(capsys, "plan", "gpt-1b", *where)
-    assert f"{found['bound_step_time_s']:.3g} s  if forward, backward and step overlapped" in out
+    assert f"{found['bound_step_time_s']:.3g} s  if the step overlapped backward too" in out
     _, out, _ = run(capsys, "plan", "gpt-10m", "--seq", "64", "--device-memory", "8GiB", *where[2:])
     assert "bound of the plan" not in out, "the same figure twice says nothing"
 

@@ -45,10 +45,17 @@ class CheckedWorker:
 
     @property
     def busy(self) -> bool:
-        return self._last is not None and not self._last.done
+        if self._last is None or not self._last.done:
+            return self._last is not None
+        self._last.block()  # what the host thread does from here on comes behind work that it saw to be over
+        return False
 
     def wait(self, event: Event) -> None:
         self._device.worker_waits_for(event)
+
+    def wait_for_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.wait(event)
 
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
@@ -56,6 +63,9 @@ class CheckedWorker:
         self.count += 1
         self._last = WorkMark(self._device, *self._device.worker_works(what, reads, writes, work))
         return self._last
+
+    def close(self) -> None:
+        self.synchronize()
 
     def synchronize(self) -> None:
         if self._last is not None:

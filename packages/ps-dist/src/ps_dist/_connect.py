@@ -173,7 +173,7 @@ def _found_in_time(
     call = AbandonableCall(find)
     late = call.wait(timeout_s + _GRACE_S)
     if call.error is not None:
-        _raise_named(call.error, environment)
+        _raise_named(call.error, environment, stays_s=2 * Timeouts(timeout_s=timeout_s).look_s)
     if late:
         raise RanksDiverged(
             f"{_who(environment)} could not join the others: {_store_name(environment)} has not answered for "
@@ -243,13 +243,14 @@ def _store_name(environment: Mapping[str, str]) -> str:
     return f"rank 0, which keeps the store {where},"
 
 
-def _raise_named(error: BaseException, environment: Mapping[str, str]) -> NoReturn:
-    """Raise the error with the name of what this rank could not reach."""
+def _raise_named(error: BaseException, environment: Mapping[str, str], stays_s: float) -> NoReturn:
+    """Raise the error with the name of what this rank could not reach, after others had time to miss the same."""
     if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
         raise error
     reason = str(error).splitlines()[0]
     if environment.get("RANK") != str(_store_rank(environment)):
         reason = f"{_store_name(environment)} ended or cannot be reached ({reason})"
+        sleep(stays_s)
     raise RanksDiverged(f"{_who(environment)} could not join the others: {reason}") from error
 
 

@@ -4,6 +4,10 @@
 A rank *ended* if it said so, if its connection broke, or if the kernel says that its process is gone: the others are
 told at once. A rank that merely says nothing may be in a long C call, stopped, or on a paused machine, and may come
 back. It is *silent*, and has the whole timeout.
+
+[Note: who gave up]
+A rank that loses the store ends, and cannot tell the others why. So nobody names a rank that ended after the store was
+lost, or after the rank that keeps the store was silent for about the whole timeout.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ class Wait:
     """Seconds since the store owes an answer, where that is long."""
     store_error: str = ""
     """The error with which the connection to the store failed."""
+    ended_before_store: Collection[int] | None = None
+    """Ranks whose process was gone when the store was lost; None: it is not lost."""
 
     @property
     def number(self) -> int:
@@ -104,16 +110,17 @@ def reason_to_stop(wait: Wait, timeouts: Timeouts, names: Names) -> Reason | Non
     difference = first_difference({**{r: p.tail for r, p in wait.peers.items() if p.tail}, wait.rank: wait.tail})
     if difference is not None:
         return Reason(f"the ranks do different things; {difference}")
-    return _ended(wait, names) or _failed(wait, timeouts, names) or _timed_out(wait, timeouts, names)
+    return _ended(wait, timeouts, names) or _failed(wait, timeouts, names) or _timed_out(wait, timeouts, names)
 
 
-def _ended(wait: Wait, names: Names) -> Reason | None:
+def _ended(wait: Wait, timeouts: Timeouts, names: Names) -> Reason | None:
     left = {rank for rank, peer in wait.peers.items() if peer.left and (peer.doing or peer.number < wait.number)}
     if left:
         return Reason(f"{names(left)} left the group", frozenset(left))
     failure = wait.failure
     broken = {failure.peer} if failure is not None and failure.peer is not None else set()
     ended = broken | {rank for rank in wait.ended if not (rank in wait.peers and wait.peers[rank].left)}
+    ended -= _gave_up(ended, wait, timeouts, names)
     rows = []
     if wait.store_error:
         rows.append(f"{names.store} ended or cannot be reached ({wait.store_error})")
@@ -122,6 +129,14 @@ def _ended(wait: Wait, names: Names) -> Reason | None:
         how = f" ({failure.text})" if failure is not None and broken & ended else ""
         rows.append(f"{names(ended)} ended or cannot be reached{how}")
     return Reason("; ".join(rows) + _store_too(wait, names), frozenset(ended)) if rows else None
+
+
+def _gave_up(ended: Collection[int], wait: Wait, timeouts: Timeouts, names: Names) -> set[int]:
+    """Return the ranks that may have ended for want of the store. See [Note: who gave up]."""
+    if wait.ended_before_store is not None:
+        return {*ended} - {*wait.ended_before_store, names.store_rank}
+    silent = names.store_rank is not None and 0 < timeouts.timeout_s - timeouts.answer_s <= wait.store_silent_s
+    return {*ended} - {names.store_rank} if silent else set()
 
 
 def _failed(wait: Wait, timeouts: Timeouts, names: Names) -> Reason | None:

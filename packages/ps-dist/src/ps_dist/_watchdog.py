@@ -9,14 +9,13 @@ as the counter goes on. From these `_reasons` decides whether the wait must end.
 A rank that ends by an exception, or whose wait ends in vain, writes down why before its connections break. The first
 message stands: all ranks that wait, then or later, end with it, so all name the same cause. Who waits for nothing is
 not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks, because the store may
-end with its process.
+end with its process. Whoever leaves because the store ended stays for two looks: the others then see this first.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from threading import Event, Thread
 from time import sleep
@@ -58,6 +57,7 @@ class Watchdog:
         self._failed_at_s: float | None = None
         self._asked_at_s: float | None = None
         """Time at which the store was asked for what it has not answered yet."""
+        self._ended_before_store: frozenset[int] | None = None
         self._heard: str | None = None
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False
@@ -82,13 +82,19 @@ class Watchdog:
             self._asked_at_s = self._clock()
             try:
                 known = self._inspect_peers(known)
+                self._ended_before_store = None
             except RuntimeError as error:
+                if self._ended_before_store is None:
+                    self._ended_before_store = self._local.ended()
                 if self._waits():
                     self._judge_alone(store_error=str(error).splitlines()[0])
             self._asked_at_s = None
         self._asked_at_s = self._clock()
-        with suppress(RuntimeError):  # the store has ended
+        try:
             self._publish_exit()
+        except RuntimeError:  # the store has ended
+            if self._own_error or self._comm.error is not None:
+                sleep(2 * self._timeouts.look_s)
         self._asked_at_s = None
 
     def _inspect_peers(self, known: int) -> int:
@@ -134,6 +140,7 @@ class Watchdog:
             heard=self._heard,
             store_silent_s=store_silent_s,
             store_error=store_error,
+            ended_before_store=self._ended_before_store,
         )
 
     def _fail(self, text: str) -> None:

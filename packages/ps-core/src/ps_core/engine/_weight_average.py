@@ -72,11 +72,14 @@ class WeightAverage:
             self._check_not_applied()
             if not self.updates:
                 raise InvalidInput("there is no average yet: call update() after each optimizer step")
-        self._engine.mark_averaged(on=on)
+        if not on:
+            self._engine.mark_averaged(on=False)
         for record in self._averages:
             master = self._engine.read_state(record, Kind.P32)
             self._engine.write_state(record, Kind.P32, self._averages[record])
             self._averages[record] = master
+        if on:
+            self._engine.mark_averaged(on=True)
 
     def _check_not_applied(self) -> None:
         if self._engine.averaged:

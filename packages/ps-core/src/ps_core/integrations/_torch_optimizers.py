@@ -72,6 +72,13 @@ def manage_with(
 
     ``optimizer`` must not have stepped. (Any: schedulers have no common base in PyTorch.)
     """
+    schedulers = list(schedulers)
+    if not schedulers and any("initial_lr" in group for group in optimizer.param_groups):
+        raise InvalidInput(
+            f"a scheduler was made for this {type(optimizer).__name__}, which is replaced, but is not handed over with "
+            "it: give both in one call (accelerator.prepare(model, optimizer, scheduler)), or return it from "
+            "configure_optimizers"
+        )
     managed = manage(model, _spec_of(model, optimizer), settings, inputs)
     assert managed is not None, "an optimizer was asked for"
     # It sets no rate, but has PyTorch note the optimizer's steps for other schedulers' warnings.
@@ -102,6 +109,11 @@ def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
             if group.get(name):
                 raise InvalidInput(f"param_groups[{index}][{name!r}] is {group[name]!r}; the engine's has no {name}")
     _check_parameters(model, optimizer)
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise InvalidInput("decoupled_weight_decay differs between param_groups; the engine has one for all of them")
+    if decoupled == {True}:
+        kind = torch.optim.AdamW  # which torch.optim.Adam is then
     numbers = [_numbers(kind, group) for group in optimizer.param_groups]
     groups = tuple(
         Group(match=_Members(group["params"]), **own)

@@ -52,6 +52,9 @@ class Worker(Protocol):
     def wait(self, event: Event) -> None:
         """Make all work launched from now on wait for an event of a stream."""
 
+    def wait_for_all(self, events: Sequence[Event]) -> None:
+        """Make all work launched from now on wait for events that come behind every event that it waits for so far."""
+
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
     ) -> WorkEvent:
@@ -59,6 +62,9 @@ class Worker(Protocol):
 
     def synchronize(self) -> None:
         """Block the host thread until everything launched is over."""
+
+    def close(self) -> None:
+        """Finish what was launched, whether it fails or not: nothing is wanted of it any more."""
 
 
 class NonModelBytes(Protocol):

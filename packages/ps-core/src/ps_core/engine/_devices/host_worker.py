@@ -14,6 +14,7 @@ and new, and every later wait of the host thread raises the same error.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from queue import SimpleQueue
 
 import torch
 
+from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.streams import DiskEvent
@@ -41,6 +43,17 @@ class _Failure:
     """The first error of a worker; its thread and its events know of it."""
 
     error: BaseException | None = None
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise `InvalidInput` in a forked process, which has no such thread, so its work would never be over."""
+        if os.getpid() != self._process:
+            raise InvalidInput(
+                f"process {os.getpid()} was forked from {self._process} while a step was on its way there: use the "
+                "model in the process that trains it, or fork before chunked()"
+            )
 
     def check(self) -> None:
         """Raise the error again, if there was one."""
@@ -75,6 +88,8 @@ class WorkDone:
 
     def block(self) -> None:
         """Wait until the work is over; on the host thread, which hears of a failure."""
+        if not self._over.is_set():
+            self._failure.check_process()
         self._over.wait()
         self._failure.check()
 
@@ -98,6 +113,12 @@ class HostWorker:
             event.block()  # now: what a failure of the disk calls for is done by the host thread
         else:
             self._waits.append(event.block)
+
+    def wait_for_all(self, events: Sequence[Event]) -> None:
+        """Wait as `wait` does; what came before is forgotten, so nothing grows while no work is launched."""
+        self._waits.clear()
+        for event in events:
+            self.wait(event)
 
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
@@ -130,16 +151,23 @@ class HostWorker:
             self._last.block()
 
     def close(self) -> None:
-        """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing."""
+        """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing.
+
+        The garbage collector may free a model on any thread, this one included: then the thread ends after its work.
+        """
         thread, self._thread = self._thread, None
+        self._last = None
         self._stop()
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
 
 
 def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[], None]) -> None:
     """Do all work in order, until there is a None."""
-    prepare()
+    try:
+        prepare()
+    except BaseException as error:  # the host thread raises it: without this thread it would wait for ever
+        failure.error = error
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             try:

@@ -202,6 +202,11 @@ class Engine:
         self.materializing = on
         self._note_refusals()
 
+    def check_not_averaged(self, what: str) -> None:
+        """Raise inside the block of `WeightAverage.applied`, after which masters and averages change places again."""
+        if self.averaged:
+            raise InvalidInput(f"inside applied() the model has averages for weights: {what} after the block")
+
     def mark_averaged(self, *, on: bool) -> None:
         """Refuse steps while averages are in the weights' place, or allow steps again."""
         self.averaged = on
@@ -416,7 +421,7 @@ class Engine:
         if self._refuses:
             self.check_usable()
         if self.averaged:
-            raise InvalidInput("inside applied() the model has averages for weights: step after the block")
+            self.check_not_averaged("step")
         if self.masters.changed:
             self.masters.before_step()
         if self.state_dicts.open:
@@ -476,6 +481,7 @@ class Engine:
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Replace it."""
         self._check_kept()
+        self.check_not_averaged("load")
         self.state_dicts.copies.drop(record)  # of a state dict that broke off
         self.updater.write(record, kind, value)
         self.residency.exposed.check(record)

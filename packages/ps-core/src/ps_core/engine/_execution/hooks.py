@@ -146,6 +146,8 @@ class ModelHooks:
             forked = self.engine.store.forked  # then the disk tier is the parent's
             self.engine.mark_released()
             self.engine.residency.exposed.clear()
+            if not forked:
+                self.engine.store.end_work()
             for group in self.engine.groups:
                 for record in group.tensors:
                     record.mark_discarded()

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from ps_core._errors import UnsupportedParameter
+from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.move_home_slots import group_with_aliases
+from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.grouping import Grouping
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.placement import copy_in_values, reserve_homes, write_value
@@ -52,7 +54,7 @@ def take_in(engine: Engine, grouping: Grouping, values: Iterable[Value], *, accu
     engine.finish_pass()
     engine.passes.scheduler.forget_plan()
     try:
-        reserve_homes(engine.store, groups, accumulates=accumulates)
+        _reserve(engine.store, groups, accumulates=accumulates)
     except BaseException:
         for group in groups:
             _release(engine, group)
@@ -74,7 +76,7 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
         (trained if record in chosen else rest).add(record)
     made = [each for each in (trained, rest) if each.tensors]
     try:
-        reserve_homes(engine.store, made, accumulates=accumulates)
+        _reserve(engine.store, made, accumulates=accumulates)
     except BaseException:
         for each in made:
             _release(engine, each)
@@ -89,6 +91,15 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
     engine.groups[group.index] = made[-1]
     if rest.tensors:
         engine.groups.append(trained)
+
+
+def _reserve(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
+    """Reserve home slots with moments of zero: pinned blocks and ranges of the file may have been in use before."""
+    reserve_homes(store, groups, accumulates=accumulates)
+    for group in groups:
+        for kind, chunk in group.chunks.items():
+            if kind in (Kind.M, Kind.V):
+                store.fill(chunk.home, 0)
 
 
 def _like(group: ParamGroup, index: int, *, trainable: bool = False) -> ParamGroup:

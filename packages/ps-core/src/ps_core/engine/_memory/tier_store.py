@@ -71,6 +71,11 @@ class TierStore:
         """Sizes of all tiers, for errors that suggest others."""
         return TierBudget(self.tiers, self.given, self.device.memory_bytes())
 
+    def end_work(self) -> None:
+        """Finish the worker's work, whether it fails or not: nobody wants what it makes."""
+        if self.device.worker is not None:
+            self.device.worker.close()
+
     @property
     def is_leaving(self) -> bool:
         """True if work is not over on host memory that was released: `reserve` waits for it."""

@@ -145,8 +145,7 @@ class Transfers:
         if worker is None:
             self.join_queues()
             return
-        for event in self._join_streams():
-            worker.wait(event)
+        worker.wait_for_all(self._join_streams())
 
     def _join_streams(self) -> list[Event]:
         """Make all work launched next on any stream wait for everything launched on every stream."""

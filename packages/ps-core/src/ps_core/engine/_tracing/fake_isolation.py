@@ -6,6 +6,9 @@ Python, NumPy and torch (CUDA's too), grad mode, warning filters and dispatch mo
 modes, warnings, torch's log lines about fake tensors, and compilation. Autocast's cache is emptied. Python objects that
 the code reaches outside of the copy are restored (`fake_snapshot`). A fake tensor that was stored elsewhere is removed
 there (`fake_leftovers`), or the next pass would compute with it. Effects outside of Python's objects happen once more.
+
+Much of this is the whole process's. So one fake pass runs at a time: torch's own flag for "a dispatch mode is on" stays
+set for good where two threads leave their modes in the order in which they entered, and then nothing is compiled.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from threading import RLock
 from typing import Any
 
 import torch
 
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 
+_ONE_AT_A_TIME = RLock()
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 """Writes the traceback of every operator that refuses fake tensors, also where the caller handles it."""
 
@@ -37,7 +42,8 @@ class Isolation:
         self._exits = ExitStack()
 
     def enter(self, *contexts: AbstractContextManager[Any]) -> None:
-        """Save this thread's state, then enter the contexts in this order."""
+        """Wait for other threads' fake passes, save this thread's state, then enter the contexts in this order."""
+        self._exits.enter_context(_ONE_AT_A_TIME)
         self._exits.callback(_forget_casts)
         for restore in _random_states():
             self._exits.callback(restore)

@@ -60,7 +60,10 @@ class PinnedBlockCache:
         for spare in list(self._spares):  # others may come back meanwhile, on any thread
             arena, wait_for_copies = spare
             if arena.bytes == size_bytes:
-                self._spares.remove(spare)
+                try:
+                    self._spares.remove(spare)
+                except ValueError:
+                    continue  # another thread freed it in between
                 wait_for_copies()
                 return arena
         return None
