@@ -5,14 +5,15 @@ An *extent* is one payload that moves as a whole: one kind of one group's chunk 
 holds changes in a fixed order, so a whole number, its *version*, says exactly which bytes a copy should contain:
 
     weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
-             0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
-             K gradient moments (a last read of the payload after these is one more: until then a gradient is kept
-             aside). K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
+             0 = the parameters. With ``overwrites`` the gradient is written over them. In one process: 1..K after each
+             of the group's K gradient moments (a last read of the payload after these is one more: until then a
+             gradient is kept aside). With several, a reduce-scatter takes the shard from 0 to K. K+1 (K = 0 without
+             ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
              (fp32: P32 itself is the weight, and a step takes it from 0 to 1.)
-    FULL     0 = gathered parameters; with ``overwrites`` 1..K as above. The chunk goes from 0 to K in one
-             reduce-scatter.
-    GRAD     without ``overwrites``: a group's gradient on its way to the accumulator, 1..K.
-    RGRAD    the reduced shard of GRAD where several processes share the work; version K.
+    FULL     0 = gathered parameters.
+    GRAD     a group's gradient, 1..K: on its way to the accumulator, or to the sum over processes. One process with
+             ``overwrites`` has none.
+    RGRAD    without ``overwrites``: the sum of GRAD over processes, this one's shard of it in fp32; version K.
     ACC      the fp32 accumulator: micro_first (or a lone micro_last) takes it from nothing to 1, every later one from 1
              to 2; at the next segment's start 2 is called 1 again.
     P32,M,V  0 before a step, 1 after it.
@@ -149,6 +150,11 @@ class Program:
         return self.precision is not Precision.FP32 and self.accumulate == 1
 
     @property
+    def in_place(self) -> bool:
+        """Whether a moment writes gradients over what it reads. Several processes gather that, and keep it as it is."""
+        return self.overwrites and self.ranks == 1
+
+    @property
     def weight(self) -> Kind:
         """The kind a chunk's weights are computed from."""
         return Kind.P32 if self.precision is Precision.FP32 else Kind.P16
@@ -167,6 +173,11 @@ class Program:
     def local_gradient(self) -> Kind:
         """Without ``overwrites``: the kind that is added to the accumulator."""
         return Kind.GRAD if self.ranks == 1 else Kind.RGRAD
+
+    @property
+    def local_gradient_bytes(self) -> int:
+        """Bytes of one element of it: sums over processes are fp32 until the last of them is rounded."""
+        return self.weight_bytes if self.ranks == 1 else 4
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
@@ -269,7 +280,7 @@ class Program:
         if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
             size = numel * self.ranks * self.weight_bytes
             return min(size, WIRE_BYTES) if kind is Kind.WIRE else size
-        return numel * (self.weight_bytes if kind in (Kind.P16, Kind.RGRAD) else 4)
+        return numel * (self.weight_bytes if kind is Kind.P16 else 4)
 
     def home_kinds(self, group: int) -> tuple[Kind, ...]:
         """The kinds of a group that have a home, computed weight first."""
@@ -342,7 +353,7 @@ class Program:
         weight, uses = self.compute_weight, []
         for group in dict.fromkeys((*visit.reads, *visit.grads)):
             count, gains, held = arrived[group], group in visit.grads, group in visit.holds
-            if self.overwrites:
+            if self.in_place:
                 dead = count == 0 and visit.index > self.last_reads[group]
                 uses.append(Use(Extent(weight, group), None if dead else count, count + gains, held))
                 continue

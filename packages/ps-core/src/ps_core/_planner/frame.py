@@ -157,7 +157,6 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
 def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
     """Bytes of gathered groups at once: at the least, and with the next moment's gathered ahead."""
     segment = _longest(program)
-    gradient = Kind.FULL if program.overwrites else Kind.GRAD
     least = deep = 0
     before: set[Extent] = set()
     partial: set[Extent] = set()
@@ -167,10 +166,10 @@ def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
 
     for visit in program.segment_visits(segment):
         held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}
-        partial |= {Extent(gradient, group) for group in visit.grads}
+        partial |= {Extent(Kind.GRAD, group) for group in visit.grads}
         least = max(least, room(held | partial))
         deep = max(deep, room(before | held | partial))
-        partial -= {Extent(gradient, group) for group in program.completions[visit.index]}
+        partial -= {Extent(Kind.GRAD, group) for group in program.completions[visit.index]}
         before = held
     return least, deep
 

@@ -178,7 +178,7 @@ def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arriv
     program, (slot, extent, place) = process.program, where
     group, precision = program.layout.groups[extent.index], program.precision
     tensor, offset = group.tensors[place], group.offsets[place]
-    if program.overwrites and process.last_reads[tensor] > visit.index:
+    if program.in_place and process.last_reads[tensor] > visit.index:
         if tensor in arrived:
             process.aside[tensor] = contribute(process.aside.get(tensor), arrived[tensor], precision)
         return
@@ -189,7 +189,7 @@ def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arriv
     if tensor in arrived:
         total = contribute(total, arrived[tensor], precision)
     if total is not None:
-        if process.lifecycle is not None and program.overwrites and not process.lifecycle.book.may_overwrite(tensor):
+        if process.lifecycle is not None and program.in_place and not process.lifecycle.book.may_overwrite(tensor):
             raise PlanMismatch(f"the gradient of {program.trace.tensors[tensor].name!r} comes before its last use")
         process.over.add(tensor)
         process.put(slot, extent.kind, offset, total)
@@ -288,9 +288,9 @@ def gather(processes: Sequence[Process], leg: Leg, op: Gather) -> None:
 def reduce_scatter(processes: Sequence[Process], leg: Leg, op: ReduceScatter) -> None:
     """Each process sends every other its part in the weights' precision, and sums what it gets in rank order."""
     program = processes[0].program
-    kind, version = (Kind.FULL if program.overwrites else Kind.GRAD), _complete(processes[0], op.group)
+    version = _complete(processes[0], op.group)
     target = Extent(program.weight if program.overwrites else Kind.RGRAD, op.group)
-    source, gradients = Extent(kind, op.group), []
+    source, gradients = Extent(Kind.GRAD, op.group), []
     for process in processes:
         gradients.append(process.read(process.holding(leg, op.source, source, version, 0), source))
         wire = process.holding(leg, op.wire, Extent(Kind.WIRE, op.group), None, 0)
@@ -299,7 +299,7 @@ def reduce_scatter(processes: Sequence[Process], leg: Leg, op: ReduceScatter) ->
     numel = program.layout.groups[op.group].shard_numel
     for process in processes:
         start = process.rank * numel
-        mine = reduce([gradient[start : start + numel] for gradient in gradients], program.precision)
+        mine = reduce([gradient[start : start + numel] for gradient in gradients], process.precision(target.kind))
         process.write(leg, process.holding(leg, op.shard, target, None, 0), target, version, mine)
         if process.lifecycle is not None:
             process.lifecycle.after(op)

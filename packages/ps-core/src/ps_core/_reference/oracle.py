@@ -68,10 +68,11 @@ class _Oracle:
 
     def _iterate(self, iteration: int) -> None:
         precision, totals = self.program.precision, dict[int, Floats]()
+        summed = precision if self.program.overwrites or self.program.ranks == 1 else Precision.FP32
         for micro in range(self.program.accumulate):
             ranks = [self._pass(iteration, micro, rank, self.losses) for rank in range(self.program.ranks)]
             for tensor in ranks[0]:
-                gradient = reduce([local[tensor] for local in ranks], precision)
+                gradient = reduce([local[tensor] for local in ranks], summed)
                 totals[tensor] = add(totals[tensor], gradient) if micro else gradient
         parts = [measure(gradient) for gradient in totals.values()]
         decision = self.scaler.decide(sum(part[0] for part in parts), all(part[1] for part in parts))

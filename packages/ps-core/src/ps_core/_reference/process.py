@@ -86,7 +86,7 @@ class Process:
 
     def precision(self, kind: Kind) -> Precision:
         """What a kind of payload is stored in."""
-        return FP32 if kind in (Kind.P32, Kind.M, Kind.V, Kind.ACC) else self.program.precision
+        return FP32 if kind in (Kind.P32, Kind.M, Kind.V, Kind.ACC, Kind.RGRAD) else self.program.precision
 
     def key(self, leg: Leg, slot: int) -> SlotKey:
         """A slot of a leg's segment among all slots."""

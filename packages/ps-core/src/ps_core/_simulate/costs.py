@@ -122,7 +122,7 @@ class Costs:
         self._step = 24 + accumulated + (0 if fp32 else 2)
         self._hops_s = ring_s(ranks, ranks_per_node)
         self._norm = accumulated
-        self._accumulate = gradient + 4
+        self._accumulate = program.local_gradient_bytes + 4
 
     def _around_products(self, trace: Trace) -> Iterator[float]:
         """Where the CPU plays: what each moment takes for its tensors, beside the work on activations."""
