@@ -55,6 +55,7 @@ class Pending:
 class Session:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
+        self.received_bytes = 0
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         return self._meeting.exchange(self._rank, what, mine)
@@ -63,6 +64,7 @@ class Session:
         assert (self._rank in takers) == (into is not None)
         rows = self._meeting.exchange(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
         if into is not None:
+            self.received_bytes += (len(rows) - 1) * shard.nbytes
             with torch.inference_mode():  # a transport writes whatever it is given
                 into.copy_(torch.cat(rows))
 
@@ -81,6 +83,8 @@ class Session:
         mine = None if source is None else source.clone()
         rows = self._meeting.exchange(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
         numel = into.numel()
+        others = sum(row is not None for rank, row in enumerate(rows) if rank != self._rank)
+        self.received_bytes += others * numel * kind.itemsize
         parts = [row[self._rank * numel : (self._rank + 1) * numel].float() for row in rows if row is not None]
         total = parts[0]
         for part in parts[1:]:
@@ -104,6 +108,11 @@ class Together:
         self.gate.set()
         self._thread = ThreadPoolExecutor(1)
         self._session = Session(meeting, rank)
+
+    @property
+    def received_bytes(self) -> int:
+        """Of gathers and sums."""
+        return self._session.received_bytes
 
     def start(self, job: Any) -> Pending:
         step = job.args[0]

@@ -176,6 +176,11 @@ def plan_with(
     return _checked(program, plan, machine, setup, placement)
 
 
+def adopted(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, setup: Setup) -> Planned:
+    """A plan that another process found, verified here for the same trace."""
+    return _checked(_program(trace, layout, setup), plan, machine, setup, None)
+
+
 def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup) -> Planned:
     """The same layout and placement under another eviction policy, to compare."""
     if planned.placement is None:

@@ -39,6 +39,7 @@ from ps_core.engine._parameters.placement import copy_in_values, reserve_homes
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
@@ -197,6 +198,18 @@ class _Wishes:
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Return the scheduler that chooses the driver of each pass."""
         if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
+            if getattr(self.collectives, "follows_plans", False) and self.collectives is not None and self.training:
+                return RanksScheduler(
+                    engine,
+                    model_name=type(self.model).__name__,
+                    precision=self.mode,
+                    accumulate=self.accumulation_steps,
+                    training=self.training,
+                    options=self.options,
+                    cast=self.cast,
+                    together=self.collectives,
+                    demand=parts.demand,
+                )
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)
         return PlanScheduler(
             engine,

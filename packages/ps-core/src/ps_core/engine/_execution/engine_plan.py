@@ -31,13 +31,13 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
             tensors=tuple(place[record] for record in group.tensors),
             offsets=tuple(record.offset for record in group.tensors),
             numel=group.numel,
-            shard_numel=group.chunk_numel,
+            shard_numel=group.shard_numel,
             trainable=group.trainable,
         )
         for number, group in enumerate(order)
     )
     number_of = {group: number for number, group in enumerate(order)}
-    layout = Layout(ranks=1, groups=rows, group_of=tuple(number_of[record.group] for record in records))
+    layout = Layout(ranks=groups[0].ranks, groups=rows, group_of=tuple(number_of[record.group] for record in records))
     return layout, order
 
 
@@ -124,6 +124,12 @@ class EnginePlan:
     def stepped(self) -> set[ParamGroup]:
         """Groups that the plan's step steps."""
         return {self.order[index] for index in self.program.stepped}
+
+    @cached_property
+    def learning(self) -> dict[ParamGroup, list[ParamState]]:
+        """Map groups to the parameters that got gradients in the planned pass."""
+        found = {index for moment in self.moments for index in moment.grads}
+        return {group: [record for record in group.tensors if record.index in found] for group in self.order}
 
     @cached_property
     def step_kinds(self) -> dict[int, tuple[Kind, ...]]:

@@ -41,6 +41,9 @@ from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 
+UNVERSIONED = (Kind.GRAD, Kind.RGRAD)
+"""Kinds that no chunk keeps: gradients on their way."""
+
 
 class Diverged(Exception):
     """A pass does other than the plan; the message says how."""
@@ -94,6 +97,15 @@ class InstructionExecutor:
             return []  # releasing only takes note, and all else is about the compute tier
         slots = self._slots[instr.op.source], self._slots[instr.op.target]
         return [slot.work for slot in slots if slot.work is not None]
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Return True if instructions of the segment end on another thread, with the other ranks."""
+        return False
+
+    def is_blocked(self, instr: Instr) -> bool:
+        """Return True if an instruction would have to wait for other ranks now."""
+        return False
 
     def carry_out(self, instr: Instr) -> None:
         """Do what an instruction other than a moment says."""
@@ -174,28 +186,34 @@ class InstructionExecutor:
 
     def _release(self, instr: Instr, op: Release) -> None:
         slot = self._slots[op.slot]
+        self._give_up(slot)
+        self._store.release(slot, instr.queue)
+        del self._slots[op.slot]
+
+    def _give_up(self, slot: Slot) -> None:
+        """Give up the copy that a slot holds; `Diverged` if it is still needed."""
         extent = slot.extent
-        if extent is not None and extent.kind is not Kind.GRAD:
+        if extent is not None and extent.kind not in UNVERSIONED:
             group = self._residency.groups[extent.index]
             chunk = group.chunks.get(extent.kind)
             if chunk is not None:
                 self._drop_copy(group, chunk, slot)
-        self._store.release(slot, instr.queue)
-        del self._slots[op.slot]
 
     def _drop_copy(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
         """Give up a slot's copy of a chunk; `Diverged` if it is the only current one, or has live aliases."""
         dead = self._is_dead(group, chunk)
         if not dead and slot.version == chunk.version and not chunk.has_current_besides(slot):
             raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be released")
-        if slot.tier == 0 and chunk.extent.kind is group.weight:
+        if slot.tier == 0 and chunk is group.weight_chunk:
             self._vacate(group, slot)
             self._counters.evicted()
         if chunk.copies.get(slot.tier) is slot:
             chunk.drop_copy(slot.tier, needed=not dead)
 
     def _is_dead(self, group: ParamGroup, chunk: Chunk) -> bool:
-        """Return True for sums that hold no gradient: nothing is lost with them."""
+        """Return True for sums without a gradient, and for a gathered copy: nothing is lost with them."""
+        if chunk.gathered:
+            return True
         if chunk.extent.kind is not Kind.ACC:
             return False
         return not any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors)
@@ -208,16 +226,16 @@ class InstructionExecutor:
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
         group, kind = self._plan.order[op.extent.index], op.extent.kind
-        if kind is not Kind.GRAD and source.version != group.chunks[kind].version:
+        if kind not in UNVERSIONED and source.version != group.chunks[kind].version:
             raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
         self._store.copy(instr.queue, target, source, op.bytes)  # where that fails, the target holds nothing new
-        if kind is Kind.GRAD:
+        if kind in UNVERSIONED:
             if group in self._staged:
                 self._staged[group] = (target, self._staged[group][1])
         else:
             group.chunks[kind].fill_copy(target)  # where another copy is registered, it is in use; see `begin`
         self._residency.transfers.watcher.moved(source.tier, target.tier, op.bytes)
-        if target.tier == 0 and self._segment.moments:
+        if target.tier == 0 and self._segment.moments and not group.gathered:
             self._counters.fetched(early=instr.visit > self.moment)
 
     def _shift(self, instr: Instr, op: Shift) -> None:
@@ -237,7 +255,7 @@ class InstructionExecutor:
         ):
             raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
-        flat = slot.flat(group.dtype, group.chunk_numel)
+        flat = slot.flat(torch.float32 if group.gathered else group.dtype, group.shard_numel)
         self._gradients.add_staged(group, records, flat, sums, partial(self._launch, instr.queue, (slot, sums)))
         if records and sums is not chunk.home:
             chunk.add_copy(sums)
@@ -245,7 +263,7 @@ class InstructionExecutor:
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
         overwrites = self._plan.overwrites
-        flat = slot.flat(group.dtype if overwrites else torch.float32, group.chunk_numel)
+        flat = slot.flat(group.dtype if overwrites else torch.float32, group.shard_numel)
         wanted = GradientPlace.IN_WEIGHT_SLOT if overwrites else GradientPlace.IN_ACCUMULATOR
         rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
         launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
@@ -329,7 +347,7 @@ class InstructionExecutor:
 
     def _home_of(self, slot: Slot) -> Chunk | None:
         extent = slot.extent
-        if extent is None or extent.kind is Kind.GRAD:
+        if extent is None or extent.kind in UNVERSIONED:
             return None
         return self._residency.groups[extent.index].chunks.get(extent.kind)
 

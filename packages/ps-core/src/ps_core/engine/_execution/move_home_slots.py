@@ -56,7 +56,7 @@ def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
 
 def in_place(slot: Slot, held: Held) -> bool:
     """Return True if a home slot is where the plan has it."""
-    return slot.tier == held.tier and (held.tier > 0 or slot.offset == held.offset)
+    return slot.tier == held.tier and (held.tier > 0 or slot.offset in (held.offset, -1))  # -1: there is no arena
 
 
 def _may_move(store: TierStore, chunk: Chunk, held: Held) -> bool:

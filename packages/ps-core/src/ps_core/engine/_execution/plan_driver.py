@@ -39,6 +39,7 @@ class PlanDriver:
         *,
         tracked: bool = False,
         stepping: StepInBackward | None = None,
+        executor: type[InstructionExecutor] = InstructionExecutor,
     ) -> None:
         """``stepping``: steps groups while backward goes on; None: nothing is stepped before the step segment."""
         self.tracked = tracked
@@ -46,7 +47,7 @@ class PlanDriver:
         self._segment = plan.segments[segment]
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
-        self._executor = InstructionExecutor(plan, self._segment, residency, gradients, counters)
+        self._executor = executor(plan, self._segment, residency, gradients, counters)
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
@@ -60,7 +61,8 @@ class PlanDriver:
         self._worker = None if self._store.synchronous else self._device.worker
         if not self._store.synchronous:
             residency.transfers.begin_segment()
-        waits_on_threads = self._store.file is not None or (self._worker is not None and self._uses(self._worker))
+        on_worker = self._worker is not None and self._uses(self._worker)
+        waits_on_threads = self._store.file is not None or on_worker or self._executor.waits_for_ranks
         self._order = IssueOrder(self._segment, self._would_block) if waits_on_threads else None
         """Works out what to issue as other threads get on; None: there is none, and it is known already."""
         if self._segment.moments:
@@ -179,6 +181,8 @@ class PlanDriver:
 
     def _would_block(self, instr: Instr) -> bool:
         """Return True if the host thread would have to wait for another thread before it issues an instruction."""
+        if self._executor.is_blocked(instr):
+            return True
         if isinstance(instr.op, Reserve) and instr.op.tier:
             return self._store.is_leaving
         if instr.queue in DISK_QUEUES:

@@ -19,6 +19,7 @@ from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
 from ps_core.engine._execution.small_computer import SMALL_COMPUTER, emulated_on
 from ps_core.engine._memory.reserve import with_constant_peak
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, group_too_large
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import PassRecording
 
@@ -34,6 +35,17 @@ class PlanRequest:
 
     def find(self, recording: PassRecording, batch: BatchShape, spare_bytes: int) -> EnginePlan:
         """Return the best plan for such passes, with ``spare_bytes`` left free; raise `DoesNotFit` if there is none."""
+        trace, layout, order = self.question(recording, batch, spare_bytes)
+        try:
+            planned = self._find(trace, layout)
+        except DoesNotFit as error:
+            raise self._explained(error, trace) from None
+        return EnginePlan(planned, order, recording.moments, self._prefetch, self._setup.step_in_backward)
+
+    def question(
+        self, recording: PassRecording, batch: BatchShape, spare_bytes: int
+    ) -> tuple[Trace, Layout, list[ParamGroup]]:
+        """Return the trace and layout to plan for, and the engine's groups in the layout's order."""
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
@@ -41,12 +53,7 @@ class PlanRequest:
         trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
         if not engine.store.device.overcommits:
             trace = with_constant_peak(trace, spare_bytes)
-        layout, order = lay_groups(groups, records, trace)
-        try:
-            planned = self._find(trace, layout)
-        except DoesNotFit as error:
-            raise self._explained(error, trace) from None
-        return EnginePlan(planned, order, recording.moments, self._prefetch, self._setup.step_in_backward)
+        return (trace, *lay_groups(groups, records, trace))
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.

@@ -30,7 +30,7 @@ from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.step_in_backward import IN_BACKWARD
+from ps_core.engine._optim.step_in_backward import IN_BACKWARD, StepInBackward
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
@@ -65,6 +65,7 @@ class PlanScheduler:
         self._engine = engine
         self._model_name = model_name
         self._setup = Setup(
+            ranks=1 if engine.together is None else engine.together.ranks,
             precision=precision,
             accumulate=accumulate,
             training=training,
@@ -72,7 +73,7 @@ class PlanScheduler:
             step_in_backward=options.step == IN_BACKWARD,
         )
         self._options, self._cast = options, cast
-        self._asking = PlanRequest(engine, model_name, self._setup, options)
+        self._asking = self._request(options)
         self._plan: EnginePlan | None = None
         self._planned_for = BatchShape()
         self._batch: BatchShape | None = None
@@ -101,6 +102,10 @@ class PlanScheduler:
         """Number of passes that began by a plan."""
         self._spare_bytes = 0
         """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
+
+    def _request(self, options: Options) -> PlanRequest:
+        """Return what asks for plans."""
+        return PlanRequest(self._engine, self._model_name, self._setup, options)
 
     @property
     def training(self) -> bool:
@@ -235,6 +240,13 @@ class PlanScheduler:
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
         stepping = engine.stepping if training else None
+        return self._replay(plan, segment, tracked=tracked, stepping=stepping)
+
+    def _replay(
+        self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: StepInBackward | None = None
+    ) -> PlanDriver:
+        """Return the driver of one segment."""
+        engine = self._engine
         return PlanDriver(
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )
@@ -323,7 +335,7 @@ class PlanScheduler:
         if plan is None or homes.elsewhere or not self._fits_step(plan):
             return False
         engine = self._engine
-        replay = PlanDriver(plan, SegmentName.STEP, engine.residency, engine.gradients, engine.counters)
+        replay = self._replay(plan, SegmentName.STEP)
         for group in engine.groups:
             if group.fixed_tier is None:
                 continue

@@ -251,16 +251,16 @@ class GradientStore:
             if record.factor != 1.0:
                 self.apply_factor(record)
         if len(records) == len(group.tensors) and len(set(map(_PLACE, records))) == 1:
-            self._add_run(group.tensors, flat[: group.numel], slot, launch)
+            self._add_run(group.tensors, flat[group.clip(slice(0, group.numel))], slot, launch)
             return
         for record in records:
-            self._add_run([record], flat[record.span], slot, launch)
+            self._add_run([record], flat[record.piece], slot, launch)
 
     def _add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, launch: Launch) -> None:
         """Add the gradients of neighbours to their sums; either all have sums already, or none has."""
         first, group = records[0], records[0].group
-        start = first.offset
-        target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
+        start = first.piece.start
+        target = slot.flat(torch.float32, group.shard_numel)[start : start + flat.numel()]
         begun = first.gradient is GradientPlace.IN_ACCUMULATOR
         add = partial(ps_kernels.accumulate, target, flat) if begun else partial(target.copy_, flat)
         launch(f"sum of the gradient of {first.name}", (flat, target), (target,), add)

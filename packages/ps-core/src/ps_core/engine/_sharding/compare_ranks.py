@@ -33,6 +33,10 @@ class Alike:
 
     def __init__(self, together: AsyncCollectives) -> None:
         self._together = together
+        self.wants_plan = False
+        """True: this rank recorded a pass that is to be planned; `RanksScheduler` writes it before each step."""
+        self.agreed_to_plan = False
+        """True: a rank wanted that when the last step was compared."""
         self._clear()
 
     def _clear(self) -> None:
@@ -72,7 +76,9 @@ class Alike:
         self._clear()
         digest = blake2b(repr(items).encode(), digest_size=6).digest()
         mine = float(int.from_bytes(digest, "little"))
-        if len({row[0] for row in self._together.all_values([mine], "what optimizer.step() goes by")}) == 1:
+        rows = self._together.all_values([mine, float(self.wants_plan)], "what optimizer.step() goes by")
+        self.agreed_to_plan = any(row[1] for row in rows)
+        if len({row[0] for row in rows}) == 1:
             return
         for name, value in items.items():
             self._together.agree(f"when optimizer.step() is called, {name}", value)

@@ -44,11 +44,16 @@ class ShardPromoter:
         """Left free beyond that, since the device ran out of memory."""
         self.waiting = len(self._store.tiers) > 1
         """True: a shard could still be promoted if there were room."""
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Promote nothing from now on: a plan says where shards live."""
+        self._stopped, self.waiting = True, False
 
     def promote(self) -> None:
         """Promote, between passes, what always had room, unless the last pass took more memory than before."""
         store, known = self._store, self._besides_bytes
-        if not (self.waiting or self._promoted) or self._residency.transfers.broken:
+        if self._stopped or not (self.waiting or self._promoted) or self._residency.transfers.broken:
             return
         self._besides_bytes = store.ledger.peak_besides_bytes
         room = store.tiers[0].capacity_bytes - self._besides_bytes - store.ledger.promoted_bytes - self._margin_bytes()

@@ -94,6 +94,8 @@ class ShardedDriver(OnDemandDriver):
         """True: groups stay gathered until their gradients leave; None: decided after the first pass."""
         self._bound = False
         """True: what comes next is agreed on, so no proposal may be sent."""
+        self.records_all = False
+        """True: every pass is recorded, to be planned from; `RanksScheduler` writes it."""
         self._hoists = False
         """True: gathers go ahead of sums; decided at the same time."""
 
@@ -324,7 +326,7 @@ class ShardedDriver(OnDemandDriver):
             self._shards.release_unaliased()
             if not self._keeps:
                 self._store.free_spare()
-        if backward and len(self._store.tiers) == 1:
+        if backward and len(self._store.tiers) == 1 and not self.records_all:
             self.tracked = False  # one pass has shown that it fits
         if not self._trainable:
             self._shards.promoter.promote()  # no step ever comes

@@ -10,6 +10,7 @@ the start. All this follows from which gradients came, which is the same on ever
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ import ps_kernels
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.gradient_store import GradientStore, measured, measured_spans
+from ps_core.engine._gradients.gradient_store import GradientStore, Launch, measured, measured_spans
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._memory.room import make_room
 from ps_core.engine._optim.clip_or_skip import numbers
@@ -229,6 +230,18 @@ class ShardedGradients(GradientStore):
         group = records[0].group
         self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
         self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
+
+    def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
+        """Measure this rank's part of a group's sums, which lies in ``flat``."""
+        rows = [record for record in records if record not in self._measured]
+        if rows and launch is None:
+            self._measure_pieces(rows, flat)
+        elif rows and launch is not None:
+            launch(f"norms of {rows[0].group.name}", (flat,), (), partial(self._measure_pieces, rows, flat))
+
+    def lose_weight(self, group: ParamGroup) -> None:
+        """Mark this rank's shard of the weight as overwritten by the sum that is on its way there."""
+        _lose(group)
 
     def _measure_pieces(self, records: list[ParamState], flat: torch.Tensor) -> None:
         spans = [(each.piece.start, each.piece.stop) for each in records]

@@ -36,7 +36,7 @@ class ShardedResidency(Residency):
         self, store: TierStore, groups: list[ParamGroup], watcher: TransferObserver, together: AsyncCollectives
     ) -> None:
         super().__init__(store, groups, watcher)
-        self._together = together
+        self.together = together
         self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
         self.promoter = ShardPromoter(self, groups)
@@ -243,7 +243,7 @@ class ShardedResidency(Residency):
         group, shard = self.groups[chunk.extent.index], self.shard(chunk)
         self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
         whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
-        self._together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
+        self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole
 
     def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:

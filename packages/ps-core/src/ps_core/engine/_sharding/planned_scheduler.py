@@ -1,0 +1,114 @@
+"""Choose the driver of each pass of a model that several ranks share, and make the plan that all of them follow.
+
+A first pass is served on demand and recorded. As its step begins, the ranks tell each other what they recorded, plan,
+and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. Whether a rank has a new
+recording is told along with what every step is compared by, so it takes no message of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_core._errors import DoesNotFit
+from ps_core._options import Options
+from ps_core._program import Precision, SegmentName
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._execution.plan_driver import PlanDriver
+from ps_core.engine._execution.plan_request import PlanRequest
+from ps_core.engine._execution.plan_scheduler import PlanScheduler
+from ps_core.engine._execution.protocols import PassDriver
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._optim.step_in_backward import StepInBackward
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts, recording_to_text
+from ps_core.engine._sharding.planned_collectives import RanksExecutor
+from ps_core.engine._sharding.sharded_driver import ShardedDriver
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._support.log import log_line
+
+
+class RanksScheduler(PlanScheduler):
+    """Plans for one rank's engine together with the other ranks, and chooses the driver of its passes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str,
+        precision: Precision,
+        accumulate: int,
+        training: bool,
+        options: Options,
+        cast: torch.dtype | None,
+        together: AsyncCollectives,
+        demand: ShardedDriver,
+    ) -> None:
+        self._together, self._demand = together, demand
+        super().__init__(
+            engine,
+            model_name=model_name,
+            precision=precision,
+            accumulate=accumulate,
+            training=training,
+            options=options,
+            cast=cast,
+        )
+        self._tried = True  # the first pass runs on demand
+        assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
+        assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
+        self._shards, self._alike = engine.residency, engine.gradients.alike
+        self._shards.promoter.stop()
+        demand.records_all = True
+
+    def _request(self, options: Options) -> PlanRequest:
+        return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
+
+    def _replay(
+        self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: StepInBackward | None = None
+    ) -> PlanDriver:
+        engine = self._engine
+        return PlanDriver(
+            plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, executor=RanksExecutor
+        )
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at the batch that the root module is called with."""
+        self._shards.note_forward(trains=torch.is_grad_enabled())
+        self._batch = self._batch_of(args, kwargs)
+
+    def driver_for_pass(self, training: bool) -> PassDriver:
+        """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
+        self._demand.begin_pass(training=training)
+        return super().driver_for_pass(training)
+
+    def maybe_replan(self) -> None:
+        """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
+        self._before_step = self._engine.passes.gradient_passes
+        self._alike.wants_plan = self._found is not None
+
+    def step(self, settings_of: SettingsOf, factor: float) -> bool:
+        """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
+        if self._alike.agreed_to_plan:
+            self._plan_together()
+        return super().step(settings_of, factor)
+
+    def _plan_together(self) -> None:
+        mine = self._found or self._source
+        self._found = None
+        text = "" if mine is None else recording_to_text(*mine, self._engine)
+        texts = exchange_texts(self._together, text, "the recorded pass")
+        assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
+        combined = self._asking.combine(texts) if all(texts) else None
+        if combined is None:
+            return
+        try:
+            if self._adopt(*combined) and self._recorded:
+                self._engine.counters.replanned()
+            self._recorded = True
+        except DoesNotFit as error:
+            log_line(f"{self._model_name}: no plan for all ranks ({error}); passes run on demand")
