@@ -102,13 +102,18 @@ def train(each: Together, case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     "case",
     [
         Case("cpu"),
         Case("cpu", "fp32"),
-        *(Case("emulated", precision, room) for precision in ("bf16", "fp32") for room in (60, 100, 200)),
+        *(
+            Case("emulated", precision, room, accumulate)
+            for precision, rooms in (("bf16", (36, 60, 200)), ("fp32", (45, 100)))
+            for room in rooms
+            for accumulate in (1, 3)
+        ),
     ],
 )
 def test_ranks_that_follow_one_plan_give_the_bits_of_one_process(ranks: int, case: Case) -> None:
