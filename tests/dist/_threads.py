@@ -24,6 +24,8 @@ class Meeting:
         self.ranks = ranks
         self._barrier = Barrier(ranks, timeout=_PATIENCE_S)
         self._table: list[Any] = [None] * ranks
+        self.servers: dict[int, Callable[[int], Tensor]] = {}
+        """By rank: what answers questions for shards."""
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
 
@@ -101,6 +103,8 @@ class Together:
         self.copy = 0
         self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
+        self.asked = 0
+        """Questions for shards."""
         self.began: list[str] = []
         """What this rank began, and whatever else is noted, in order."""
         self.gate = Event()
@@ -124,6 +128,13 @@ class Together:
     def _pass_gate(self, job: Any) -> None:
         assert self.gate.wait(_PATIENCE_S)
         job(self._session)
+
+    def serve(self, answer: Callable[[int], Tensor]) -> None:
+        self.meeting.servers[self.rank] = answer
+
+    def ask(self, group: int) -> list[Tensor]:
+        self.asked += 1
+        return [self.meeting.servers[rank](group) for rank in range(self.ranks)]
 
     def note(self, what: str) -> None:
         self.began.append(what)

@@ -27,6 +27,10 @@ class ResidentDriver:
         """Return False: gradients go where they go by themselves."""
         return False
 
+    def free_optional_bytes(self, needed_bytes: int) -> int:
+        """Return 0: everything stays."""
+        return 0
+
     def finish(self) -> None:
         """Do nothing: everything stays."""
 

@@ -240,10 +240,11 @@ class PassTracker:
         self._counters.diverged(str(why))
         with torch.no_grad():
             try:
-                replay.abandon()
+                self.driver = replay.abandon() or self.demand
                 self.scheduler.plan_abandoned()
             finally:
-                self.demand.adopt(self._groups)
+                if self.driver is self.demand:
+                    self.demand.adopt(self._groups)
                 self.counting = True
                 self.nonmodel.start()
 
@@ -276,7 +277,7 @@ class PassTracker:
         """Measure what a moment took of the compute tier. Where that is too much, leave the plan, or raise."""
         needed = self._measure_nonmodel(moment)
         over = needed - self._store.tiers[0].capacity_bytes
-        if strict and over > 0 and self.demand.free_optional_bytes(over) < over:
+        if strict and over > 0 and self.driver.free_optional_bytes(over) < over:
             if not isinstance(self.driver, PlanDriver):
                 raise self._too_large(moment, needed)
             if self.recording is not None:

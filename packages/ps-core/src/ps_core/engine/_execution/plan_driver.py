@@ -7,6 +7,7 @@ in `_execution.instruction_executor`, and there is the note on what happens when
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
+from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
@@ -39,7 +41,6 @@ class PlanDriver:
         *,
         tracked: bool = False,
         stepping: StepInBackward | None = None,
-        executor: type[InstructionExecutor] = InstructionExecutor,
     ) -> None:
         """``stepping``: steps groups while backward goes on; None: nothing is stepped before the step segment."""
         self.tracked = tracked
@@ -47,7 +48,7 @@ class PlanDriver:
         self._segment = plan.segments[segment]
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
-        self._executor = executor(plan, self._segment, residency, gradients, counters)
+        self._executor = self._make_executor(plan, self._segment, residency, gradients, counters)
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
@@ -67,6 +68,10 @@ class PlanDriver:
         """Works out what to issue as other threads get on; None: there is none, and it is known already."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
+
+    def _make_executor(self, *parts: Any) -> InstructionExecutor:
+        """Return what carries out the segment's instructions; any: see `InstructionExecutor`."""
+        return InstructionExecutor(*parts)
 
     def _uses(self, worker: Worker) -> bool:
         """True if a worker's thread has work to do in the segment, or still has some of the segments before."""
@@ -120,10 +125,18 @@ class PlanDriver:
             self.abandon()
             raise
 
-    def abandon(self) -> None:
-        """Finish what was issued, keep copies that on-demand passes can use, and release the plan's own slots."""
+    def free_optional_bytes(self, needed_bytes: int) -> int:
+        """Return 0: what the plan has on the compute tier is needed."""
+        return 0
+
+    def abandon(self) -> PassDriver | None:
+        """Finish what was issued, keep copies that on-demand passes can use, and release the plan's own slots.
+
+        Return what drives the rest of the pass; None: the on-demand driver.
+        """
         self._device.synchronize()
         self._executor.abandon()
+        return None
 
     # Issuing.
 

@@ -25,6 +25,9 @@ class PassDriver(Protocol):
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the driver has room for it; False: it has none."""
 
+    def free_optional_bytes(self, needed_bytes: int) -> int:
+        """Free so many bytes of the compute tier that no moment needs; return how many were freed."""
+
     def finish(self) -> None:
         """End the pass."""
 

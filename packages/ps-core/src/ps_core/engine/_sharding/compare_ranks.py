@@ -60,9 +60,17 @@ class Alike:
             self._together.agree(f"what was done between passes, first: {first}", text)
 
     def compare_step(
-        self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
-    ) -> None:
-        """Raise `RanksDiverged` unless all ranks noted the same, and step by the same numbers."""
+        self,
+        records: Sequence[ParamState],
+        settings_of: SettingsOf,
+        max_norm: float | None,
+        loss_scale: float,
+        told: Sequence[float] = (),
+    ) -> list[list[float]]:
+        """Raise `RanksDiverged` unless all ranks noted the same, and step by the same numbers.
+
+        Return what every rank ``told`` besides, which may differ.
+        """
         settings = [settings_of(record) for record in records]
         items = {
             **{each.name: _runs(getattr(one, each.name) for one in settings) for each in fields(Settings)},
@@ -76,10 +84,10 @@ class Alike:
         self._clear()
         digest = blake2b(repr(items).encode(), digest_size=6).digest()
         mine = float(int.from_bytes(digest, "little"))
-        rows = self._together.all_values([mine, float(self.wants_plan)], "what optimizer.step() goes by")
+        rows = self._together.all_values([mine, float(self.wants_plan), *told], "what optimizer.step() goes by")
         self.agreed_to_plan = any(row[1] for row in rows)
         if len({row[0] for row in rows}) == 1:
-            return
+            return [row[2:] for row in rows]
         for name, value in items.items():
             self._together.agree(f"when optimizer.step() is called, {name}", value)
         raise RanksDiverged("what optimizer.step() goes by must be the same on all ranks")

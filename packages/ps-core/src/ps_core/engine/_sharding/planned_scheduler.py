@@ -17,15 +17,15 @@ from ps_core._options import Options
 from ps_core._program import Precision, SegmentName
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
+from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts, recording_to_text
-from ps_core.engine._sharding.planned_collectives import RanksExecutor
+from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
@@ -61,7 +61,8 @@ class RanksScheduler(PlanScheduler):
         self._tried = True  # the first pass runs on demand
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
-        self._shards, self._alike = engine.residency, engine.gradients.alike
+        self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
+        together.serve(self._shards.answer)
         self._shards.promoter.stop()
         demand.records_all = True
 
@@ -70,11 +71,8 @@ class RanksScheduler(PlanScheduler):
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: StepInBackward | None = None
-    ) -> PlanDriver:
-        engine = self._engine
-        return PlanDriver(
-            plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, executor=RanksExecutor
-        )
+    ) -> RanksPlanDriver:
+        return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the batch that the root module is called with."""
@@ -82,9 +80,32 @@ class RanksScheduler(PlanScheduler):
         self._batch = self._batch_of(args, kwargs)
 
     def driver_for_pass(self, training: bool) -> PassDriver:
-        """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
+        """Choose the plan's driver where the plan serves the pass, else one that follows the plan's collectives.
+
+        Whether a pass goes by the plan is decided by what is the same on all ranks.
+        """
         self._demand.begin_pass(training=training)
-        return super().driver_for_pass(training)
+        plan, batch = self._plan, self._batch
+        self._served, self._batch = batch, None
+        if plan is None or batch is None or self._has_gradients_over_weights():
+            return self._demand
+        if training and self._sums.passes and not self._engine.has_gradients():
+            self._sums.end_step()  # what there was, was forgotten
+        micro = plan.micro_segments
+        segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
+        self._sums.passes += training
+        replay = self._replay(plan, segment, tracked=training and self._is_watched())
+        why = "" if self._planned_for.covers(batch) else "a batch larger than the plan's"
+        if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
+            why = "memory that home slots have to be moved to has live aliases"
+        if not why:
+            return replay
+        self._engine.counters.diverged(why)
+        return replay.abandon()
+
+    def _has_gradients_over_weights(self) -> bool:
+        """Return True if a weight's shard is overwritten; the same on all ranks."""
+        return any(record.contents is not SlotContents.WEIGHT for record in self._engine.records)
 
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""

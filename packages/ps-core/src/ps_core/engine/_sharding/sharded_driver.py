@@ -36,8 +36,9 @@ from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.headroom import GatherHeadroom
 from ps_core.engine._sharding.in_flight import GatherWatcher, InFlightCollectives
 from ps_core.engine._sharding.negotiation import Negotiator
-from ps_core.engine._sharding.sharded_gradients import ShardedGradients, ShardedStepper
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.sharded_step import ShardedStepper
 
 _TRAINING, _LATE = 1, 2
 """Kinds of passes: bits. A late one begins with backward, for a graph that an earlier pass left."""
@@ -277,7 +278,7 @@ class ShardedDriver(OnDemandDriver):
         else:
             target.copy_(gradient)
         staged.records[record] = None
-        self._sums.expect(record)
+        self._sums.give(record)
         self._order.stage(record)
         if len(staged.records) == len(group.tensors) or self._is_usual(group, staged):
             self._order.complete(group)

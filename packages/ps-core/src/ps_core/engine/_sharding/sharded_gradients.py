@@ -9,7 +9,7 @@ the start. All this follows from which gradients came, which is the same on ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,10 +20,7 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import GradientStore, Launch, measured, measured_spans
 from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._memory.room import make_room
 from ps_core.engine._optim.clip_or_skip import numbers
-from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
@@ -45,6 +42,12 @@ class ShardedGradients(GradientStore):
         self._over_weights = overwrites
         self._measured: dict[ParamState, torch.Tensor] = {}
         """This rank's part of the norm, where it was measured when the sum arrived."""
+        self.given = 0
+        """Parameters, as bits, for which this rank had a gradient since the last step."""
+        self.left_over: dict[tuple[int, ParamState], torch.Tensor] = {}
+        """Gradients that no sum over ranks has taken yet, by the pass since the last step."""
+        self.passes = 0
+        """Training passes by a plan since the last step; the same number on every rank."""
 
     def expect(self, record: ParamState) -> None:
         """Expect the sum over ranks of a parameter's gradient, to which this rank may have nothing to add."""
@@ -53,8 +56,27 @@ class ShardedGradients(GradientStore):
         if record.gradient is GradientPlace.NONE:
             record.expect_sum()
 
+    def give(self, record: ParamState) -> None:
+        """Note that this rank has a gradient for a sum over ranks that is to come."""
+        self.given |= 1 << record.index
+        self.expect(record)
+
+    def keep_left_over(self, record: ParamState, gradient: torch.Tensor) -> None:
+        """Keep a gradient, for which the plan has no sum, until the step."""
+        self.given |= 1 << record.index
+        self.left_over[self.passes, record] = gradient.clone()
+
+    def end_step(self) -> None:
+        """Note that a step is over."""
+        self.given, self.passes = 0, 0
+        self.left_over.clear()
+
     def discard(self, records: list[ParamState]) -> None:
         """Forget gradients as one process does; the other ranks must forget the same."""
+        for record in records:
+            self.given &= ~(1 << record.index)
+        if not self.given or len(records) > 1:
+            self.left_over.clear()
         if records:
             names = ", ".join(record.name for record in records)
             self.alike.note(f"{len(records)} gradients were forgotten", names)
@@ -252,70 +274,3 @@ def _lose(group: ParamGroup) -> None:
     """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""
     for record in group.tensors:
         record.mark_slot_taken()
-
-
-class ShardedStepper(OnDemandStepper):
-    """Steps this rank's shards."""
-
-    def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, groups: list[ParamGroup]) -> None:
-        super().__init__(residency, gradients, groups)
-        self._shards, self._alike = residency, gradients.alike
-
-    def compare(self) -> None:
-        """Raise `RanksDiverged` unless all ranks did the same between passes."""
-        self._alike.compare()
-
-    def compare_step(
-        self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
-    ) -> None:
-        """Raise `RanksDiverged` unless all ranks are about to do the same step."""
-        self._alike.compare_step(records, settings_of, max_norm, loss_scale)
-
-    def weight(self, record: ParamState) -> torch.Tensor:
-        """Compare ranks, then copy the parameter as one process does."""
-        self.compare()
-        return super().weight(record)
-
-    def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """Compare ranks, then read as one process does."""
-        self.compare()
-        return self.read_while_loading(record, kind)
-
-    def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Write as one process does; the other ranks must write the same."""
-        of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
-        self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
-        super().write(record, kind, value)
-
-    def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
-        """Step one group's shard on the tier of its master, after other shards were demoted to make room."""
-
-        def fits() -> bool:
-            if self._store.work_tier(group.chunks[Kind.P32].home.tier):
-                return True  # the step is done below
-            kinds = {kind: chunk for kind, chunk in group.chunks.items() if kind is not Kind.FULL}
-            return self._store.fits_slots([chunk.bytes for chunk in kinds.values() if chunk.home.tier])
-
-        make_room(fits, lambda: self._shards.promoter.demote(1))
-        super().step_one(group, settings_of, factor)
-
-    def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
-        chunk = group.chunks[kind]
-        below = chunk.copies.get(tier)
-        if below is None or chunk.home.tier == tier:
-            return super()._on(group, kind, tier)
-        if kind is group.weight and all(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
-            return below  # all of it is written
-        return self._residency.transfers.copy_to(chunk, below)
-
-    def _put_back(self, chunk: Chunk, slot: Slot) -> None:
-        if slot.tier == low_tier(chunk) != chunk.home.tier:  # the place that it keeps below
-            self._residency.transfers.write_home(chunk)
-        else:
-            super()._put_back(chunk, slot)
-
-    def free_sums(self) -> None:
-        """Release sums after a step, and promote shards into the room."""
-        super().free_sums()
-        self._shards.forget()
-        self._shards.promoter.promote()

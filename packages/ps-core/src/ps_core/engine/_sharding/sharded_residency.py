@@ -138,6 +138,22 @@ class ShardedResidency(Residency):
             self.release_unaliased()
         return True
 
+    def answer(self, index: int) -> torch.Tensor:
+        """Return this rank's shard of a group's weight for a rank that asked; called by another thread.
+
+        That rank is in a pass, so no rank steps or moves masters meanwhile. The weight's own shard may be overwritten
+        by a sum; the master rounds to the same.
+        """
+        group = self.groups[index]
+        kind = Kind.P32 if group.trainable else group.weight
+        home = group.chunks[kind].home
+        return home.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype)
+
+    def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
+        """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
+        for rank, shard in enumerate(self.together.ask(group.index)):
+            whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard)
+
     def release_unaliased(self) -> None:
         """Release gathered copies that have no live aliases any more."""
         held, self._held = self._held, []

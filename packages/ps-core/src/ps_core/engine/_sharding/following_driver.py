@@ -1,0 +1,241 @@
+"""Serve a pass of one rank on demand, while it takes part in the collectives of the plan that the others follow.
+
+[Note: leaving a plan with several ranks]
+A rank may do other than the plan: a larger batch, other experts, memory that something still refers to. The other ranks
+neither hear of it nor wait for an agreement. The rank submits the plan's collectives in the plan's order, each as soon
+as it needs one that comes later, or has the gradients that it gives. What it gathers and does not need is dropped.
+Weights that no collective brings in time are *asked for*: every rank answers such a question from its masters, which
+do not change while any rank is in a pass, on a thread that waits for nothing. A gradient for which the plan has no sum
+stays until the step; then all ranks sum what is left over, before norms are taken.
+
+So nobody waits for ever. A rank in a collective waits for a rank that is less far in the plan. The one that is least
+far waits for nothing but answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from ps_core._errors import UnsupportedParameter
+from ps_core._plan import Queue
+from ps_core._program import WIRE_BYTES
+from ps_core._units import align_up
+from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._memory.room import has_room
+from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._sharding.planned_collectives import LeftOver
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.submitted import CollectiveQueue, Submitted
+from ps_core.engine._support.counters import Counters
+
+
+class FollowingDriver:
+    """Drives the rest of a pass; see [Note: leaving a plan with several ranks]."""
+
+    tracked = True
+
+    def __init__(
+        self,
+        left: LeftOver,
+        learning: dict[ParamGroup, list[ParamState]],
+        residency: ShardedResidency,
+        gradients: ShardedGradients,
+        counters: Counters,
+    ) -> None:
+        """``learning``: by group, the parameters whose gradients the plan sums."""
+        self._collectives, self._staged = deque(left.collectives), left.staged
+        self._learning = learning
+        self._shards, self._sums, self._counters = residency, gradients, counters
+        self._store = residency.store
+        self._queue = CollectiveQueue(residency)
+        self._fetched: dict[ParamGroup, None] = {}
+        """Groups with a gathered copy, least recently used first."""
+        self._needed: set[ParamGroup] = set()
+        """Groups that the moment reads."""
+
+    def adopt(self, groups: list[ParamGroup]) -> None:
+        """Take over the gathered copies that the plan left."""
+        self._fetched = {group: None for group in groups if 0 in group.weight_chunk.copies}
+
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
+        """Gather the groups that the moment reads."""
+        groups = list(dict.fromkeys(record.group for record in reads))
+        self._needed = set(groups)
+        self._shards.release_unaliased()
+        for group in groups:
+            if group.weight_chunk.newest(0) is None:
+                self._bring(group)
+            self._fetched.pop(group, None)
+            self._fetched[group] = None
+            slot = group.weight_chunk.newest(0)
+            assert slot is not None, "it was gathered"
+            self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
+
+    def _bring(self, group: ParamGroup) -> None:
+        """Gather a group as the plan does, if its gather can be reached; else ask the other ranks for it."""
+        for place, (is_sum, other) in enumerate(self._collectives):
+            if is_sum and not self._is_final(other):
+                break
+            if not is_sum and other is group:
+                for _ in range(place + 1):
+                    self._run_next()
+                break
+        self._counters.fetched(early=False)
+        if group.weight_chunk.newest(0) is None:
+            slot, whole, _ = self._buffer(group)
+            self._shards.ask_for(group, whole)
+            self._shards.end_gather(group, slot)
+
+    def _run_next(self) -> None:
+        is_sum, group = self._collectives.popleft()
+        if is_sum:
+            self._sum(group)
+        else:
+            self._gather(group)
+
+    # Gathers.
+
+    def _gather(self, group: ParamGroup) -> None:
+        own, lent = self._shards.shard_for_peers(group, changing=False)
+        if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
+            slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
+            self._end(self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)))
+            self._shards.return_slot(slot)
+        else:
+            slot, whole, _ = self._buffer(group)
+            self._end(self._queue.gather(group, own, whole))
+            self._shards.end_gather(group, slot)
+            self._fetched[group] = None
+        if lent is not None:
+            self._shards.return_slot(lent)
+
+    def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
+        self._make_room(group.weight_chunk.bytes, f"gather {group.name}")
+        return self._shards.begin_gather(group)
+
+    # Gradients.
+
+    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
+        """Put a gradient beside those of its group; sum them over ranks once the plan comes to that."""
+        if gradient.layout is not torch.strided:
+            raise UnsupportedParameter(
+                f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
+            )
+        group = record.group
+        if group not in self._staged:
+            self._staged[group] = self._take(group.weight_chunk.bytes, f"gradients of {group.name}"), []
+        slot, records = self._staged[group]
+        target = record.shaped(slot.flat(group.dtype, group.chunk_numel))
+        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        if record in records:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            records.append(record)
+        if record in self._learning.get(group, ()):
+            self._sums.give(record)
+        while self._collectives and self._may_run():
+            self._run_next()
+        return True
+
+    def _may_run(self) -> bool:
+        """Return True if a sum may be taken now, or comes right behind gathers, so that the others need not wait."""
+        for is_sum, group in self._collectives:
+            if is_sum:
+                return self._is_final(group)
+        return False
+
+    def _is_final(self, group: ParamGroup) -> bool:
+        """Return True if all gradients are there that the plan sums."""
+        there = self._staged[group][1] if group in self._staged else []
+        return set(there) >= set(self._learning.get(group, ()))
+
+    def _sum(self, group: ParamGroup) -> None:
+        """Sum what is there of a group's gradients; without any, this rank gives nothing."""
+        what, shard_numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
+        slot, records = self._staged.pop(group, None) or (self._take(group.weight_chunk.bytes, what), [])
+        whole = slot.flat(group.dtype, group.chunk_numel)
+        planned = self._learning[group]
+        others = [record for record in records if record not in planned]
+        self._queue.give_nothing(group, records, whole)
+        self._keep(group, others, whole)
+        scratch_bytes = min(self._shards.ordering.scratch_bytes(shard_numel, group.dtype), WIRE_BYTES)
+        scratch = self._take(scratch_bytes, what)
+        for record in planned:
+            self._sums.expect(record)
+        direct = self._sums.direct_target(group)
+        target = direct or self._take(shard_numel * kind.itemsize, what)
+        self._end(self._queue.sum(group, target.flat(kind, shard_numel), whole, scratch.memory))
+        self._sums.accept_sum(group, planned, target)
+        for each in (slot, scratch, *(() if direct else (target,))):
+            self._shards.return_slot(each)
+
+    def _keep(self, group: ParamGroup, records: list[ParamState], whole: torch.Tensor) -> None:
+        """Keep gradients that the plan does not sum until the step, and give nothing for them."""
+        for record in records:
+            self._sums.keep_left_over(record, whole[record.span])
+            whole[record.span].fill_(-0.0)
+
+    # The end.
+
+    def free_optional_bytes(self, needed_bytes: int) -> int:
+        """Drop gathered groups that the moment does not read, until so many bytes are free."""
+        before = self._store.ledger.used_bytes[0]
+        for group in self._droppable():
+            if before - self._store.ledger.used_bytes[0] < needed_bytes:
+                self._drop(group)
+        self._store.free_spare()
+        return before - self._store.ledger.used_bytes[0]
+
+    def finish(self) -> None:
+        """Take part in the rest of the plan's collectives; then drop what was gathered."""
+        self._needed.clear()
+        while self._collectives:
+            self._run_next()
+        for group, (slot, records) in self._staged.items():
+            self._keep(group, records, slot.flat(group.dtype, group.chunk_numel))
+            self._shards.return_slot(slot)
+        self._staged.clear()
+        for group in list(self._fetched):
+            self._drop(group)
+        self._shards.note_end()
+        self._shards.release_unaliased()
+
+    # Memory.
+
+    def _end(self, each: Submitted) -> None:
+        self._queue.end(each)
+
+    def _take(self, size: int, name: str) -> Slot:
+        size = max(align_up(size), 128)
+        self._make_room(size, name)
+        return self._shards.take_slot(size)
+
+    def _make_room(self, size: int, name: str) -> None:
+        """Make room for a slot by dropping gathered groups, the least recently used first."""
+        for group in self._droppable():
+            if self._fits(size):
+                return
+            self._drop(group)
+        if not self._fits(size):
+            store = self._store
+            total = store.ledger.used_bytes[0] + size + store.ledger.nonmodel_bytes
+            groups, nonmodel = self._shards.groups, store.ledger.nonmodel_bytes
+            raise compute_tier_too_small(store, groups, name, total, nonmodel, proven=True)
+
+    def _droppable(self) -> Iterable[ParamGroup]:
+        return [group for group in self._fetched if group not in self._needed]
+
+    def _fits(self, size: int) -> bool:
+        store = self._store
+        return store.spare.has(size) or has_room(store, [size], nonmodel_bytes=store.ledger.nonmodel_bytes)
+
+    def _drop(self, group: ParamGroup) -> None:
+        self._shards.evict(group)
+        self._fetched.pop(group, None)
+        group.forget_moment()

@@ -1,0 +1,91 @@
+"""Sum over ranks, before a step, the gradients that the plan's sums did not take; forget those that no rank gave.
+
+A rank that did other than the plan may have gradients for which the plan has no sum. And a sum of the plan may be of
+nothing, where no rank had a gradient: one process would not step such a parameter. Each rank tells with what every step
+is compared by whether it has any left over, and which gradients it gave. Only where a rank has any, more is exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+
+from ps_core._program import WIRE_BYTES
+from ps_core._units import align_up
+from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace
+from ps_core.engine._sharding.plan_agreement import exchange_texts
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.submitted import CollectiveQueue
+
+_BITS = 48
+"""Bits that one number of a message holds exactly."""
+
+
+class LeftOverSums:
+    """What the ranks tell each other before a step besides what it goes by."""
+
+    def __init__(self, residency: ShardedResidency, gradients: ShardedGradients) -> None:
+        self._shards, self._sums = residency, gradients
+        self._queue = CollectiveQueue(residency)
+
+    def before_step(
+        self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
+    ) -> None:
+        """Raise `RanksDiverged` unless all ranks take the same step; then complete the gradients for it."""
+        sums = self._sums
+        mask = [float(sums.given >> start & (1 << _BITS) - 1) for start in range(0, len(records), _BITS)]
+        told = [float(bool(sums.left_over)), *mask]
+        rows = sums.alike.compare_step(records, settings_of, max_norm, loss_scale, told)
+        given = 0
+        for row in rows:
+            for place, bits in enumerate(row[1:]):
+                given |= int(bits) << place * _BITS
+        if any(row[0] for row in rows):
+            self._sum_left_over(records)
+        self._forget_what_nobody_gave(records, given)
+
+    def end_step(self) -> None:
+        """Note that the step is over."""
+        self._sums.end_step()
+
+    def _sum_left_over(self, records: Sequence[ParamState]) -> None:
+        mine = [(number, record.index) for number, record in self._sums.left_over]
+        texts = exchange_texts(self._shards.together, json.dumps(mine), "gradients that the plan does not sum")
+        of = {record.index: record for record in records}
+        keys = sorted({(number, of[index].group.index, index) for text in texts for number, index in json.loads(text)})
+        for (number, group), rows in groupby(keys, key=lambda key: key[:2]):
+            self._sum(number, group, [of[index] for _, _, index in rows])
+        self._sums.left_over.clear()
+
+    def _sum(self, number: int, index: int, records: list[ParamState]) -> None:
+        """Sum what a pass left over of one group."""
+        shards, sums, group = self._shards, self._sums, self._shards.groups[index]
+        kind, numel = sums.dtype(group), group.shard_numel
+        slot = shards.take_slot(align_up(group.weight_chunk.bytes))
+        whole = slot.flat(group.dtype, group.chunk_numel)
+        mine = {record: sums.left_over[number, record] for record in records if (number, record) in sums.left_over}
+        self._queue.give_nothing(group, mine, whole)
+        for record, gradient in mine.items():
+            whole[record.span].copy_(gradient)
+        scratch_bytes = min(shards.ordering.scratch_bytes(numel, group.dtype), WIRE_BYTES)
+        scratch = shards.take_slot(max(align_up(scratch_bytes), 128))
+        target = shards.take_slot(max(align_up(numel * kind.itemsize), 128))
+        for record in records:
+            sums.expect(record)
+        self._queue.end(self._queue.sum(group, target.flat(kind, numel), whole, scratch.memory))
+        sums.accept_sum(group, records, target)
+        for each in (slot, scratch, target):
+            shards.return_slot(each)
+
+    def _forget_what_nobody_gave(self, records: Sequence[ParamState], given: int) -> None:
+        """Forget sums of nothing: one process would not step these parameters."""
+        empty = [r for r in records if r.gradient is not GradientPlace.NONE and not given >> r.index & 1]
+        for record in empty:
+            record.mark_discarded()
+        for group in dict.fromkeys(record.group for record in empty):
+            if all(record.gradient is GradientPlace.NONE for record in group.tensors):
+                self._sums.restore_weights(group)
