@@ -73,6 +73,8 @@ class PassTracker:
         """Number of training passes that brought gradients, so far."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
+        self.followed = False
+        """True if the last pass left its plan, and a driver went on that takes part in the plan's collectives."""
         self.recording: PassRecording | None = None
         """The recording of the pass that is on; None between passes."""
         self.current: MomentRecord | None = None
@@ -235,16 +237,17 @@ class PassTracker:
         """Leave the plan for the rest of the pass."""
         replay, self.driver = self.driver, self.demand
         assert isinstance(replay, PlanDriver), "only plans are left"
-        if self.recording is not None:
-            self.recording.regular = False
         self._counters.diverged(str(why))
         with torch.no_grad():
             try:
                 self.driver = replay.abandon() or self.demand
                 self.scheduler.plan_abandoned()
             finally:
-                if self.driver is self.demand:
+                self.followed = self.driver is not self.demand
+                if not self.followed:
                     self.demand.adopt(self._groups)
+                    if self.recording is not None:
+                        self.recording.regular = False
                 self.counting = True
                 self.nonmodel.start()
 
@@ -315,7 +318,7 @@ class PassTracker:
             _free_broken_pass()
             self._store.ledger.note_left_over(self.nonmodel.current_bytes)
         training = backward or torch.is_grad_enabled()
-        self.recording = PassRecording(regular=not backward, training=training)
+        self.recording, self.followed = PassRecording(regular=not backward, training=training), False
         self.driver = self.demand if backward and not self._resident else self.scheduler.driver_for_pass(training)
         self.current = None
         if self._resident:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, reduce
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 from ps_core._errors import DoesNotFit
 from ps_core._layout import Layout
@@ -26,6 +26,7 @@ from ps_core._trace import Amounts, Trace
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, CollectiveSession
+from ps_core.engine._sharding.merged_moments import merged
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
@@ -43,20 +44,27 @@ def _exchange(mine: bytes, what: str, found: list[bytes], session: CollectiveSes
     found.extend(session.exchange(mine, what))
 
 
-def recording_to_text(recording: PassRecording, batch: BatchShape, engine: Engine) -> str:
-    """Write what a rank knows of its pass."""
-    constant = engine.constant_bytes
-    moments = [
-        {
-            **asdict(replace(moment, touched={}, grads={})),
-            "touched": list(moment.touched),
-            "grads": list(moment.grads),
-            "nonmodel_bytes": moment.nonmodel_bytes + constant,
-        }
-        for moment in recording.moments
-    ]
+Recorded: TypeAlias = tuple[PassRecording, BatchShape]
+
+
+def recordings_to_text(recordings: Sequence[Recorded], engine: Engine) -> str:
+    """Write what a rank knows of its passes."""
     tiers = [tier.capacity_bytes for tier in engine.store.tiers]
-    return json.dumps({"moments": moments, "shapes": batch.shapes, "tokens": batch.tokens, "tiers": tiers})
+    passes = [
+        {
+            "moments": [_row(moment, engine.constant_bytes) for moment in recording.moments],
+            "shapes": batch.shapes,
+            "tokens": batch.tokens,
+        }
+        for recording, batch in recordings
+    ]
+    return json.dumps({"passes": passes, "tiers": tiers})
+
+
+def _row(moment: MomentRecord, constant_bytes: int) -> dict[str, Any]:
+    sets = {"touched": list(moment.touched), "grads": list(moment.grads)}
+    nonmodel_bytes = moment.nonmodel_bytes + constant_bytes
+    return {**asdict(replace(moment, touched={}, grads={})), **sets, "nonmodel_bytes": nonmodel_bytes}
 
 
 class RanksPlanRequest(PlanRequest):
@@ -70,25 +78,21 @@ class RanksPlanRequest(PlanRequest):
         self._smallest: tuple[Tier, ...] = ()
         """The tiers to plan for: of each, the smallest that a rank has."""
 
-    def combine(self, texts: Sequence[str]) -> tuple[PassRecording, BatchShape] | None:
-        """Return the pass of all ranks, and a batch as large as any; None: their moments are not alike."""
+    def combine(self, texts: Sequence[str]) -> Recorded | None:
+        """Return the pass of all ranks, and a batch as large as any; None: there is none to plan for."""
         ranks = [json.loads(text) for text in texts]
-        rows = [[_moment(row) for row in each["moments"]] for each in ranks]
-        if len({tuple((moment.backward, moment.reads, moment.grad_groups) for moment in row) for row in rows}) > 1:
+        passes = [each for rank in ranks for each in rank["passes"]]
+        batches = [BatchShape(tuple(map(tuple, each["shapes"])), each["tokens"]) for each in passes]
+        if not all(rank["passes"] for rank in ranks) or len({batch.dimensions for batch in batches}) > 1:
             return None
         store = self._engine.store
         self._smallest = tuple(
-            Tier(tier.name, min(each["tiers"][place] for each in ranks)) for place, tier in enumerate(store.tiers)
+            Tier(tier.name, min(rank["tiers"][place] for rank in ranks)) for place, tier in enumerate(store.tiers)
         )
+        moments = merged([[_moment(row) for row in each["moments"]] for each in passes])
         constant = self._engine.constant_bytes  # `question` adds it
-        moments = [_together(each, constant) for each in zip(*rows, strict=True)]
-        batches = [BatchShape(tuple(map(tuple, each["shapes"])), each["tokens"]) for each in ranks]
-        if len({batch.dimensions for batch in batches}) > 1:
-            return None
-        batch = batches[0]
-        for other in batches[1:]:
-            batch = batch.joined(other)
-        return PassRecording(moments), batch
+        moments = [replace(each, nonmodel_bytes=each.nonmodel_bytes - constant) for each in moments]
+        return PassRecording(moments), reduce(BatchShape.joined, batches)
 
     def _tiers(self) -> tuple[Tier, ...]:
         return self._smallest
@@ -127,16 +131,3 @@ def _moment(row: dict[str, Any]) -> MomentRecord:
     tuples = {name: tuple(row[name]) for name in ("reads", "grad_groups", "held")}
     sets = {name: dict.fromkeys(row[name]) for name in ("touched", "grads")}
     return MomentRecord(**{**row, **tuples, **sets, "work": work})
-
-
-def _together(moments: Sequence[MomentRecord], constant_bytes: int) -> MomentRecord:
-    """Return the moment that has room for those of all ranks."""
-    first = moments[0]
-    return replace(
-        first,
-        held=tuple(dict.fromkeys(index for moment in moments for index in moment.held)),
-        touched=dict.fromkeys(index for moment in moments for index in moment.touched),
-        grads=dict.fromkeys(index for moment in moments for index in moment.grads),
-        nonmodel_bytes=max(moment.nonmodel_bytes for moment in moments) - constant_bytes,
-    )
-

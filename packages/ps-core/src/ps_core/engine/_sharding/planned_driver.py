@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from ps_core._program import SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.protocols import PassDriver
-from ps_core.engine._execution.segment_queues import SegmentQueues
+from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.planned_collectives import RanksExecutor
@@ -30,7 +33,42 @@ class RanksPlanDriver(PlanDriver):
         tracked: bool = False,
     ) -> None:
         self._plan, self._shards, self._sums = plan, shards, sums
+        self._touched: set[int] = set()
+        """Groups that this rank used in forward."""
         super().__init__(plan, segment, shards, sums, counters, tracked=tracked)
+
+    def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
+        """Begin the moment that the plan has for these, going through other ranks' moments before it."""
+        backward = torch._C._current_graph_task_id() != -1
+        groups = {record.group.index for record in reads}
+        gaining = {group.index for group in gains}
+        self._touched |= groups if not backward else set()
+        for place in range(self._begun, len(self._segment.moments)):
+            moment = self._segment.moments[place]
+            if self._plan.moments[moment.visit].backward is backward and (
+                groups <= moment.reads and gaining <= moment.gains
+            ):
+                for _ in range(place - self._begun):
+                    super().begin([], [], name)
+                break
+            if not self._may_skip(moment):
+                break
+        super().begin(reads, gains, name)
+
+    def _may_skip(self, moment: PlannedMoment) -> bool:
+        """Return True if this rank can go through a moment without a part in it: no gradient of it is to come."""
+        learning = self._plan.learning
+        return not any(
+            use.group.index in self._touched and learning[use.group] for use in moment.uses if not use.holds_weight
+        )
+
+    def finish(self) -> None:
+        """End the segment, after the other ranks' moments that are left."""
+        rest = self._segment.moments[self._begun :]
+        if all(map(self._may_skip, rest)):
+            for moment in rest:
+                super().begin([], [], moment.name)
+        super().finish()
 
     def _make_executor(
         self,

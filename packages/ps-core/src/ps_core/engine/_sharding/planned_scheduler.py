@@ -24,12 +24,13 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts, recording_to_text
+from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts, recordings_to_text
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.log import log_line
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class RanksScheduler(PlanScheduler):
@@ -107,6 +108,15 @@ class RanksScheduler(PlanScheduler):
         """Return True if a weight's shard is overwritten; the same on all ranks."""
         return any(record.contents is not SlotContents.WEIGHT for record in self._engine.records)
 
+    def observe(self, recording: PassRecording) -> None:
+        """Remember a recorded pass, if the plan is not for such passes."""
+        batch, self._served = self._served, None
+        usable = batch is not None and recording.complete and recording.training is self._setup.training
+        if not usable or not self._engine.passes.tracked or batch is None:
+            return
+        if self._plan is None or self._engine.passes.followed or not self._planned_for.covers(batch):
+            self._found = recording, batch
+
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._before_step = self._engine.passes.gradient_passes
@@ -119,12 +129,11 @@ class RanksScheduler(PlanScheduler):
         return super().step(settings_of, factor)
 
     def _plan_together(self) -> None:
-        mine = self._found or self._source
+        mine = [each for each in (self._source, self._found) if each is not None]
         self._found = None
-        text = "" if mine is None else recording_to_text(*mine, self._engine)
-        texts = exchange_texts(self._together, text, "the recorded pass")
+        texts = exchange_texts(self._together, recordings_to_text(mine, self._engine), "the recorded pass")
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
-        combined = self._asking.combine(texts) if all(texts) else None
+        combined = self._asking.combine(texts)
         if combined is None:
             return
         try:
