@@ -94,7 +94,8 @@ class RanksExecutor(InstructionExecutor):
         """Do what an instruction other than a moment says, once the collectives that use its slots are over."""
         if self._under_way and not isinstance(instr.op, Gather | ReduceScatter):
             self._end_using(slots_of(instr.op))
-        super().carry_out(instr)
+        with self._shards.moving:
+            super().carry_out(instr)
 
     def begin(self, moment: PlannedMoment) -> None:
         """Wait for the collectives that a moment needs, then prepare its slots."""
@@ -202,7 +203,8 @@ class RanksExecutor(InstructionExecutor):
         for group, (slot, records) in sums.items():
             if records:
                 self._sums.accept_sum(group, records, slot)
-        self.abandon()
+        with self._shards.moving:
+            self.abandon()
         rest = [instr.op for instr in self._segment.by_queue[Queue.COLL]]
         ops = [op for op in rest if isinstance(op, Gather | ReduceScatter)][self._submitted :]
         collectives = tuple((isinstance(op, ReduceScatter), self._plan.order[op.group]) for op in ops)

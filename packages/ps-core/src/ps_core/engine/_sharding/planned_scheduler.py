@@ -97,12 +97,16 @@ class RanksScheduler(PlanScheduler):
         self._sums.passes += training
         replay = self._replay(plan, segment, tracked=training and self._is_watched())
         why = "" if self._planned_for.covers(batch) else "a batch larger than the plan's"
-        if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
+        if not why and self._homes.elsewhere and not self._move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
             return replay
         self._engine.counters.diverged(why)
         return replay.abandon()
+
+    def _move_to_plan(self, plan: EnginePlan) -> bool:
+        with self._shards.moving:
+            return self._homes.move_to_plan(plan)
 
     def _has_gradients_over_weights(self) -> bool:
         """Return True if a weight's shard is overwritten; the same on all ranks."""

@@ -11,6 +11,7 @@ garbage collector.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from threading import Lock
 
 import torch
 
@@ -39,6 +40,8 @@ class ShardedResidency(Residency):
         self.together = together
         self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
+        self.moving = Lock()
+        """Held while a plan moves shards, and while another thread reads one."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
         """Forward passes begun in this pass whose activations wait for backward."""
@@ -146,8 +149,9 @@ class ShardedResidency(Residency):
         """
         group = self.groups[index]
         kind = Kind.P32 if group.trainable else group.weight
-        home = group.chunks[kind].home
-        return home.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype)
+        with self.moving:
+            source = group.chunks[kind].source()
+            return source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
