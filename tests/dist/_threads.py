@@ -100,7 +100,7 @@ class Together:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = self.process = rank
         self.ranks = self.local_ranks = meeting.ranks
-        self.copy = 0
+        self.copy, self.processes = 0, meeting.ranks
         self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
         self.asked = 0
@@ -119,7 +119,7 @@ class Together:
         return self._session.received_bytes
 
     def start(self, job: Any) -> Pending:
-        step = job.args[0]
+        step = getattr(job, "args", (None,))[0]
         if hasattr(step, "collective"):
             took_part = "" if step.whole is not None else " -"
             self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")

@@ -85,6 +85,8 @@ class TorchCollectives:
         """The number of shards; without ``replicate`` the number of processes."""
         self.copy = mesh.rank // mesh.shards
         """The copy of the model that this process has a shard of, from 0; without ``replicate`` 0."""
+        self.processes = mesh.size
+        """All processes, those of other copies included."""
         self.process = mesh.rank
         """This process's rank among all."""
         self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)

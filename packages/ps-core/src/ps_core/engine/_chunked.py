@@ -204,10 +204,8 @@ class _Wishes:
                     model_name=type(self.model).__name__,
                     precision=self.mode,
                     accumulate=self.accumulation_steps,
-                    training=self.training,
                     options=self.options,
                     cast=self.cast,
-                    together=self.collectives,
                     demand=parts.demand,
                 )
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)

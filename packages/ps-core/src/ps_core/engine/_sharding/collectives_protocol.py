@@ -81,6 +81,10 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     def process(self) -> int:
         """This one, among all that do the same things, copies of the model included."""
 
+    @property
+    def processes(self) -> int:
+        """All processes that do the same things, copies of the model included."""
+
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
         """Run a job on the communication thread, after all jobs started before."""
 

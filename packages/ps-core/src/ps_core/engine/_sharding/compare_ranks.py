@@ -33,8 +33,7 @@ class Alike:
 
     def __init__(self, together: AsyncCollectives) -> None:
         self._together = together
-        self.wants_plan = False
-        """True: this rank recorded a pass that is to be planned; `RanksScheduler` writes it before each step."""
+        self._wants_plan = False
         self.agreed_to_plan = False
         """True: a rank wanted that when the last step was compared."""
         self._clear()
@@ -51,6 +50,10 @@ class Alike:
         self._first = self._first or what
         if len(self._shown) < _SHOWN:
             self._shown.append(f"{what}: {how}")
+
+    def propose_plan(self, *, wanted: bool) -> None:
+        """Tell the other ranks, with the next step, whether this one recorded a pass that is to be planned."""
+        self._wants_plan = wanted
 
     def compare(self) -> None:
         """Raise `RanksDiverged` unless all ranks noted the same; without notes do nothing."""
@@ -84,7 +87,7 @@ class Alike:
         self._clear()
         digest = blake2b(repr(items).encode(), digest_size=6).digest()
         mine = float(int.from_bytes(digest, "little"))
-        rows = self._together.all_values([mine, float(self.wants_plan), *told], "what optimizer.step() goes by")
+        rows = self._together.all_values([mine, float(self._wants_plan), *told], "what optimizer.step() goes by")
         self.agreed_to_plan = any(row[1] for row in rows)
         if len({row[0] for row in rows}) == 1:
             return [row[2:] for row in rows]

@@ -30,7 +30,7 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.planned_collectives import LeftOver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.submitted import CollectiveQueue, Submitted
+from ps_core.engine._sharding.submitted import CollectiveQueue
 from ps_core.engine._support.counters import Counters
 
 
@@ -104,11 +104,11 @@ class FollowingDriver:
         own, lent = self._shards.shard_for_peers(group, changing=False)
         if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
             slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
-            self._end(self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)))
+            self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
             self._shards.return_slot(slot)
         else:
             slot, whole, _ = self._buffer(group)
-            self._end(self._queue.gather(group, own, whole))
+            self._queue.gather(group, own, whole).wait()
             self._shards.end_gather(group, slot)
             self._fetched[group] = None
         if lent is not None:
@@ -128,7 +128,7 @@ class FollowingDriver:
             )
         group = record.group
         if group not in self._staged:
-            self._staged[group] = self._take(group.weight_chunk.bytes, f"gradients of {group.name}"), []
+            self._staged[group] = self._take_whole(group), []
         slot, records = self._staged[group]
         target = record.shaped(slot.flat(group.dtype, group.chunk_numel))
         self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
@@ -138,7 +138,7 @@ class FollowingDriver:
             target.copy_(gradient)
             records.append(record)
         if record in self._learning.get(group, ()):
-            self._sums.give(record)
+            self._sums.mark_given(record)
         while self._collectives and self._may_run():
             self._run_next()
         return True
@@ -158,11 +158,11 @@ class FollowingDriver:
     def _sum(self, group: ParamGroup) -> None:
         """Sum what is there of a group's gradients; without any, this rank gives nothing."""
         what, shard_numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
-        slot, records = self._staged.pop(group, None) or (self._take(group.weight_chunk.bytes, what), [])
+        slot, records = self._staged.pop(group) if group in self._staged else (self._take_whole(group), [])
         whole = slot.flat(group.dtype, group.chunk_numel)
         planned = self._learning[group]
         others = [record for record in records if record not in planned]
-        self._queue.give_nothing(group, records, whole)
+        self._queue.fill_gaps(group, records, whole)
         self._keep(group, others, whole)
         scratch_bytes = min(self._shards.ordering.scratch_bytes(shard_numel, group.dtype), WIRE_BYTES)
         scratch = self._take(scratch_bytes, what)
@@ -170,7 +170,7 @@ class FollowingDriver:
             self._sums.expect(record)
         direct = self._sums.direct_target(group)
         target = direct or self._take(shard_numel * kind.itemsize, what)
-        self._end(self._queue.sum(group, target.flat(kind, shard_numel), whole, scratch.memory))
+        self._queue.sum(group, target.flat(kind, shard_numel), whole, scratch.memory).wait()
         self._sums.accept_sum(group, planned, target)
         for each in (slot, scratch, *(() if direct else (target,))):
             self._shards.return_slot(each)
@@ -208,13 +208,14 @@ class FollowingDriver:
 
     # Memory.
 
-    def _end(self, each: Submitted) -> None:
-        self._queue.end(each)
-
     def _take(self, size: int, name: str) -> Slot:
         size = max(align_up(size), 128)
         self._make_room(size, name)
         return self._shards.take_slot(size)
+
+    def _take_whole(self, group: ParamGroup) -> Slot:
+        """Return a slot for a group's gradients."""
+        return self._take(group.weight_chunk.bytes, f"gradients of {group.name}")
 
     def _make_room(self, size: int, name: str) -> None:
         """Make room for a slot by dropping gathered groups, the least recently used first."""

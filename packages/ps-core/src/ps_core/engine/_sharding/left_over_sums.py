@@ -68,7 +68,7 @@ class LeftOverSums:
         slot = shards.take_slot(align_up(group.weight_chunk.bytes))
         whole = slot.flat(group.dtype, group.chunk_numel)
         mine = {record: sums.left_over[number, record] for record in records if (number, record) in sums.left_over}
-        self._queue.give_nothing(group, mine, whole)
+        self._queue.fill_gaps(group, mine, whole)
         for record, gradient in mine.items():
             whole[record.span].copy_(gradient)
         scratch_bytes = min(shards.ordering.scratch_bytes(numel, group.dtype), WIRE_BYTES)
@@ -76,7 +76,7 @@ class LeftOverSums:
         target = shards.take_slot(max(align_up(numel * kind.itemsize), 128))
         for record in records:
             sums.expect(record)
-        self._queue.end(self._queue.sum(group, target.flat(kind, numel), whole, scratch.memory))
+        self._queue.sum(group, target.flat(kind, numel), whole, scratch.memory).wait()
         sums.accept_sum(group, records, target)
         for each in (slot, scratch, target):
             shards.return_slot(each)

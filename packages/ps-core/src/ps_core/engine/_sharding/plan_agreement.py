@@ -112,9 +112,7 @@ class RanksPlanRequest(PlanRequest):
             raise error
         if text.startswith("["):
             tier, moment, needed, available, proven = json.loads(text)
-            raise DoesNotFit(
-                tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=proven
-            )
+            raise DoesNotFit(tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=proven)
         if planned is None:
             planned = adopted(plan_from_text(text), trace, layout, self.machine, setup=self._setup)
         self._together.agree("the plan", f"{planned.plan.fingerprint} for {trace_hash(trace)}")

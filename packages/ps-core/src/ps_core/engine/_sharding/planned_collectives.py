@@ -117,7 +117,7 @@ class RanksExecutor(InstructionExecutor):
         if record not in self._plan.learning[record.group] or not super().place_gradient(record, gradient):
             raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
         record.staged_factor = None
-        self._sums.give(record)
+        self._sums.mark_given(record)
         return True
 
     # Collectives.
@@ -138,15 +138,16 @@ class RanksExecutor(InstructionExecutor):
         if group not in self._staged:
             raise Diverged(f"the plan sums gradients of {group.name}, of which there are none")
         slot, records = self._staged.pop(group)
-        whole, scratch = slot.flat(group.dtype, group.chunk_numel), self._slots[op.wire].memory
-        self._queue.give_nothing(group, records, whole)
+        source, scratch, shard = slots_of(op)
+        whole = slot.flat(group.dtype, group.chunk_numel)
+        self._queue.fill_gaps(group, records, whole)
         for record in self._plan.learning[group]:
             self._sums.expect(record)
         if self._plan.overwrites:
             self._sums.lose_weight(group)
-        into = self._slots[op.shard].flat(self._sums.dtype(group), group.shard_numel)
-        slots = frozenset((op.source, op.shard, op.wire))
-        self._note(op, slots, self._queue.sum(group, into, whole, scratch))
+        into = self._slots[shard].flat(self._sums.dtype(group), group.shard_numel)
+        submitted = self._queue.sum(group, into, whole, self._slots[scratch].memory)
+        self._note(op, frozenset((source, scratch, shard)), submitted)
 
     def _note(self, op: Gather | ReduceScatter, slots: frozenset[int], submitted: Submitted) -> None:
         self._submitted += 1
@@ -163,7 +164,7 @@ class RanksExecutor(InstructionExecutor):
         for _ in range(count):
             each = self._under_way.popleft()
             started = time.perf_counter()
-            self._queue.end(each.submitted)
+            each.submitted.wait()
             self._counters.waited(time.perf_counter() - started)
             group = each.submitted.group
             if isinstance(each.op, Gather):
@@ -186,7 +187,7 @@ class RanksExecutor(InstructionExecutor):
 
     # The end.
 
-    def leave(self) -> LeftOver:
+    def hand_over(self) -> LeftOver:
         """Finish what was submitted, keep what on-demand moves can use, and return what is left of the segment."""
         self._end_first(len(self._under_way))
         for slot in self._slots.values():

@@ -85,7 +85,7 @@ class RanksPlanDriver(PlanDriver):
         """Leave the plan's moves; return what goes on with its collectives."""
         self._device.synchronize()
         follower = FollowingDriver(
-            self._ranks.leave(), self._plan.learning, self._shards, self._sums, self._counters
+            self._ranks.hand_over(), self._plan.learning, self._shards, self._sums, self._counters
         )
         follower.adopt(self._shards.groups)
         return follower

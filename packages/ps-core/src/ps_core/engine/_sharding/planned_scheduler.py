@@ -43,29 +43,28 @@ class RanksScheduler(PlanScheduler):
         model_name: str,
         precision: Precision,
         accumulate: int,
-        training: bool,
         options: Options,
         cast: torch.dtype | None,
-        together: AsyncCollectives,
         demand: ShardedDriver,
     ) -> None:
-        self._together, self._demand = together, demand
+        assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
+        self._together: AsyncCollectives = engine.residency.together
+        self._demand = demand
         super().__init__(
             engine,
             model_name=model_name,
             precision=precision,
             accumulate=accumulate,
-            training=training,
+            training=True,
             options=options,
             cast=cast,
         )
         self._tried = True  # the first pass runs on demand
-        assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
-        together.serve(self._shards.answer)
+        self._together.serve(self._shards.answer)
         self._shards.promoter.stop()
-        demand.records_all = True
+        demand.record_all()
 
     def _request(self, options: Options) -> PlanRequest:
         return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
@@ -94,7 +93,8 @@ class RanksScheduler(PlanScheduler):
             self._sums.end_step()  # what there was, was forgotten
         micro = plan.micro_segments
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
-        self._sums.passes += training
+        if training:
+            self._sums.begin_pass()
         replay = self._replay(plan, segment, tracked=training and self._is_watched())
         why = "" if self._planned_for.covers(batch) else "a batch larger than the plan's"
         if not why and self._homes.elsewhere and not self._move_to_plan(plan):
@@ -124,7 +124,7 @@ class RanksScheduler(PlanScheduler):
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._before_step = self._engine.passes.gradient_passes
-        self._alike.wants_plan = self._found is not None
+        self._alike.propose_plan(wanted=self._found is not None)
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""

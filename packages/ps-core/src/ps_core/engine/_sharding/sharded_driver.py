@@ -95,10 +95,13 @@ class ShardedDriver(OnDemandDriver):
         """True: groups stay gathered until their gradients leave; None: decided after the first pass."""
         self._bound = False
         """True: what comes next is agreed on, so no proposal may be sent."""
-        self.records_all = False
-        """True: every pass is recorded, to be planned from; `RanksScheduler` writes it."""
+        self._records_all = False
         self._hoists = False
         """True: gathers go ahead of sums; decided at the same time."""
+
+    def record_all(self) -> None:
+        """Measure every pass, for plans to be made from."""
+        self._records_all = True
 
     # Moments.
 
@@ -278,7 +281,7 @@ class ShardedDriver(OnDemandDriver):
         else:
             target.copy_(gradient)
         staged.records[record] = None
-        self._sums.give(record)
+        self._sums.mark_given(record)
         self._order.stage(record)
         if len(staged.records) == len(group.tensors) or self._is_usual(group, staged):
             self._order.complete(group)
@@ -327,7 +330,7 @@ class ShardedDriver(OnDemandDriver):
             self._shards.release_unaliased()
             if not self._keeps:
                 self._store.free_spare()
-        if backward and len(self._store.tiers) == 1 and not self.records_all:
+        if backward and len(self._store.tiers) == 1 and not self._records_all:
             self.tracked = False  # one pass has shown that it fits
         if not self._trainable:
             self._shards.promoter.promote()  # no step ever comes

@@ -56,7 +56,7 @@ class ShardedGradients(GradientStore):
         if record.gradient is GradientPlace.NONE:
             record.expect_sum()
 
-    def give(self, record: ParamState) -> None:
+    def mark_given(self, record: ParamState) -> None:
         """Note that this rank has a gradient for a sum over ranks that is to come."""
         self.given |= 1 << record.index
         self.expect(record)
@@ -65,6 +65,10 @@ class ShardedGradients(GradientStore):
         """Keep a gradient, for which the plan has no sum, until the step."""
         self.given |= 1 << record.index
         self.left_over[self.passes, record] = gradient.clone()
+
+    def begin_pass(self) -> None:
+        """Count a training pass that goes by the plan."""
+        self.passes += 1
 
     def end_step(self) -> None:
         """Note that a step is over."""
