@@ -25,6 +25,7 @@ from ps_dist._nccl import NcclMessages
 from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
+from ps_dist._shard_answers import Answer, ShardAnswers
 from ps_dist._watchdog import Watchdog
 
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
@@ -77,6 +78,7 @@ class TorchCollectives:
         work = torch.empty(HOST_PIECE_NUMEL, dtype=torch.float32, device="cpu")
         self._reduce_scatter = OrderedReduceScatter(self._messages, mesh, work)
         self._nccl: NcclMessages | None = None
+        self._answers: ShardAnswers | None = None
         self._session = CollectiveSession(thread, history, self._messages, self._reduce_scatter, mesh)
         self._at_exit = AtExit(lambda error: self._close(error, waits=False))
         self.rank = mesh.shard
@@ -107,6 +109,22 @@ class TorchCollectives:
         """
         self._check_open("a job")
         return self._thread.submit(None, partial(job, self._session))
+
+    # Questions, outside of all collectives.
+
+    def serve(self, answer: Answer) -> Callable[[int], list[Tensor]]:
+        """Answer other processes' questions for shards of one more model; return what asks them, by group.
+
+        All processes call this for the same models in the same order. ``answer`` is called on another thread.
+        """
+        if self._answers is None:
+            self._answers = ShardAnswers(os.environ.get("MASTER_ADDR", "localhost"), self._groups.timeout_s)
+            found: list[bytes] = []
+            address = self._answers.address
+            self.start(lambda session: found.extend(session.exchange(address, "where questions are answered"))).wait()
+            self._answers.know([found[rank] for rank in self._mesh.shard_peers])
+        model = self._answers.add(answer)
+        return partial(self._answers.ask, model, me=self._mesh.shard)
 
     # Buffers.
 
@@ -281,6 +299,8 @@ class TorchCollectives:
             return
         self._open = False
         self._at_exit.cancel()
+        if self._answers is not None:
+            self._answers.close()
         ended = self._thread.close(waits=waits and not error)
         self._watchdog.close("" if self._thread.error is not None else error)  # after a failure the others know more
         failed = error or self._thread.error is not None or self._thread.failure is not None

@@ -54,7 +54,8 @@ class ProcessGroups:
     def __init__(self, timeouts: Timeouts, default: DefaultGroup, *, made_default: bool) -> None:
         """Make the host group. ``made_default``: this connection has initialised the default group."""
         self._timeout = timedelta(seconds=2 * timeouts.hopeless_s)  # our `Watchdog` finds the cause sooner
-        self._timeout_s = timeouts.timeout_s
+        self.timeout_s = timeouts.timeout_s
+        """Seconds after which a process is no longer waited for."""
         self._default = default
         self.host = dist.new_group(backend="gloo", timeout=self._timeout)
         """For the host's memory (any: torch's stubs do not name the type of a group)."""
@@ -78,7 +79,7 @@ class ProcessGroups:
         """Take down the groups of this connection, and torch's default group if it falls to this connection."""
         group = self._nccl
         if group is not None:  # it waits for the other ranks of this computer
-            self._stuck = bool(AbandonableCall(lambda: _destroy(group)).wait(self._timeout_s))
+            self._stuck = bool(AbandonableCall(lambda: _destroy(group)).wait(self.timeout_s))
         _destroy(self.host)
         if self._default.remove(self.host) and dist.is_initialized() and not self._stuck:  # or it would wait again
             dist.destroy_process_group()

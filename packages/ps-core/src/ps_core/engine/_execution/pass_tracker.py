@@ -387,7 +387,7 @@ class PassTracker:
                 self._diverge(why)
                 self.driver.finish()
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
-                if self.driver is not self.demand:
+                if isinstance(self.driver, PlanDriver):
                     recording.regular = False
                     self._diverge(Diverged(str(why)))
                     self.driver.finish()

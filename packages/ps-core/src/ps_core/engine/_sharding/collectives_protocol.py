@@ -88,11 +88,11 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
         """Run a job on the communication thread, after all jobs started before."""
 
-    def serve(self, answer: Callable[[int], torch.Tensor]) -> None:
-        """Answer other ranks' questions for shards from now on; ``answer`` is called on any thread."""
+    def serve(self, answer: Callable[[int], torch.Tensor]) -> Callable[[int], list[torch.Tensor]]:
+        """Answer other ranks' questions for shards of a model, by group, on another thread, as bytes.
 
-    def ask(self, group: int) -> list[torch.Tensor]:
-        """Return all ranks' shards of a group, in order of rank; no rank takes part but by its `serve`."""
+        Return what asks all ranks, and gives their answers in order of rank; no rank's collectives wait for it.
+        """
 
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""

@@ -62,7 +62,7 @@ class RanksScheduler(PlanScheduler):
         self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
-        self._together.serve(self._shards.answer)
+        self._shards.serve()
         self._shards.promoter.stop()
         demand.record_all()
 
@@ -124,7 +124,13 @@ class RanksScheduler(PlanScheduler):
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._before_step = self._engine.passes.gradient_passes
-        self._alike.propose_plan(wanted=self._found is not None)
+        self._alike.propose_plan(wanted=self._found is not None and self._is_plannable())
+
+    def _is_plannable(self) -> bool:
+        """Return True if a plan can be made for this model: one precision, no disk, several shards, one copy."""
+        kinds = {group.weight for group in self._engine.groups}
+        whole = self._together.processes == self._setup.ranks
+        return len(kinds) == 1 and self._engine.store.file is None and self._setup.ranks > 1 and whole
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""

@@ -10,8 +10,9 @@ garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import Lock
+from weakref import WeakMethod
 
 import torch
 
@@ -40,6 +41,7 @@ class ShardedResidency(Residency):
         self.together = together
         self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
+        self._ask: Callable[[int], list[torch.Tensor]] | None = None
         self.moving = Lock()
         """Held while a plan moves shards, and while another thread reads one."""
         self.promoter = ShardPromoter(self, groups)
@@ -141,6 +143,16 @@ class ShardedResidency(Residency):
             self.release_unaliased()
         return True
 
+    def serve(self) -> None:
+        """Answer other ranks' questions for shards, on whatever thread, as long as this object lives."""
+        answer = WeakMethod(self.answer)
+
+        def answer_if_alive(index: int) -> torch.Tensor:
+            found = answer()
+            return torch.empty(0, dtype=torch.uint8) if found is None else found(index)
+
+        self._ask = self.together.serve(answer_if_alive)
+
     def answer(self, index: int) -> torch.Tensor:
         """Return this rank's shard of a group's weight for a rank that asked; called by another thread.
 
@@ -151,12 +163,14 @@ class ShardedResidency(Residency):
         kind = Kind.P32 if group.trainable else group.weight
         with self.moving:
             source = group.chunks[kind].source()
-            return source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
+            values = source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
+        return values.view(torch.uint8)
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
-        for rank, shard in enumerate(self.together.ask(group.index)):
-            whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard)
+        assert self._ask is not None, "`serve` was called"
+        for rank, shard in enumerate(self._ask(group.index)):
+            whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:
         """Release gathered copies that have no live aliases any more."""

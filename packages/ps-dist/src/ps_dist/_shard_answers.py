@@ -1,0 +1,114 @@
+"""Answer other ranks' questions for shards, outside of every collective.
+
+A rank that does other than the plan may need weights while the others are in a collective that it cannot join yet. So
+the question goes to a thread of each of them, over a connection of its own, and nobody's collectives wait for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from ps_core._errors import RanksDiverged
+
+_QUESTION, _SIZE = struct.Struct("<16sqq"), struct.Struct("<q")
+ADDRESS = struct.Struct("<16s48sH")
+"""An address as ranks exchange it: a secret, the host, the port."""
+
+Answer = Callable[[int], Tensor]
+"""Returns the bytes of this rank's shard of a group, in host memory."""
+
+
+class ShardAnswers:
+    """One process's thread that answers, and its questions to the others."""
+
+    def __init__(self, reached_by: str, timeout_s: float) -> None:
+        """``reached_by``: a host that every rank reaches; the address by which this process reaches it is used."""
+        self._timeout_s, self._secret = timeout_s, secrets.token_bytes(16)
+        self._answers: list[Answer] = []
+        """By the number of the model that they are about."""
+        self._others: Sequence[bytes] = ()
+        self._host = _own_address(reached_by)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.create_server((self._host, 0), family=family, backlog=128)
+        self._thread = Thread(target=self._serve, name="ps_dist answers", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> bytes:
+        """Return what other ranks need to ask."""
+        return ADDRESS.pack(self._secret, self._host.encode(), self._socket.getsockname()[1])
+
+    def know(self, addresses: Sequence[bytes]) -> None:
+        """Ask at these addresses from now on, in order of rank."""
+        self._others = addresses
+
+    def add(self, answer: Answer) -> int:
+        """Answer questions about one more model; return its number, the same on every rank."""
+        self._answers.append(answer)
+        return len(self._answers) - 1
+
+    def ask(self, model: int, group: int, me: int) -> list[Tensor]:
+        """Return all ranks' shards of a group, as bytes in order of rank."""
+        found = []
+        for rank, address in enumerate(self._others):
+            mine = rank == me
+            found.append(self._answers[model](group) if mine else self._ask(rank, address, model, group))
+        return found
+
+    def _ask(self, rank: int, address: bytes, model: int, group: int) -> Tensor:
+        secret, host, port = ADDRESS.unpack(address)
+        where = host.rstrip(b"\0").decode(), port
+        try:
+            with socket.create_connection(where, self._timeout_s) as line:
+                line.sendall(_QUESTION.pack(secret, model, group))
+                (size,) = _SIZE.unpack(_received(line, _SIZE.size))
+                return torch.frombuffer(_received(line, size), dtype=torch.uint8)
+        except (OSError, EOFError, struct.error) as error:
+            raise RanksDiverged(f"rank {rank} does not answer for its shard of group {group}: {error}") from error
+
+    def close(self) -> None:
+        """Answer no more."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(self._timeout_s)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                line, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with line, suppress(OSError, EOFError, struct.error, IndexError):  # who asks in vain says so
+                line.settimeout(self._timeout_s)
+                secret, model, group = _QUESTION.unpack(_received(line, _QUESTION.size))
+                if secrets.compare_digest(secret, self._secret):
+                    shard = self._answers[model](group)
+                    line.sendall(_SIZE.pack(shard.numel()))
+                    line.sendall(shard.numpy().data)
+
+
+def _received(line: socket.socket, size: int) -> bytearray:
+    found, count = bytearray(size), 0
+    while count < size:
+        more = line.recv_into(memoryview(found)[count:])
+        if not more:
+            raise EOFError(f"the connection ended after {count} of {size} bytes")
+        count += more
+    return found
+
+
+def _own_address(reached_by: str) -> str:
+    """Return the address of this computer from which it reaches a host; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(reached_by, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
