@@ -131,6 +131,28 @@ def test_ranks_that_follow_one_plan_give_the_bits_of_one_process(ranks: int, cas
                 assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
 
 
+@pytest.mark.parametrize("case", [Case("cpu"), Case("emulated", "fp32", 45, 3), Case("emulated", "bf16", 36)])
+def test_ranks_that_follow_the_plan_say_nothing_but_its_collectives(case: Case) -> None:
+    """A step has two messages besides: what it goes by, and the norms."""
+
+    def steps(each: Together) -> None:
+        each.follows_plans = True
+        model, optimizer = case.made(each, 1)
+        for step in range(4):
+            for part in range(case.accumulate):
+                passed(model, step, part * each.ranks + each.rank, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not each.rank:
+                each.meeting.log.append(f"step {step}")
+        release(model)
+
+    _, meeting = run(2, steps)
+    said = meeting.log[meeting.log.index("step 2") + 1 : meeting.log.index("step 3")]
+    others = [what for what in said if not what.startswith(("gather ", "sum "))]
+    assert others == ["values: what optimizer.step() goes by", "values: norms of gradients"]
+
+
 # Ranks that do different things.
 
 

@@ -144,7 +144,7 @@ class RanksScheduler(PlanScheduler):
         texts = exchange_texts(self._together, recordings_to_text(mine, self._engine), "the recorded pass")
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
         combined = self._asking.combine(texts)
-        if combined is None:
+        if combined is None or combined == self._source:  # the plan is for all that already; the same on all ranks
             return
         try:
             if self._adopt(*combined) and self._recorded:
