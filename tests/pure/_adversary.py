@@ -257,7 +257,7 @@ class Machine:
                 self._collective(queue, seq)
                 self._together(queue, source, wire, shard, tier=0)
                 count = self._gradients(group)
-                whole, part = Kind.GRAD, program.weight if program.overwrites else Kind.RGRAD
+                whole, part = (Kind.FULL, program.weight) if program.overwrites else (Kind.GRAD, Kind.RGRAD)
                 self._room(wire).token = POISON
                 self._take(source, Extent(whole, group), count)
                 if self._room(wire).size < self._bytes(Extent(Kind.WIRE, group)):

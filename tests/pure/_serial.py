@@ -315,7 +315,7 @@ class Serial:
         program, count = self.program, len(self.program.gradient_visits[group])
         target = Extent(program.weight if program.overwrites else Kind.RGRAD, group)
         if program.ranks > 1:
-            source = Extent(Kind.GRAD, group)
+            source = Extent(Kind.FULL if program.overwrites else Kind.GRAD, group)
             origin = self.bring(source, 0)
             wire = self.reserve(0, program.bytes_of(Extent(Kind.WIRE, group)))
             shard = self.reserve(0, program.bytes_of(target))

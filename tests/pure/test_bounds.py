@@ -140,10 +140,10 @@ def test_the_bounds_of_a_small_program_by_hand():
 
 def test_the_bounds_with_two_processes_count_gathering_and_scattering():
     compute, whole, _ = lower_bounds(small(ranks=2), TIERS)
-    full, gradient, wire, shard = 2 * 128, 2 * 128, 2 * 128, 128
-    assert (compute.moment, compute.needed_bytes) == ("bb", 2000 + full + gradient + wire + shard)
+    full, wire, shard = 2 * 128, 2 * 128, 128
+    assert (compute.moment, compute.needed_bytes) == ("bb", 2000 + full + wire + shard)
     home = 14 * (64 + 64)
-    assert (whole.moment, whole.needed_bytes) == ("bb", home + 384 + full + gradient + wire + 2000)
+    assert (whole.moment, whole.needed_bytes) == ("bb", home + 384 + full + wire + 2000)
 
 
 def test_the_bounds_with_accumulation_count_the_gradient_on_its_way():

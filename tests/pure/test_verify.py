@@ -353,7 +353,7 @@ TRAINING = [
     ({"ranks": 2}, LAST, Gather, {"group": 1}, "p16 of 1, version 0"),
     ({"ranks": 2}, LAST, Gather, {"seq": 1}, "seq 0; found 1"),
     ({"ranks": 2}, LAST, Gather, {"full": lambda op: op.shard}, "different slots"),
-    ({"ranks": 2}, LAST, ReduceScatter, {"group": 0}, "grad of 0, version 1"),
+    ({"ranks": 2}, LAST, ReduceScatter, {"group": 0}, "full of 0, version 1"),
     ({"ranks": 2}, LAST, ReduceScatter, {"wire": lambda op: op.shard, "shard": lambda op: op.wire}, "wire slot of"),
     ({"ranks": 2, "accumulate": 2}, LAST, ReduceScatter, {"group": 0}, "grad of 0, version 1"),
 ]

@@ -129,8 +129,8 @@ class Gather:
 class ReduceScatter:
     """Sum a group's complete gradient over processes, keeping our shard, on the compute tier.
 
-    With ``overwrites`` GRAD version K becomes the weight chunk's version K; without, RGRAD version K. ``wire`` is
-    scratch for what the others send, piece by piece; its contents are lost.
+    With ``overwrites`` FULL version K becomes the weight chunk's version K; without, GRAD version K becomes RGRAD
+    version K. ``wire`` is scratch for what the others send, piece by piece; its contents are lost.
     """
 
     group: int

@@ -5,14 +5,13 @@ An *extent* is one payload that moves as a whole: one kind of one group's chunk 
 holds changes in a fixed order, so a whole number, its *version*, says exactly which bytes a copy should contain:
 
     weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
-             0 = the parameters. With ``overwrites`` the gradient is written over them. In one process: 1..K after each
-             of the group's K gradient moments (a last read of the payload after these is one more: until then a
-             gradient is kept aside). With several, a reduce-scatter takes the shard from 0 to K. K+1 (K = 0 without
-             ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
+             0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
+             K gradient moments (a last read of the payload after these is one more: until then a gradient is kept
+             aside). K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
              (fp32: P32 itself is the weight, and a step takes it from 0 to 1.)
-    FULL     0 = gathered parameters.
-    GRAD     a group's gradient, 1..K: on its way to the accumulator, or to the sum over processes. One process with
-             ``overwrites`` has none.
+    FULL     0 = gathered parameters; with ``overwrites`` 1..K as above. The chunk goes from 0 to K in one
+             reduce-scatter.
+    GRAD     without ``overwrites``: a group's gradient on its way to the accumulator, 1..K.
     RGRAD    without ``overwrites``: the sum of GRAD over processes, this one's shard of it in fp32; version K.
     ACC      the fp32 accumulator: micro_first (or a lone micro_last) takes it from nothing to 1, every later one from 1
              to 2; at the next segment's start 2 is called 1 again.
@@ -150,9 +149,9 @@ class Program:
         return self.precision is not Precision.FP32 and self.accumulate == 1
 
     @property
-    def in_place(self) -> bool:
-        """Whether a moment writes gradients over what it reads. Several processes gather that, and keep it as it is."""
-        return self.overwrites and self.ranks == 1
+    def gradient(self) -> Kind:
+        """The kind that a moment writes gradients to: with ``overwrites``, over what it reads."""
+        return self.compute_weight if self.overwrites else Kind.GRAD
 
     @property
     def weight(self) -> Kind:
@@ -353,7 +352,7 @@ class Program:
         weight, uses = self.compute_weight, []
         for group in dict.fromkeys((*visit.reads, *visit.grads)):
             count, gains, held = arrived[group], group in visit.grads, group in visit.holds
-            if self.in_place:
+            if self.overwrites:
                 dead = count == 0 and visit.index > self.last_reads[group]
                 uses.append(Use(Extent(weight, group), None if dead else count, count + gains, held))
                 continue

@@ -78,7 +78,7 @@ def largest_extent_bytes(program: Program) -> int:
         sizes += [program.bytes_of(Extent(Kind.FULL, group)) for group in groups]
     if program.training:
         sizes += [program.bytes_of(Extent(Kind.ACT, index)) for index in range(len(program.trace.activations))]
-        sizes += [program.bytes_of(Extent(Kind.GRAD, group)) for group in program.stepped if not program.in_place]
+        sizes += [program.bytes_of(Extent(Kind.GRAD, group)) for group in program.stepped if not program.overwrites]
     return max(sizes, default=0)
 
 
@@ -120,8 +120,8 @@ def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[
     partial: set[Extent] = set()
     for visit in program.segment_visits(segment):
         stored_bytes += sum(program.bytes_of(Extent(Kind.ACT, index)) for index in visit.makes)
-        if not program.in_place:
-            partial |= {Extent(Kind.GRAD, group) for group in visit.grads}
+        if program.ranks > 1 or not program.overwrites:
+            partial |= {Extent(program.gradient, group) for group in visit.grads}
         uses = {use.extent for use in program.uses(segment, visit)}
         homeless = partial | {extent for extent in uses if extent.kind is Kind.FULL}
         complete = program.completions[visit.index] if program.training else ()
@@ -133,6 +133,6 @@ def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[
         fixed = homeless | scratch
         landing = {Extent(program.weight, largest)} if scratch and program.overwrites else set()
         yield visit, fixed | landing, stored_bytes + sum(map(program.bytes_of, fixed - landing))
-        partial -= {Extent(Kind.GRAD, group) for group in complete}
+        partial -= {Extent(program.gradient, group) for group in complete}
         dead = (index for index in visit.takes if program.last_takes[index] == visit.index)
         stored_bytes -= sum(program.bytes_of(Extent(Kind.ACT, index)) for index in dead)

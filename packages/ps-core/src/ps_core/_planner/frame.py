@@ -166,10 +166,10 @@ def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
 
     for visit in program.segment_visits(segment):
         held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}
-        partial |= {Extent(Kind.GRAD, group) for group in visit.grads}
+        partial |= {Extent(program.gradient, group) for group in visit.grads}
         least = max(least, room(held | partial))
         deep = max(deep, room(before | held | partial))
-        partial -= {Extent(Kind.GRAD, group) for group in program.completions[visit.index]}
+        partial -= {Extent(program.gradient, group) for group in program.completions[visit.index]}
         before = held
     return least, deep
 

@@ -159,7 +159,7 @@ class _Moments(Walker):
         if program.overwrites:
             weight = Extent(program.weight, group)
             if program.ranks > 1:
-                self._reduce(group, Extent(Kind.GRAD, group), weight)
+                self._reduce(group, Extent(program.gradient, group), weight)
             self._norms.append((group, self.slot(weight, 0)))
             if program.ranks == 1:
                 self._measure()

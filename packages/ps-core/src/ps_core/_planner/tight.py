@@ -169,7 +169,7 @@ class _Chain(Arrangement):
         count = len(program.gradient_visits[group])
         target = Extent(program.weight if program.overwrites else program.local_gradient, group)
         if program.ranks > 1:
-            source, wire = Extent(Kind.GRAD, group), Extent(Kind.WIRE, group)
+            source, wire = Extent(program.gradient, group), Extent(Kind.WIRE, group)
             self.pins |= {source}
             if program.overwrites:
                 self.fetch(target, 0)

@@ -178,7 +178,7 @@ def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arriv
     program, (slot, extent, place) = process.program, where
     group, precision = program.layout.groups[extent.index], program.precision
     tensor, offset = group.tensors[place], group.offsets[place]
-    if program.in_place and process.last_reads[tensor] > visit.index:
+    if program.overwrites and process.last_reads[tensor] > visit.index:
         if tensor in arrived:
             process.aside[tensor] = contribute(process.aside.get(tensor), arrived[tensor], precision)
         return
@@ -189,7 +189,7 @@ def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arriv
     if tensor in arrived:
         total = contribute(total, arrived[tensor], precision)
     if total is not None:
-        if process.lifecycle is not None and program.in_place and not process.lifecycle.book.may_overwrite(tensor):
+        if process.lifecycle is not None and program.overwrites and not process.lifecycle.book.may_overwrite(tensor):
             raise PlanMismatch(f"the gradient of {program.trace.tensors[tensor].name!r} comes before its last use")
         process.over.add(tensor)
         process.put(slot, extent.kind, offset, total)
@@ -290,7 +290,7 @@ def reduce_scatter(processes: Sequence[Process], leg: Leg, op: ReduceScatter) ->
     program = processes[0].program
     version = _complete(processes[0], op.group)
     target = Extent(program.weight if program.overwrites else Kind.RGRAD, op.group)
-    source, gradients = Extent(Kind.GRAD, op.group), []
+    source, gradients = Extent(program.gradient, op.group), []
     for process in processes:
         gradients.append(process.read(process.holding(leg, op.source, source, version, 0), source))
         wire = process.holding(leg, op.wire, Extent(Kind.WIRE, op.group), None, 0)

@@ -264,7 +264,7 @@ class Contents:
         self._collective(op.seq)
         overwrites, version = self._program.overwrites, self._learning(op.group)
         source, wire, shard = self._slots_on(0, op.source, op.wire, op.shard)
-        self._read(source, Extent(Kind.GRAD, op.group), version)
+        self._read(source, Extent(self._program.gradient, op.group), version)
         scratch = self._sizes[Extent(Kind.WIRE, op.group)]
         if wire.bytes < scratch:
             raise Fault(f"a wire slot of {scratch} bytes", f"{wire.bytes}")

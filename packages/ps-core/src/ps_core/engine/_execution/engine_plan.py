@@ -158,7 +158,8 @@ class EnginePlan:
         rows = []
         for use, slot in zip(uses, op.slots, strict=True):
             is_weight, is_read = use.extent.kind is not Kind.GRAD, use.before is not None
-            rows.append(SlotUse(self.order[use.extent.index], slot, is_weight, is_read))
+            gains = use.before != use.after
+            rows.append(SlotUse(self.order[use.extent.index], slot, is_weight, is_read, gains))
         return PlannedMoment(
             instr=instr,
             visit=op.visit,

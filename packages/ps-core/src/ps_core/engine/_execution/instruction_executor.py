@@ -120,7 +120,7 @@ class InstructionExecutor:
     def begin(self, moment: PlannedMoment) -> None:
         """Prepare the slots that a moment uses, so that its parameters are found there."""
         self._flat.clear()
-        for group, number, holds_weight, read in moment.uses:
+        for group, number, holds_weight, read, _ in moment.uses:
             slot = self._slots[number]
             if not holds_weight:
                 if not read:

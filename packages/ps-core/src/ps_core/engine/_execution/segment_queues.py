@@ -34,6 +34,8 @@ class SlotUse(NamedTuple):
     """False: the slot is for gradients only, apart from the weights."""
     read: bool
     """True: the slot must hold the newest contents. False: what the slot holds is written over."""
+    gains: bool
+    """True: gradients are written to the slot in this moment, or before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.gradient_store import GradientStore
-from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
@@ -71,6 +71,8 @@ class RanksExecutor(InstructionExecutor):
         self._shards, self._sums = residency, gradients
         self._queue = CollectiveQueue(residency)
         self._under_way: deque[_UnderWay] = deque()
+        self._waiting: dict[ParamState, torch.Tensor] = {}
+        """Gradients that go over weights which something may still read."""
         self._submitted = 0
         """How many collectives of the segment were submitted."""
         self._summed: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
@@ -104,11 +106,48 @@ class RanksExecutor(InstructionExecutor):
                 late = any(use.slot in each.slots and not each.submitted.done for each in self._under_way)
                 self._counters.fetched(early=not late)
         self._end_using([use.slot for use in moment.uses])
+        self._overwrite_waiting()
         super().begin(moment)
+        for use in moment.uses:
+            if use.holds_weight and use.gains and use.group not in self._staged:
+                self._staged[use.group] = self._slots[use.slot], []
+
+    def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
+        """Do nothing: a slot for gradients of a gathered group is told apart by `SlotUse.gains`."""
+
+    def _overwrite_waiting(self) -> None:
+        """Write gradients over weights that were still wanted when the gradients came."""
+        for record, gradient in list(self._waiting.items()):
+            if not record.busy:
+                del self._waiting[record]
+                self._write(record, gradient)
+
+    def _write(self, record: ParamState, gradient: torch.Tensor) -> None:
+        slot, records = self._staged[record.group]
+        target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
+        self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        if record in records:
+            target.add_(gradient)
+        else:
+            self._residency.unbind(record)
+            target.copy_(gradient)
+            records.append(record)
+            record.mark_slot_taken()
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient into its group's slot; a second one of the same pass is added to the first."""
         staged = self._staged.get(record.group)
+        if self._plan.overwrites:
+            if staged is None or record not in self._plan.learning[record.group]:
+                raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
+            self._sums.mark_given(record)
+            if record in staged[1] or not record.busy:
+                self._write(record, gradient)
+            elif record in self._waiting:
+                self._waiting[record] = self._waiting[record] + gradient
+            else:
+                self._waiting[record] = gradient
+            return True
         if staged is not None and record in staged[1]:
             target = record.shaped(staged[0].flat(record.dtype, record.group.chunk_numel))
             self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (target,), (target,))
@@ -137,8 +176,16 @@ class RanksExecutor(InstructionExecutor):
         group = self._plan.order[op.group]
         if group not in self._staged:
             raise Diverged(f"the plan sums gradients of {group.name}, of which there are none")
+        self._overwrite_waiting()
+        if self._plan.overwrites and any(record.busy for record in group.tensors):
+            raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
         slot, records = self._staged.pop(group)
         source, scratch, shard = slots_of(op)
+        if self._plan.overwrites:
+            self._residency.vacate(group, slot)
+            if group.weight_chunk.copies.get(0) is slot:
+                group.weight_chunk.drop_copy(0)
+            slot.clear()
         whole = slot.flat(group.dtype, group.chunk_numel)
         self._queue.fill_gaps(group, records, whole)
         for record in self._plan.learning[group]:
@@ -197,8 +244,7 @@ class RanksExecutor(InstructionExecutor):
                 if slot.version == chunk.version and 0 not in chunk.copies:
                     chunk.add_copy(slot)  # it was gathered for a later moment
         sums = {group: self._staged.pop(group) for group in self._summed if group in self._staged}
-        staged = dict(self._staged)
-        self._staged.clear()
+        staged = self._hand_over_gradients()
         kept = {id(slot) for slot, _ in staged.values()}
         self._slots = {number: slot for number, slot in self._slots.items() if id(slot) not in kept}
         for group, (slot, records) in sums.items():
@@ -210,6 +256,30 @@ class RanksExecutor(InstructionExecutor):
         ops = [op for op in rest if isinstance(op, Gather | ReduceScatter)][self._submitted :]
         collectives = tuple((isinstance(op, ReduceScatter), self._plan.order[op.group]) for op in ops)
         return LeftOver(collectives, staged)
+
+    def _hand_over_gradients(self) -> dict[ParamGroup, tuple[Slot, list[ParamState]]]:
+        """Return the gradients that are to be summed, in slots that hold nothing else."""
+        found = {}
+        for group, (slot, records) in self._staged.items():
+            waiting = {record: self._waiting[record] for record in group.tensors if record in self._waiting}
+            if not self._plan.overwrites:
+                found[group] = slot, records
+            elif records or waiting:
+                whole = slot.flat(group.dtype, group.chunk_numel)
+                rows = {record: record.shaped(whole).clone() for record in records} | waiting
+                if group.weight_chunk.copies.get(0) is slot:
+                    self._shards.evict(group)
+                else:
+                    slot.clear()
+                own = self._shards.take_slot(group.weight_chunk.bytes)
+                target = own.flat(group.dtype, group.chunk_numel)
+                for record, gradient in rows.items():
+                    record.shaped(target).copy_(gradient)
+                found[group] = own, list(rows)
+        self._slots = {number: slot for number, slot in self._slots.items() if slot.memory.numel()}
+        self._staged.clear()
+        self._waiting.clear()
+        return found
 
     # Slots of the compute tier that are memory of their own.
 
