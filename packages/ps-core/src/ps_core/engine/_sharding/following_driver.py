@@ -30,7 +30,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.planned_collectives import LeftOver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.submitted import CollectiveQueue
 from ps_core.engine._support.counters import Counters
 
 
@@ -52,7 +51,7 @@ class FollowingDriver:
         self._learning = learning
         self._shards, self._sums, self._counters = residency, gradients, counters
         self._store = residency.store
-        self._queue = CollectiveQueue(residency)
+        self._queue = left.queue
         self._fetched: dict[ParamGroup, None] = {}
         """Groups with a gathered copy, least recently used first."""
         self._needed: set[ParamGroup] = set()

@@ -30,7 +30,7 @@ class LeftOverSums:
 
     def __init__(self, residency: ShardedResidency, gradients: ShardedGradients) -> None:
         self._shards, self._sums = residency, gradients
-        self._queue = CollectiveQueue(residency)
+        self._queue = CollectiveQueue(residency, "a step")
 
     def before_step(
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ps_core._plan import Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
-from ps_core._program import Kind
+from ps_core._program import Kind, SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
@@ -52,6 +52,7 @@ class LeftOver:
     """The plan's collectives that this rank did not submit, in order; True: a sum, False: a gather."""
     staged: dict[ParamGroup, tuple[Slot, list[ParamState]]]
     """Gradients that are to be summed over ranks, with the slots that hold them."""
+    queue: CollectiveQueue
 
 
 class RanksExecutor(InstructionExecutor):
@@ -69,7 +70,8 @@ class RanksExecutor(InstructionExecutor):
         assert isinstance(residency, ShardedResidency), "several ranks share the model"
         assert isinstance(gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums = residency, gradients
-        self._queue = CollectiveQueue(residency)
+        during = "an evaluation" if segment.name is SegmentName.EVAL else "a pass with gradients"
+        self._queue = CollectiveQueue(residency, during)
         self._under_way: deque[_UnderWay] = deque()
         self._waiting: dict[ParamState, torch.Tensor] = {}
         """Gradients that go over weights which something may still read."""
@@ -255,7 +257,7 @@ class RanksExecutor(InstructionExecutor):
         rest = [instr.op for instr in self._segment.by_queue[Queue.COLL]]
         ops = [op for op in rest if isinstance(op, Gather | ReduceScatter)][self._submitted :]
         collectives = tuple((isinstance(op, ReduceScatter), self._plan.order[op.group]) for op in ops)
-        return LeftOver(collectives, staged)
+        return LeftOver(collectives, staged, self._queue)
 
     def _hand_over_gradients(self) -> dict[ParamGroup, tuple[Slot, list[ParamState]]]:
         """Return the gradients that are to be summed, in slots that hold nothing else."""

@@ -24,16 +24,18 @@ class Submitted:
         shard: torch.Tensor,
         whole: torch.Tensor,
         scratch: torch.Tensor | None,
+        *,
+        what: str,
     ) -> None:
         """``shard``: of this rank, of the weight (gather), or where its part of the sum goes.
 
         ``whole``: where the group goes, or this rank's gradients. ``scratch``: for what others send to a sum; None: it
-        is a gather.
+        is a gather. ``what``: says what it is for, the same on every rank.
         """
         self.group = group
         self.done = False
         """True once the other thread is done with it; that thread writes it."""
-        self._ordering = ordering
+        self._ordering, self._what = ordering, what
         self._shard, self._whole, self._scratch = shard, whole, scratch
         self._ready: Sequence[Event] = ()
         self._over: Event | None = None
@@ -48,12 +50,14 @@ class Submitted:
         self._pending = together.start(self._run)
 
     def _run(self, session: CollectiveSession) -> None:
-        buffers, name = self._ordering.begin(session, self._ready), self.group.name
+        buffers = self._ordering.begin(session, self._ready)
         if self._scratch is None:
-            buffers.all_gather(self._whole, self._shard, name, self._everyone)
+            buffers.all_gather(self._whole, self._shard, self._what, self._everyone)
         else:
-            kind, what = self.group.dtype, f"gradients of {name}"
-            buffers.reduce_scatter(self._shard, self._whole, self._scratch, what, kind=kind, givers=self._everyone)
+            kind = self.group.dtype
+            buffers.reduce_scatter(
+                self._shard, self._whole, self._scratch, self._what, kind=kind, givers=self._everyone
+            )
         self._over = self._ordering.end()
         self.done = True
 
@@ -67,19 +71,23 @@ class Submitted:
 class CollectiveQueue:
     """This rank's collectives in which every rank takes part; all ranks submit the same ones in the same order."""
 
-    def __init__(self, residency: ShardedResidency) -> None:
+    def __init__(self, residency: ShardedResidency, during: str) -> None:
+        """``during``: a kind of pass, by which ranks that do different ones are found and told."""
+        self._during = during
         self._ordering, self._together = residency.ordering, residency.together
         self._device = residency.store.device
 
     def gather(self, group: ParamGroup, own: torch.Tensor, whole: torch.Tensor) -> Submitted:
         """Submit a gather of a group, of which ``own`` is this rank's shard."""
         self._device.work(Queue.COLL, f"gather {group.name}", (own,), (whole,))
-        return self._submit(Submitted(self._ordering, group, own, whole, None))
+        what = f"{group.name} in {self._during}"
+        return self._submit(Submitted(self._ordering, group, own, whole, None, what=what))
 
     def sum(self, group: ParamGroup, into: torch.Tensor, whole: torch.Tensor, scratch: torch.Tensor) -> Submitted:
         """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
         self._device.work(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
-        return self._submit(Submitted(self._ordering, group, into, whole, scratch))
+        what = f"gradients of {group.name}"
+        return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what))
 
     def fill_gaps(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> None:
         """Write minus zero where this rank has no gradient: it changes no sum, and not the sign of a zero."""
