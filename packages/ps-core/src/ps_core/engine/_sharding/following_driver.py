@@ -126,6 +126,9 @@ class FollowingDriver:
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
             )
         group = record.group
+        if group not in self._staged and (True, group) not in self._collectives:
+            self._sums.keep_left_over(record, gradient)
+            return True
         if group not in self._staged:
             self._staged[group] = self._take_whole(group), []
         slot, records = self._staged[group]
@@ -177,7 +180,7 @@ class FollowingDriver:
     def _keep(self, group: ParamGroup, records: list[ParamState], whole: torch.Tensor) -> None:
         """Keep gradients that the plan does not sum until the step, and give nothing for them."""
         for record in records:
-            self._sums.keep_left_over(record, whole[record.span])
+            self._sums.keep_left_over(record, record.shaped(whole))
             whole[record.span].fill_(-0.0)
 
     # The end.

@@ -59,7 +59,7 @@ class LeftOverSums:
         keys = sorted({(number, of[index].group.index, index) for text in texts for number, index in json.loads(text)})
         for (number, group), rows in groupby(keys, key=lambda key: key[:2]):
             self._sum(number, group, [of[index] for _, _, index in rows])
-        self._sums.left_over.clear()
+        self._sums.drop_left_over()
 
     def _sum(self, number: int, index: int, records: list[ParamState]) -> None:
         """Sum what a pass left over of one group."""
@@ -69,8 +69,8 @@ class LeftOverSums:
         whole = slot.flat(group.dtype, group.chunk_numel)
         mine = {record: sums.left_over[number, record] for record in records if (number, record) in sums.left_over}
         self._queue.fill_gaps(group, mine, whole)
-        for record, gradient in mine.items():
-            whole[record.span].copy_(gradient)
+        for record, kept in mine.items():
+            whole[record.span].copy_(kept.flat(record.dtype, record.numel))
         scratch_bytes = min(shards.ordering.scratch_bytes(numel, group.dtype), WIRE_BYTES)
         scratch = shards.take_slot(max(align_up(scratch_bytes), 128))
         target = shards.take_slot(max(align_up(numel * kind.itemsize), 128))

@@ -18,6 +18,7 @@ import ps_kernels
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
+from ps_core._units import align_up
 from ps_core.engine._gradients.gradient_store import GradientStore, Launch, measured, measured_spans
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.clip_or_skip import numbers
@@ -44,8 +45,8 @@ class ShardedGradients(GradientStore):
         """This rank's part of the norm, where it was measured when the sum arrived."""
         self.given = 0
         """Parameters, as bits, for which this rank had a gradient since the last step."""
-        self.left_over: dict[tuple[int, ParamState], torch.Tensor] = {}
-        """Gradients that no sum over ranks has taken yet, by the pass since the last step."""
+        self.left_over: dict[tuple[int, ParamState], Slot] = {}
+        """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.passes = 0
         """Training passes by a plan since the last step; the same number on every rank."""
 
@@ -64,7 +65,20 @@ class ShardedGradients(GradientStore):
     def keep_left_over(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Keep a gradient, for which the plan has no sum, until the step."""
         self.given |= 1 << record.index
-        self.left_over[self.passes, record] = gradient.clone()
+        slot = self.left_over.get((self.passes, record))
+        if slot is None:
+            size = max(align_up(record.numel * record.dtype.itemsize), 128)
+            slot = self.left_over[self.passes, record] = self._store.reserve(min(1, len(self._store.tiers) - 1), size)
+            slot.flat(record.dtype, record.numel).fill_(-0.0)
+        target = slot.flat(record.dtype, record.numel).as_strided(record.shape, record.stride)
+        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        target.add_(gradient)
+
+    def drop_left_over(self) -> None:
+        """Forget the gradients that no sum has taken."""
+        for slot in self.left_over.values():
+            self._shards.transfers.release_slot(slot)
+        self.left_over.clear()
 
     def begin_pass(self) -> None:
         """Count a training pass that goes by the plan."""
@@ -73,14 +87,14 @@ class ShardedGradients(GradientStore):
     def end_step(self) -> None:
         """Note that a step is over."""
         self.given, self.passes = 0, 0
-        self.left_over.clear()
+        self.drop_left_over()
 
     def discard(self, records: list[ParamState]) -> None:
         """Forget gradients as one process does; the other ranks must forget the same."""
         for record in records:
             self.given &= ~(1 << record.index)
         if not self.given or len(records) > 1:
-            self.left_over.clear()
+            self.drop_left_over()
         if records:
             names = ", ".join(record.name for record in records)
             self.alike.note(f"{len(records)} gradients were forgotten", names)
