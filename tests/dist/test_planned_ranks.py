@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from _crew import Crew
+from _expert_cases import planned_experts
 from _one_process import adds_like, check_weights
 from _threads import Together, run
 from _zero_cases import states
@@ -272,3 +274,7 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
 
     program = [[part(step) for _ in range(ranks)] for step in range(9)]
     run(ranks, unlike, program, precision, device_kib)
+
+
+def test_processes_that_do_other_than_the_plan(each_crew: Crew) -> None:
+    each_crew.run(planned_experts)

@@ -1,0 +1,51 @@
+"""Questions for shards, which threads of other processes answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ps_core import RanksDiverged
+from ps_dist._shard_answers import ADDRESS, ShardAnswers
+
+
+@pytest.fixture
+def pair() -> Iterator[list[ShardAnswers]]:
+    """Two ranks, whose shards of a group say whose, and of which group of which model, they are."""
+    made = [ShardAnswers("localhost", 5.0) for _ in range(2)]
+    for rank, each in enumerate(made):
+        each.know([other.address for other in made])
+        for model in range(2):
+            each.add(lambda group, rank=rank, model=model: _shard(rank, model, group))
+    yield made
+    for each in made:
+        each.close()
+
+
+def _shard(rank: int, model: int, group: int) -> Tensor:
+    return torch.tensor([rank, model, group] * 1000, dtype=torch.uint8)
+
+
+def test_every_rank_gets_the_shards_of_all_in_their_order(pair: list[ShardAnswers]) -> None:
+    for rank, each in enumerate(pair):
+        for model, group in ((0, 3), (1, 7), (0, 4)):
+            found = each.ask(model, group, me=rank)
+            assert all(map(torch.equal, found, [_shard(0, model, group), _shard(1, model, group)]))
+
+
+def test_who_does_not_know_the_secret_gets_no_answer(pair: list[ShardAnswers]) -> None:
+    mine, other = pair
+    _, host, port = ADDRESS.unpack(other.address)
+    mine.know([mine.address, ADDRESS.pack(b"guessed", host, port)])
+    with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 2"):
+        mine.ask(0, 2, me=0)
+
+
+def test_a_rank_that_has_gone_is_named(pair: list[ShardAnswers]) -> None:
+    mine, other = pair
+    other.close()
+    with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 2"):
+        mine.ask(0, 2, me=0)
