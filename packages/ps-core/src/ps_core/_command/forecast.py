@@ -55,6 +55,8 @@ class Training:
     """Keep the token table in the host's memory; see `keeps_table_apart`."""
     head_tiles: int = 1
     policy: Policy = Policy.BELADY
+    step_in_backward: bool = False
+    """As ``Options(step="in_backward")``."""
     group_bytes: int | None = None
     """Of computed weights; None: searched."""
     quick: bool = False
@@ -105,6 +107,7 @@ class Training:
             precision=self.precision,
             accumulate=self.accumulate,
             policy=self.policy,
+            step_in_backward=self.step_in_backward,
             group_numel=None if self.group_bytes is None else self.group_bytes // self.weight_bytes,
             nonmodel_overhead=self.cluster.nonmodel_overhead,
             quick=self.quick,

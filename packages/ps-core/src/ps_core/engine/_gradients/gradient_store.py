@@ -9,7 +9,7 @@ Then the gradient moves into an fp32 sum, and the weight is rebuilt from its mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -328,6 +328,14 @@ class GradientStore:
                 self.restore_weights(group)
 
     # Norms.
+
+    def wait_until_measured(self, records: Iterable[ParamState], stepping: bool) -> None:
+        """Wait until the norms of all stored gradients are known; ``stepping``: other groups are still stepped."""
+        waiting = [record for record in records if record.gradient is not GradientPlace.NONE] if stepping else ()
+        if stepping and not any(record.group.chunks[Kind.P32].home.tier for record in waiting):
+            self._residency.transfers.wait_for_streams()
+        else:
+            self._residency.transfers.wait_for_other_queues(Queue.CPU)
 
     def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """Return the sum of squares and the non-finite flag of each gradient."""
