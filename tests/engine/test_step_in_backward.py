@@ -102,11 +102,6 @@ def test_what_needs_a_decision_first_is_refused(told: dict[str, Any], words: str
         chunked(models.Language(), AdamW(), device="cpu", options=Options(step="in_backward"), **told)
 
 
-def test_an_option_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="after_backward, in_backward; found 'soon'"):
-        Options(step="soon")
-
-
 def begun(device: Any = "emulated", steps: int = 3) -> tuple[Any, Any]:
     """A model with a plan, after a few steps."""
     model, optimizer = managed(device, "bf16", "72KiB")
