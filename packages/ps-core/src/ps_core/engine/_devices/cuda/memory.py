@@ -126,9 +126,9 @@ class AllocatorBytesTracker:
     def start(self) -> None:
         """Start, or start again, to count."""
         if not self._on:
-            self._on = True
             self._base_bytes = min(self._base_bytes, self._others(self._runtime.allocated().now))
-            self._reset()
+            self._reset()  # what came before does not count
+            self._on = True
 
     def stop(self) -> bool:
         """Stop counting."""
@@ -160,9 +160,9 @@ class AllocatorBytesTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._depth == 1 and self._on:
+            self._reset()  # what came meanwhile does not count
         self._depth -= 1
-        if not self._depth and self._on:
-            self._reset()
 
     def note(self) -> None:
         """Take the allocator's peak, if it is one of a time that counts."""
