@@ -128,7 +128,8 @@ class TimedRuntime(FakeRuntime):
         when, left = begin, size_bytes
         for cut in [*cuts, float("inf")]:
             taken = sum(rate for first, last, rate in copies if first <= when < last)
-            rate = max(self.machine.host_bandwidth - taken, self.machine.host_bandwidth / 4)
+            left_over = self.machine.host_memory_bandwidth - taken
+            rate = min(self.machine.host_bandwidth, max(left_over, self.machine.host_bandwidth / 4))
             if when + left / rate <= cut:
                 return when + left / rate
             left -= (cut - when) * rate

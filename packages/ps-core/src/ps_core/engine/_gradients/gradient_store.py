@@ -221,7 +221,9 @@ class GradientStore:
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Copy a vector into the sums (``fresh``), or add it to them, on the CPU."""
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
+        self._store.device.work(
+            Queue.CPU, f"sum of the gradient of {record.name}", (flat,) if fresh else (flat, sums), (sums,)
+        )
         if fresh:
             sums.copy_(flat)
         else:
@@ -263,7 +265,7 @@ class GradientStore:
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
         begun = first.gradient is GradientPlace.IN_ACCUMULATOR
         add = partial(ps_kernels.accumulate, target, flat) if begun else partial(target.copy_, flat)
-        launch(f"sum of the gradient of {first.name}", (flat, target), (target,), add)
+        launch(f"sum of the gradient of {first.name}", (flat, target) if begun else (flat,), (target,), add)
         for record in records:
             record.mark_summed()
             record.norm_part = None
