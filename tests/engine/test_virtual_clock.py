@@ -54,6 +54,10 @@ def tokens(index: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(index))
 
 
+def over_disk(folder: Path, device: str, host: str, disk: str) -> Budget:
+    return Budget(device=device, host=host, disk=disk, disk_dir=str(folder))
+
+
 def train(
     folder: Path,
     budget: str,
@@ -63,6 +67,7 @@ def train(
     clip: float | None = 1.0,
     step: str = "after_backward",
     machine: Machine = MACHINE,
+    disk: tuple[str, str] | None = None,
 ) -> Timed:
     """Train a language model that recomputes its blocks; the last step is timed from first moment to first moment."""
     torch.manual_seed(0)
@@ -77,7 +82,7 @@ def train(
             model,
             AdamW(lr=1e-2),
             precision=precision,
-            budget=Budget(device=budget, host=HOST),
+            budget=Budget(device=budget, host=HOST) if disk is None else over_disk(folder, budget, *disk),
             device=device,
             accumulation_steps=micro_batches,
             max_grad_norm=clip,
@@ -136,6 +141,24 @@ def test_memory_may_give_more_than_its_cores_take(
     )
     assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=4 * NEAR)
     assert got.step_s < narrow.step_s
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "device_kib", "host_kib"),
+    [("bf16", 1, 160, 400), ("bf16", 1, 64, 320), ("bf16", 3, 160, 400), ("fp32", 1, 160, 500)],
+)
+def test_steps_over_a_disk(precision: str, micro_batches: int, device_kib: int, host_kib: int, tmp_path: Path) -> None:
+    got = train(
+        tmp_path,
+        f"{device_kib}KiB",
+        precision=precision,
+        micro_batches=micro_batches,
+        disk=(f"{host_kib}KiB", "8MiB"),
+    )
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=10 * NEAR)
+    for ours, theirs in {"DISK_R": "disk->host", "DISK_W": "host->disk"}.items():
+        assert got.busy_s[ours] == pytest.approx(got.predicted.busy_s[theirs], rel=10 * NEAR)
+        assert got.busy_s[ours] > 0
 
 
 def test_streams_the_host_and_its_memory_by_hand() -> None:
