@@ -221,7 +221,7 @@ def test_a_step_takes_what_was_predicted(budget_kib: int, precision: str, tmp_pa
     kib = budget_kib * (2 if precision == "fp32" else 1)
     got = train(tmp_path, f"{kib}KiB", precision=precision, clip=None, step="in_backward")
     after = train(tmp_path, f"{kib}KiB", precision=precision, clip=None)
-    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=NEAR)
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=2 * NEAR)
     assert got.step_s <= after.step_s * 1.02
     if precision == "bf16":
         assert got.step_s < 0.9 * after.step_s

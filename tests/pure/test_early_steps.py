@@ -10,7 +10,7 @@ from ps_core import Setup, Tier, analytic_trace, find_plan, machine
 from ps_core._plan import Copy, Norm, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._program import Extent, Kind
 from ps_core._simulate.clock import simulate
-from ps_core._simulate.early_steps import early_steps
+from ps_core._simulate.early_steps import early_steps, newest_first
 from ps_core._simulate.timeline import Timeline
 from ps_core._workloads.analytic import Workload
 from ps_core._workloads.named import shape
@@ -56,6 +56,19 @@ def test_memory_that_the_pass_lends_is_left_alone(queue: Queue, op: Release | Re
     assert found(forward(gradient(0), (queue, op, ()), gradient(1)), of(0), of(1)) == {2: [1]}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [(1.0, [0, 1, 2, 3, 4, 5]), (2.0, [0, 1, 2, 3, 4, 5]), (3.0, [0, 1, 3, 4, 5]), (5.0, [0, 2, 5]), (99.0, [0, 5])],
+)
+def test_a_slow_processor_takes_the_newest(seconds: float, taken: list[int]) -> None:
+    """Gradients come every 2 s. What is passed over is left for the step segment; the last one is never."""
+    every = early_steps(6, forward(*(gradient(place) for place in range(6))), step(*(of(place) for place in range(6))))
+    ends = [2.0 * place for place in range(6)]
+    found = newest_first(every, ends, [seconds] * 6)
+    assert [row.id for rows in found.values() for row in rows] == taken
+    assert all(row.op.slots == (behind,) for behind, rows in found.items() for row in rows)
+
+
 def test_it_runs_beside_the_rest_of_backward_and_the_next_copy_waits_for_it() -> None:
     line = timeline()
     backward = forward((Queue.D2H, Copy(GRADIENT, 0, 10, 0, 0), ()), (Queue.COMPUTE, Run(0, (), 0), ()))
@@ -97,6 +110,17 @@ def test_plans_are_chosen_and_timed_for_it() -> None:
         gains.append(after.prediction.step_time_s / told.step_time_s)
     assert max(gains) > 1.2
     assert gains[-1] == pytest.approx(1.0, abs=0.02), "where everything fits there is nothing to hide"
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "part"), [("gpt-24x2048", 12, 0.98), ("gpt-32x2560", 16, 0.93), ("gpt-32x4096", 24, 0.83)]
+)
+def test_how_near_steps_come_to_what_the_busiest_queue_takes(name: str, gib: int, part: float) -> None:
+    """At H200 rates. Copies and steps share the host's memory, so the last one cannot reach all of it."""
+    trace = analytic_trace(shape(name), Workload(batch=8, chunked_loss=True))
+    tiers = (Tier("device", gib << 30), Tier("host", 1 << 39))
+    told = find_plan(trace, tiers, machine("h200"), setup=Setup(step_in_backward=True)).prediction
+    assert max(told.busy_s.values()) > part * told.step_time_s
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,27 @@ A plan has its steps in a segment of their own, behind the decision that needs t
 clipping, no loss scale, one backward pass a step), a group can be stepped as soon as its gradient is complete. A step
 of the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last
 pass that touches one of them: nothing of that pass reads or writes them any more. Nothing else of the plan changes.
+
+[Note: the newest first]
+Backward ends with the groups that the next forward pass needs first. Where the processor cannot step as fast as
+gradients come, it takes the newest whenever it is free, and leaves the others for the step segment. There they are
+stepped in the order of the forward pass, beside it. With all steps in order of arrival, the next forward pass would
+begin by waiting for everything that had queued up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
 from ps_core._plan import Instr, Queue, Release, Reserve, Segment, Step, slots_of
 
+EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
+"""Steps that begin within a pass, by the place of the instruction that they begin behind."""
 
-def early_steps(homes: int, last_pass: Segment, step: Segment) -> dict[int, tuple[Instr, ...]]:
-    """Map instructions of the last pass to the steps that may begin behind them; ``homes``: number of home slots."""
+
+def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
+    """Return the steps that may begin within the last pass; ``homes``: number of home slots."""
     last = _last_touches(last_pass)
     found: dict[int, tuple[Instr, ...]] = {}
     touched: set[int] = set()
@@ -27,6 +39,22 @@ def early_steps(homes: int, last_pass: Segment, step: Segment) -> dict[int, tupl
                 continue
         touched.update(slots)
     return found
+
+
+def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[float]) -> EarlySteps:
+    """Return those that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps."""
+    arrivals = sorted((ends[behind], behind, row) for behind, rows in steps.items() for row in rows)
+    taken: dict[int, tuple[Instr, ...]] = {}
+    free, place = 0.0, 0
+    while place < len(arrivals):
+        free = max(free, arrivals[place][0])
+        while place + 1 < len(arrivals) and arrivals[place + 1][0] <= free:
+            place += 1
+        _, behind, row = arrivals[place]
+        taken[behind] = (*taken.get(behind, ()), row)
+        free += seconds[row.id]
+        place += 1
+    return taken
 
 
 def _last_touches(segment: Segment) -> dict[int, int]:

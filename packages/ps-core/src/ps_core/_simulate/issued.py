@@ -22,13 +22,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier, slots_of
+from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier, slots_of
 from ps_core._program import Program, SegmentName
 from ps_core._simulate.costs import Costs, Work
-from ps_core._simulate.early_steps import early_steps
+from ps_core._simulate.early_steps import EarlySteps, early_steps, newest_first
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.played import play
-from ps_core._simulate.timeline import Timeline
+from ps_core._simulate.timeline import EarlySeconds, Timeline
 
 _ROUNDS = 3
 """Steps that are timed until one follows the other steadily."""
@@ -88,9 +88,10 @@ class Issuing:
             return [_alone(priced, *play(priced.segment, priced.work.seconds, priced.work.thread_s)) for priced in step]
         if not self._worker and not any(_works_between_moments(priced.segment) for priced in step):
             return [_alone(priced, *_ends(priced)) for priced in step]
-        timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth, spare=self._spare)
-        if self._in_backward and step[-1].segment.name is SegmentName.STEP:
-            return _with_early_steps(timeline, len(home), step)
+        return self._time_choosing(home, step)[1] if self._in_backward else self._time_in_order(home, step)
+
+    def _time_in_order(self, home: tuple[Held, ...], step: Sequence[Priced]) -> list[Timed]:
+        timeline = self._timeline(home)
         order = sorted(range(len(step)), key=lambda place: step[place].segment.name is not SegmentName.STEP)
         ran = [timeline.run(step[place].segment, step[place].work.seconds) for place in order]
         begins = [*(begin for begin, _ in ran), timeline.finish()]
@@ -100,23 +101,47 @@ class Issuing:
         }
         return [found[place] for place in range(len(step))]
 
+    def early_steps(self, home: tuple[Held, ...], step: Sequence[Priced]) -> EarlySteps:
+        """Return the steps that begin within the last pass."""
+        return self._time_choosing(home, step)[0] if self._in_backward else {}
 
-def _with_early_steps(timeline: Timeline, homes: int, step: Sequence[Priced]) -> list[Timed]:
-    """Time the third of three steps, most of whose steps begin within backward and may go on in the next forward."""
+    def _time_choosing(self, home: tuple[Held, ...], step: Sequence[Priced]) -> tuple[EarlySteps, list[Timed]]:
+        """Choose the steps that begin within the last pass: none, all, or as in [Note: the newest first]."""
+        *passes, last = step
+        none: EarlySteps = {}
+        choices = [(none, self._time_in_order(home, step))]
+        if last.segment.name is SegmentName.STEP:
+            timeline, ends = self._timeline(home), [0.0]
+            for priced in passes:
+                _, ends = timeline.run(priced.segment, priced.work.seconds)
+            every = early_steps(len(home), passes[-1].segment, last.segment)
+            for steps in (newest_first(every, ends, last.work.seconds), every):
+                choices.append((steps, _with_early_steps(self._timeline(home), steps, step)))
+        return min(choices, key=lambda choice: sum(timed.seconds for timed in choice[1]))
+
+    def _timeline(self, home: tuple[Held, ...]) -> Timeline:
+        return Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth, spare=self._spare)
+
+
+def _with_early_steps(timeline: Timeline, found: EarlySteps, step: Sequence[Priced]) -> list[Timed]:
+    """Time the third of three steps, some of whose steps begin within backward and may go on in the next forward."""
     *passes, last = step
-    found = early_steps(homes, passes[-1].segment, last.segment)
     seconds = last.work.seconds
-    early = {behind: [(slots_of(row.op), seconds[row.id]) for row in rows] for behind, rows in found.items()}
+    early: EarlySeconds = {
+        behind: [(slots_of(row.op), seconds[row.id]) for row in rows] for behind, rows in found.items()
+    }
     begun = {row.id for rows in found.values() for row in rows}
     kept = [instr for instr in last.segment.instrs if instr.id not in begun]
     places = {instr.id: place for place, instr in enumerate(kept)}
     instrs = tuple([replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in kept])
     rest, taken = replace(last.segment, instrs=instrs), [seconds[instr.id] for instr in kept]
+    left = any(isinstance(instr.op, Step) and instr.queue is Queue.CPU for instr in kept)
+    none: EarlySeconds | None = None if left else {}  # the decision waits for norms of what is left, and so the worker
     for _ in range(_ROUNDS):
-        own, ends = timeline.run(rest, taken, early={})
+        own, ends = timeline.run(rest, taken, early=none)
         ran = [timeline.run(priced.segment, priced.work.seconds) for priced in passes[:-1]]
         ran.append(timeline.run(passes[-1].segment, passes[-1].work.seconds, early))
-    begins = [*(begin for begin, _ in ran), timeline.run(rest, taken, early={})[0]]
+    begins = [*(begin for begin, _ in ran), timeline.run(rest, taken, early=none)[0]]
     timed = [
         _timed(priced, begin, until - begin, each)
         for priced, (begin, each), until in zip(passes, ran, begins[1:], strict=True)

@@ -15,8 +15,8 @@ _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}
 _DISKS = (Queue.DISK_R, Queue.DISK_W)
 
 
-Early: TypeAlias = tuple[tuple[int, ...], float]
-"""A step that begins within backward: the slots that it works on, and its seconds."""
+EarlySeconds: TypeAlias = Mapping[int, Sequence[tuple[tuple[int, ...], float]]]
+"""By instruction: steps that begin behind it within backward, the slots that they work on, and their seconds."""
 
 
 class Timeline:
@@ -39,7 +39,7 @@ class Timeline:
         """Pieces of work on slots that were released before it was over."""
 
     def run(
-        self, segment: Segment, seconds: list[float], early: Mapping[int, Sequence[Early]] | None = None
+        self, segment: Segment, seconds: list[float], early: EarlySeconds | None = None
     ) -> tuple[float, list[float]]:
         """Run a segment; return when the streams are free for it, and when each of its instructions ends.
 
@@ -70,9 +70,7 @@ class Timeline:
 class _Walk:
     """One segment on its way."""
 
-    def __init__(
-        self, timeline: Timeline, segment: Segment, seconds: list[float], early: Mapping[int, Sequence[Early]]
-    ) -> None:
+    def __init__(self, timeline: Timeline, segment: Segment, seconds: list[float], early: EarlySeconds) -> None:
         self._line, self._name, self._instrs = timeline, segment.name.value, segment.instrs
         self._seconds, self._early = seconds, early
         self._worker = timeline.worker

@@ -46,7 +46,7 @@ class PlanRequest:
             planned = self._find(trace, layout)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, order, recording.moments, self._prefetch, self._setup.step_in_backward)
+        return EnginePlan(planned, order, recording.moments, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
