@@ -43,14 +43,14 @@ def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
 
 def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[float]) -> EarlySteps:
     """Return those that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps."""
-    arrivals = sorted((ends[behind], behind, row) for behind, rows in steps.items() for row in rows)
+    arrivals = sorted((ends[behind], behind, row.id, row) for behind, rows in steps.items() for row in rows)
     taken: dict[int, tuple[Instr, ...]] = {}
     free, place = 0.0, 0
     while place < len(arrivals):
         free = max(free, arrivals[place][0])
         while place + 1 < len(arrivals) and arrivals[place + 1][0] <= free:
             place += 1
-        _, behind, row = arrivals[place]
+        _, behind, _, row = arrivals[place]
         taken[behind] = (*taken.get(behind, ()), row)
         free += seconds[row.id]
         place += 1
