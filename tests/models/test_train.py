@@ -23,7 +23,7 @@ from _trainer import TINY, data, numbers, rows, train
 from ps_core import DeviceOutOfMemory
 from ps_core.engine._support.log import LOGGER
 from ps_models.train import _loop, main
-from ps_models.train._options import from_file
+from ps_models.train._option_files import from_file
 
 Capture = pytest.CaptureFixture[str]
 BUDGET = ("--device", "emulated", "--device-memory", "400KB")

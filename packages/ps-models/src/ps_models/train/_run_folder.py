@@ -213,8 +213,9 @@ class RunFolder:
 
 
 def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    defaults = TrainOptions().identity  # of options that are newer than the run
     for name, value in own["options"].items():
-        before = found["options"].get(name)
+        before = found["options"].get(name, defaults[name])
         if before != value:
             yield f"{flag_of(name)} {before} there, {value} now"
     if found["data"] != own["data"]:
