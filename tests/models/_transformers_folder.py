@@ -18,7 +18,7 @@ TEMPLATE = (
 MARKED = (
     "{% for message in messages %}<|{{ message['role'] }}|>{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<end>{% endgeneration %}{% else %}{{ message['content'] }}<end>{% endif %}"
-    "\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ("<s>", "</s>", "<end>", "<|user|>", "<|assistant|>", "<|system|>")
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ps_core._errors import InvalidInput
 from ps_models.train._transformers import transformers_for
 
 _PROBE = "a"
+_MARK = re.compile(r"{%-?\s*generation\b")
 
 
 class FolderTokenizer:
@@ -85,7 +87,7 @@ class FolderTokenizer:
         if template is None:
             raise ValueError("the tokenizer has no chat template; allowed is one with a template (chat_template.jinja)")
         try:
-            if isinstance(template, str) and "{% generation" in template.replace("{%-", "{%"):
+            if isinstance(template, str) and _MARK.search(template):
                 return self._marked(messages)
             text, spans = self._text(messages), list(self._answers(messages))
         except ValueError:

@@ -61,7 +61,10 @@ def _json_lines(path: Path, option: str) -> Iterator[Document]:
         for count, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place, shown = f"{option}: line {count} of {str(path)!r}", repr(line[:40].decode("utf-8", "replace"))
+            place, shown = (
+                f"{option}: line {count} of {str(path)!r}",
+                repr(line.strip()[:40].decode("utf-8", "replace")),
+            )
             try:
                 found = json.loads(line)
             except (ValueError, RecursionError):
