@@ -274,6 +274,9 @@ def test_named_models_learn_answers_too(tmp_path: Path) -> None:
     assert main([*words, "--batch", "2", "--accumulate", "2", "--out", str(tmp_path / "two")]) == 0
     for one, other in zip(numbers(tmp_path / "one"), numbers(tmp_path / "two"), strict=True):
         assert one[1] == pytest.approx(other[1], rel=1e-5)
+    save_tokenizer(tmp_path / "tokenizer")
+    words[words.index(str(lines))] = str(save_lines(tmp_path / "talks.jsonl", TALKS))
+    assert main([*words, "--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "talks")]) == 0
 
 
 def test_a_bert_refuses_samples(tmp_path: Path, capsys: Capture) -> None:

@@ -289,6 +289,17 @@ def test_what_does_not_go_together(tmp_path: Path, capsys: Capture) -> None:
         assert said.count("\n") == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True:UserWarning")
+def test_an_adapter_for_one_use_of_a_tied_weight_is_not_merged(tmp_path: Path, capsys: Capture) -> None:
+    given = words(tmp_path, "--lora", 2, "--lora-targets", "lm_head", kind="llama tied")
+    assert main([*given, "--lora-merge"]) == 2
+    told = (
+        "--lora-merge: 'model.embed_tokens.weight' and 'lm_head.weight' are one weight, and one of them has an adapter"
+    )
+    assert told in capsys.readouterr().err
+    assert main(given) == 0
+
+
 def test_what_a_folder_lacks_is_named(tmp_path: Path, capsys: Capture) -> None:
     folder = folder_of(tmp_path)
     weights = load_file(folder / "model.safetensors")

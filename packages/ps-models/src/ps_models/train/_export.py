@@ -17,7 +17,7 @@ from ps_models.train._folder_tokenizer import FolderTokenizer
 from ps_models.train._loop import ManagedModel
 from ps_models.train._options import TrainOptions
 from ps_models.train._tokenizers import Tokenizer
-from ps_models.train._transformers_model import INDEX, WEIGHTS, OriginalNames, TransformersModel
+from ps_models.train._transformers_model import INDEX, WEIGHTS, OriginalNames, TransformersModel, adapted_layers
 
 PIECE_BYTES = 2**30
 """The most that is in memory of a merged model, and in one of its files, but for a larger tensor."""
@@ -86,7 +86,7 @@ def _write_adapters(folder: Path, source: TransformersModel, managed: ManagedMod
 def _write_whole(folder: Path, source: TransformersModel, managed: ManagedModel) -> None:
     """Let transformers write the model, of which it has to have a copy in memory."""
     with materialized(managed.model):
-        layers = _adapted(managed.model)
+        layers = adapted_layers(managed.model)
         for layer in layers:
             layer.merge()
         if managed.ranks.leads:
@@ -94,11 +94,6 @@ def _write_whole(folder: Path, source: TransformersModel, managed: ManagedModel)
             source.save(folder, values)
         for layer in layers:
             layer.unmerge()
-
-
-def _adapted(model: nn.Module) -> list[Any]:
-    """Return PEFT's modules around some of the model's. (Any: as PEFT's classes.)"""
-    return [each for each in model.modules() if hasattr(each, "base_layer") and hasattr(each, "merge")]
 
 
 def named_tensors(names: OriginalNames) -> Iterator[tuple[str, Tensor]]:
@@ -114,11 +109,13 @@ def _write_merged(folder: Path, names: OriginalNames, managed: ManagedModel) -> 
     """Write the model with its adapters merged, some of its tensors at a time."""
     writer = _Pieces(folder, managed.ranks.leads)
     managed_names = {id(parameter): name for name, parameter in managed.model.named_parameters()}
-    layers = {id(layer.base_layer): layer for layer in _adapted(managed.model)}
+    layers = {id(layer.base_layer): layer for layer in adapted_layers(managed.model)}
     written: set[int] = set()
     for prefix, module in names.named_modules():
         layer = layers.get(id(module))
         inside = [managed_names[id(each)] for each in (layer or module).parameters(recurse=layer is not None)]
+        if not inside and not module._buffers:
+            continue
         with materialized(managed.model, dict.fromkeys(inside)):
             if layer is not None:
                 layer.merge()

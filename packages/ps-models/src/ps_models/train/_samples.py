@@ -45,8 +45,8 @@ class Samples:
             tokens.extend(ids[:length])
             trained.extend(answers[:length])
             ends.append(len(tokens))
-        self._tokens = torch.tensor(tokens, dtype=torch.int32)
-        self._trained = torch.tensor(list(trained), dtype=torch.bool)
+        self._tokens = torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.empty(0, dtype=torch.int32)
+        self._trained = torch.frombuffer(trained, dtype=torch.bool) if trained else torch.empty(0, dtype=torch.bool)
         self._ends = ends
 
     def __len__(self) -> int:

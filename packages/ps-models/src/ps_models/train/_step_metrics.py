@@ -41,7 +41,7 @@ class StepMetrics:
     moved_bytes: Mapping[str, int]
     """By link, in this step."""
     tflops: float
-    """8 operations per parameter and token (6 without checkpointing)."""
+    """8 operations per parameter and token; 2 less without checkpointing, 2 less where only adapters are trained."""
     mfu: float | None = None
     """Model FLOPs of the device's peak, where that is known."""
     skipped: bool = False
@@ -86,8 +86,10 @@ class Rates:
             forward = sum(moment.flops for moment in trace.moments if moment.phase is Phase.FORWARD)
             self.activation_bytes = max(moment.nonmodel_bytes for moment in trace.moments)
             self.parameters = trace.parameters
-        self._counted = (8 if options.checkpointing else 6) * self.parameters * self._tokens
-        self._model = 3 * forward * options.accumulate
+        # Backward makes the gradients of inputs and, unless only adapters are trained, those of weights.
+        passes = 3 if options.lora is None else 2
+        self._counted = 2 * (passes + options.checkpointing) * self.parameters * self._tokens
+        self._model = passes * forward * options.accumulate
         self.peak_tflops = options.peak_tflops or (_card_peak() if device == "cuda" else None)
 
     def tokens_per_s(self, seconds: float) -> float:

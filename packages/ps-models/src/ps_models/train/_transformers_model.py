@@ -60,6 +60,8 @@ class TransformersModel:
         self.vocabulary: int = text.vocab_size
         self.parameters = sum(each.numel() for each in self._model.parameters())
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
+        whole, index = self.folder / WEIGHTS, self.folder / INDEX
+        self._weights = index if index.is_file() and not whole.is_file() else whole  # as transformers chooses
         self.streams = self._has_own_names()
         """True if the names in the files are the model's; see [Note: names in files]."""
         if self.positions is not None and options.seq > self.positions:
@@ -91,13 +93,12 @@ class TransformersModel:
         return all(not found.isdisjoint(names) for names in wanted.values())
 
     def _names_in_files(self) -> set[str]:
-        index, whole = self.folder / INDEX, self.folder / WEIGHTS
         safetensors: Any = package_for("--hf", "safetensors")
         try:
-            if whole.is_file() or not index.is_file():
-                with safetensors.safe_open(whole, framework="pt") as file:
-                    return set(file.keys())
-            return set(json.loads(index.read_text("utf-8"))["weight_map"])
+            if self._weights.name == INDEX:
+                return set(json.loads(self._weights.read_text("utf-8"))["weight_map"])
+            with safetensors.safe_open(self._weights, framework="pt") as file:
+                return set(file.keys())
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             raise InvalidInput(
                 f"--hf: cannot read the weights in {str(self.folder)!r}: {' '.join(str(error).split())}; allowed is "
@@ -123,9 +124,26 @@ class TransformersModel:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers renames what switches checkpointing on
             found: nn.Module = self._model if options.lora is None else with_adapters(self._model, options)
+            if options.lora_merge:
+                self._check_mergeable(found)
             if options.checkpointing and self._model.supports_gradient_checkpointing:
                 self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return found
+
+    def _check_mergeable(self, adapted: nn.Module) -> None:
+        """Raise `InvalidInput` if an adapter is for one use of a weight that has several."""
+        uses: dict[int, list[str]] = {}
+        for prefix, module in self.names.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    uses.setdefault(id(parameter), []).append(f"{prefix}.{name}")
+        for layer in adapted_layers(adapted):
+            shared = uses[id(layer.base_layer.weight)]
+            if len(shared) > 1:
+                raise InvalidInput(
+                    f"--lora-merge: {shared[0]!r} and {shared[1]!r} are one weight, and one of them has an adapter; "
+                    "allowed is to export the adapters, or other --lora-targets"
+                )
 
     def _read_whole(self) -> Any:
         model, found = self._library.AutoModelForCausalLM.from_pretrained(
@@ -143,7 +161,7 @@ class TransformersModel:
             return ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied tensors that differ, transformers takes the same one, silently
-            missing, unexpected = load_weights(self.names, self.folder, strict=False)
+            missing, unexpected = load_weights(self.names, self._weights, strict=False)
         if missing:
             self._refuse_missing(missing)
         some = ", ".join(unexpected[:3])
@@ -191,6 +209,11 @@ def with_adapters(model: Any, options: TrainOptions) -> Any:
             parameter.requires_grad = False
             module._parameters[name] = parameter
     return found
+
+
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """Return PEFT's modules around some of the model's. (Any: as PEFT's classes.)"""
+    return [each for each in model.modules() if hasattr(each, "base_layer") and hasattr(each, "merge")]
 
 
 def _lend_memory(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
