@@ -201,6 +201,17 @@ def test_a_run_without_its_description_is_not_taken_for_a_new_one(tmp_path: Path
     assert "cannot read" in capsys.readouterr().err
 
 
+def test_a_run_that_is_older_than_an_option_goes_on(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "--steps", 1) == 0
+    written = tmp_path / "run" / "run.json"
+    told = json.loads(written.read_text())
+    for name in ("hf", "lora", "lora_targets", "lora_alpha", "pack"):
+        del told["options"][name]
+    written.write_text(json.dumps(told))
+    assert train(tmp_path / "run", "--steps", 2) == 0
+    assert len(rows(tmp_path / "run")) == 2
+
+
 # ---------------------------------------------------------------- checkpoints
 
 

@@ -68,6 +68,15 @@ def test_of_a_prompt_and_its_completion_the_completion_and_the_end_are_trained(t
     assert (bytes(ids[:-1]), ids[-1], trained) == (b"2 and 2? 4!", Bytes.end, [False] * 9 + [True] * 3)
 
 
+def test_texts_begin_as_the_tokenizer_begins_them(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, starts=True)
+    lines = save_lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "c"}])
+    options = TrainOptions(data=(str(lines),), eval_data=(str(lines),), seq=2, tokenizer=str(tmp_path))
+    run = corpus(options).train[0][:].tolist()
+    assert [run[at] for at in (0, 3, 4, 6)] == [0, 1, 0, 1]
+    assert FolderTokenizer(tmp_path, "--tokenizer").decode(run) == "abc"
+
+
 TALK = Example(place="here", messages=tuple(TALKS[7]["messages"]))
 WHOLE = "<|user|>say 7<end>\n<|assistant|>7<end>\n<|user|>more<end>\n<|assistant|>7 7<end>\n"
 

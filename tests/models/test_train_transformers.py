@@ -115,19 +115,19 @@ def test_the_losses_of_plain_peft(tmp_path: Path) -> None:
     assert len(set(found)) == 4
 
 
-RESUMED: dict[str, tuple[object, ...]] = {
-    "bf16": EMULATED,
-    "packed": (*EMULATED, "--pack"),
-    "adapters": (*EMULATED, "--lora", 4, "--lora-targets", "all-linear"),
-    "accumulated": (*FP32, "--accumulate", 2, "--batch", 4),
+RESUMED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "packed": ("llama", (*EMULATED, "--pack")),
+    "adapters": ("llama", (*EMULATED, "--lora", 4, "--lora-targets", "all-linear")),
+    "accumulated": ("llama", ("--accumulate", 2, "--batch", 4)),
+    "experts": ("mixtral", ()),
 }
 
 
 @pytest.mark.parametrize("way", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cut").mkdir()
-    folder_of(tmp_path)
-    whole = words(tmp_path, *RESUMED[way], "--eval-every", 3, steps=7)
+    kind, more = RESUMED[way]
+    whole = words(tmp_path, *more, "--eval-every", 3, steps=7, kind=kind)
     cut = [*whole, "--out", str(tmp_path / "cut" / "run")]
     assert main(whole) == 0
     with monkeypatch.context() as patch:

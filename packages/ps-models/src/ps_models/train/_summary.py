@@ -28,7 +28,7 @@ def summary(
     rate = f", {tokens / seconds:,.0f} tokens/s" if steps and seconds > 0 else ""
     data = round(counted.bytes_per_parameter * rates.parameters)
     plain = _PLAIN_BYTES * rates.parameters
-    activations, about = rates.activation_bytes or 0, "activations"
+    activations, about = rates.activation_bytes or 0, "besides activations"
     if rates.activation_bytes is not None:
         about = f"about {format_bytes(activations)} of activations"
     lines = [
