@@ -35,6 +35,9 @@ MODELS: dict[str, Any] = {
         **{f"{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")},
     ),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "rwkv": transformers.RwkvConfig(
+        hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=264, rescale_every=0
+    ),
     "mamba": transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, vocab_size=264),
 }
 

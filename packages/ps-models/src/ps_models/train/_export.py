@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,14 @@ from ps_models.train._folder_tokenizer import FolderTokenizer
 from ps_models.train._loop import ManagedModel
 from ps_models.train._options import TrainOptions
 from ps_models.train._tokenizers import Tokenizer
-from ps_models.train._transformers_model import INDEX, WEIGHTS, OriginalNames, TransformersModel, adapted_layers
+from ps_models.train._transformers_model import (
+    INDEX,
+    WEIGHTS,
+    OriginalNames,
+    TransformersModel,
+    adapted_layers,
+    named_tensors,
+)
 
 PIECE_BYTES = 2**30
 """The most that is in memory of a merged model, and in one of its files, but for a larger tensor."""
@@ -68,8 +74,8 @@ def _write_tokenizer(folder: Path, source: TransformersModel, chosen: Tokenizer 
     library: Any = importlib.import_module("transformers")
     try:
         library.AutoTokenizer.from_pretrained(source.folder, local_files_only=True).save_pretrained(folder)
-    except (OSError, ValueError, KeyError):
-        return  # the folder has none, and the data are token numbers
+    except Exception:  # whatever transformers, or a package that it needs for this one, raises
+        return  # the data are token numbers: the model is worth more than a tokenizer that nothing was done with
 
 
 def _write_adapters(folder: Path, source: TransformersModel, managed: ManagedModel) -> None:
@@ -94,15 +100,6 @@ def _write_whole(folder: Path, source: TransformersModel, managed: ManagedModel)
             source.save(folder, values)
         for layer in layers:
             layer.unmerge()
-
-
-def named_tensors(names: OriginalNames) -> Iterator[tuple[str, Tensor]]:
-    """Yield what files hold of a model, tied tensors under each of their names."""
-    for prefix, module in names.named_modules():
-        kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        for name, tensor in (module._parameters | kept).items():
-            if tensor is not None:
-                yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
 def _write_merged(folder: Path, names: OriginalNames, managed: ManagedModel) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import ps_kernels
-from ps_core import AdamW, Budget, Group, InvalidInput
+from ps_core import AdamW, Budget, Group, InvalidInput, UnsupportedParameter
 from ps_core._units import format_count
 from ps_core._workloads.named import shape
 from ps_core._workloads.shapes import Family, TransformerShape
-from ps_core.engine import chunked
+from ps_core.engine import ChunkedOptimizer, chunked
 from ps_models._build import build
 from ps_models.train._data import Corpus
 from ps_models.train._loop import ManagedModel
@@ -109,12 +109,25 @@ def manage(options: TrainOptions, found: Found, ranks: TrainingRanks, *, fresh: 
     ``fresh``: no checkpoint will be loaded."""
     if options.threads is not None:
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
-    device = device_of(options)
-    budget = budget_of(options)
-    if budget.disk_dir is not None:
-        Path(budget.disk_dir).mkdir(parents=True, exist_ok=True)
+    disk_dir = budget_of(options).disk_dir
+    if disk_dir is not None:
+        Path(disk_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
-    model = _built(options, found) if isinstance(found, TransformerShape) else found.build(options, fresh=fresh)
+    if isinstance(found, TransformerShape):
+        model, optimizer = _managed(options, _built(options, found), ranks)
+    else:
+        try:
+            model, optimizer = _managed(options, found.build(options, whole=fresh and not found.streams), ranks)
+        except (RuntimeError, UnsupportedParameter):
+            if found.is_read:
+                raise
+            # What a constructor draws can be such as cannot be repeated later, like an orthogonal matrix.
+            model, optimizer = _managed(options, found.build(options, whole=True), ranks)
+    inputs = torch.device("cuda" if device_of(options) == "cuda" else "cpu")
+    return ManagedModel(model=model, optimizer=optimizer, inputs=inputs, ranks=ranks)
+
+
+def _managed(options: TrainOptions, model: nn.Module, ranks: TrainingRanks) -> tuple[nn.Module, ChunkedOptimizer]:
     # Two groups in either case: then a checkpoint of one is one of the other, and --decay may change.
     groups = (Group(match=_is_vector, weight_decay=0.0 if options.decay == "matrices" else options.weight_decay),)
     with warnings.catch_warnings():
@@ -129,16 +142,15 @@ def manage(options: TrainOptions, found: Found, ranks: TrainingRanks, *, fresh: 
                 weight_decay=options.weight_decay,
                 groups=groups,
             ),
-            device=device,
-            budget=budget,
+            device=device_of(options),
+            budget=budget_of(options),
             precision=options.precision,
             max_grad_norm=options.clip or None,
             accumulation_steps=options.accumulate,
             collectives=ranks.together,
         )
     assert optimizer is not None, "an optimizer was asked for"
-    inputs = torch.device("cuda" if device == "cuda" else "cpu")
-    return ManagedModel(model=model, optimizer=optimizer, inputs=inputs, ranks=ranks)
+    return model, optimizer
 
 
 def prepare(

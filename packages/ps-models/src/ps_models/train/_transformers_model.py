@@ -62,6 +62,8 @@ class TransformersModel:
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
         whole, index = self.folder / WEIGHTS, self.folder / INDEX
         self._weights = index if index.is_file() and not whole.is_file() else whole  # as transformers chooses
+        self.is_read = False
+        """True if the model has its weights already, so that `load` has nothing to do."""
         self.streams = self._has_own_names()
         """True if the names in the files are the model's; see [Note: names in files]."""
         if self.positions is not None and options.seq > self.positions:
@@ -88,7 +90,7 @@ class TransformersModel:
         """True if each tensor of the model is in the files under one of its names."""
         found, prefix = self._names_in_files(), self.names.base_model_prefix + "."
         wanted: dict[int, list[str]] = {}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
+        for name, tensor in named_tensors(self.names):
             wanted.setdefault(id(tensor), []).extend((name, prefix + name, name.removeprefix(prefix)))
         return all(not found.isdisjoint(names) for names in wanted.values())
 
@@ -113,33 +115,34 @@ class TransformersModel:
                 f"{self.vocabulary}, which the model knows"
             )
 
-    def build(self, options: TrainOptions, *, fresh: bool) -> nn.Module:
-        """Return the model for `chunked`: without memory wherever its values come later.
-
-        ``fresh``: no checkpoint will be loaded.
-        """
-        if fresh and not self.streams:
-            self._model = self._read_whole()
+    def build(self, options: TrainOptions, *, whole: bool) -> nn.Module:
+        """Return the model for `chunked`: without memory, since its values come later, or ``whole``."""
+        if whole:
+            self._model, self.is_read = self._read_whole(), True
             self.names = OriginalNames(self._model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers renames what switches checkpointing on
             found: nn.Module = self._model if options.lora is None else with_adapters(self._model, options)
-            if options.lora_merge:
-                self._check_mergeable(found)
+            self._check_adapters(found, merges=options.lora_merge)
             if options.checkpointing and self._model.supports_gradient_checkpointing:
                 self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return found
 
-    def _check_mergeable(self, adapted: nn.Module) -> None:
-        """Raise `InvalidInput` if an adapter is for one use of a weight that has several."""
+    def _check_adapters(self, adapted: nn.Module, *, merges: bool) -> None:
+        """Refuse adapters that the engine cannot train, and those that cannot be merged."""
+        names: dict[int, str] = {id(module): prefix for prefix, module in self.names.named_modules()}
         uses: dict[int, list[str]] = {}
-        for prefix, module in self.names.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    uses.setdefault(id(parameter), []).append(f"{prefix}.{name}")
+        for name, tensor in named_tensors(self.names):
+            uses.setdefault(id(tensor), []).append(name)
         for layer in adapted_layers(adapted):
+            if type(layer).__name__ == "ParamWrapper":
+                name = names.get(id(layer.base_layer), "a module")
+                raise InvalidInput(
+                    f"--lora-targets: {name!r} is no linear layer, so PEFT would exchange its weight while it runs; "
+                    "allowed are names of linear layers, as in --lora-targets q_proj v_proj"
+                )
             shared = uses[id(layer.base_layer.weight)]
-            if len(shared) > 1:
+            if merges and len(shared) > 1:
                 raise InvalidInput(
                     f"--lora-merge: {shared[0]!r} and {shared[1]!r} are one weight, and one of them has an adapter; "
                     "allowed is to export the adapters, or other --lora-targets"
@@ -157,7 +160,7 @@ class TransformersModel:
 
     def load(self) -> str:
         """Read the files into the managed model; return the names that the model has no use for, in words."""
-        if not self.streams:
+        if self.is_read:
             return ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied tensors that differ, transformers takes the same one, silently
@@ -185,6 +188,15 @@ class TransformersModel:
             f"--hf: {str(self.folder)!r} lacks {len(names)} tensors of {self.kind} ({', '.join(names[:3])}); allowed "
             "is the folder of a whole causal language model"
         )
+
+
+def named_tensors(names: OriginalNames) -> Iterator[tuple[str, Tensor]]:
+    """Yield what files hold of a model, tied tensors under each of their names."""
+    for prefix, module in names.named_modules():
+        kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (module._parameters | kept).items():
+            if tensor is not None:
+                yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
 def with_adapters(model: Any, options: TrainOptions) -> Any:
