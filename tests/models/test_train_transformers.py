@@ -183,6 +183,7 @@ def test_an_export_is_trained_further(tmp_path: Path) -> None:
 def test_more_steps_replace_the_export(tmp_path: Path) -> None:
     command = words(tmp_path, *FP32)
     found = []
+    (tmp_path / "run" / ".export").mkdir(parents=True)  # what a killed one leaves
     for steps in (4, 6):
         assert main([*command, "--steps", str(steps)]) == 0
         found.append((tmp_path / "run" / "export" / "model.safetensors").read_bytes())
@@ -219,12 +220,13 @@ def test_merged_adapters_are_what_peft_merges(precision: str, tmp_path: Path, mo
     monkeypatch.setattr("ps_models.train._export.PIECE_BYTES", 20_000)
     command = words(tmp_path, *LORA, "--precision", precision)
     assert main(command) == 0
-    assert main([*command, "--out", str(tmp_path / "merged"), "--lora-merge"]) == 0
-    export = tmp_path / "merged" / "export"
+    export = tmp_path / "run" / "export"
+    export.rename(tmp_path / "adapters")
+    assert main([*command, "--lora-merge"]) == 0  # nothing is trained again
     assert len(list(export.glob("model-*-of-*.safetensors"))) > 2
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     base = read_plain(tmp_path / "llama", dtype)
-    expected = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "export", autocast_adapter_dtype=False)
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
     expected = dict(expected.merge_and_unload().named_parameters())
     found = dict(transformers.AutoModelForCausalLM.from_pretrained(export).named_parameters())
     assert found.keys() == expected.keys()

@@ -15,6 +15,7 @@ from ps_core.engine import materialized, save_weights
 from ps_models.train._folder_tokenizer import FolderTokenizer
 from ps_models.train._loop import ManagedModel
 from ps_models.train._options import TrainOptions
+from ps_models.train._run_folder import UNFINISHED_EXPORT
 from ps_models.train._tokenizers import Tokenizer
 from ps_models.train._transformers_model import (
     INDEX,
@@ -27,13 +28,12 @@ from ps_models.train._transformers_model import (
 
 PIECE_BYTES = 2**30
 """The most that is in memory of a merged model, and in one of its files, but for a larger tensor."""
-_NAME = "export"
 
 
 def export(options: TrainOptions, source: TransformersModel, managed: ManagedModel, chosen: Tokenizer | None) -> str:
     """Write the model, or its adapters, to ``OUT/export``; return a line that says so. All ranks call this."""
     out, leads = Path(options.out), managed.ranks.leads
-    partial, target = out / f".{_NAME}", out / _NAME
+    partial, target = out / UNFINISHED_EXPORT, out / "export"
     if leads:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
