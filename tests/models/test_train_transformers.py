@@ -87,6 +87,7 @@ WAYS: dict[str, tuple[str, list[Any], tuple[str, ...]]] = {
     "conversations": ("llama", TALKS, ()),
     "packed": ("llama", PAIRS, ("--pack", "--seq", "64")),
     "texts": ("llama", [{"text": f"words and {n} words"} for n in range(60)], ("--validation", "0.3")),
+    "texts, packed": ("llama", [{"text": f"{n} words"} for n in range(60)], ("--pack",)),
     "gpt2, packed": ("gpt2", PAIRS, ("--pack", "--seq", "64")),
     "mamba": ("mamba", PAIRS, ()),
     "experts": ("mixtral", PAIRS, ()),
