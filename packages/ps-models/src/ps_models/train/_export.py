@@ -70,6 +70,7 @@ def _replace(partial: Path, target: Path) -> None:
 def _write_tokenizer(folder: Path, source: TransformersModel, chosen: Tokenizer | None) -> None:
     if isinstance(chosen, FolderTokenizer):
         chosen.tokenizer.save_pretrained(folder)
+    if chosen is not None:
         return
     library: Any = importlib.import_module("transformers")
     try:

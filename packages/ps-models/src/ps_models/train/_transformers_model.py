@@ -210,14 +210,14 @@ def with_adapters(model: Any, options: TrainOptions) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    lent = _lend_memory(model)
+    replaced = _replace_meta_parameters(model)
     try:
         torch.manual_seed(options.seed)
         found = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InvalidInput(f"--lora-targets: {' '.join(str(error).split())}") from None
     finally:
-        for module, name, parameter in lent:
+        for module, name, parameter in replaced:
             parameter.requires_grad = False
             module._parameters[name] = parameter
     return found
@@ -228,16 +228,16 @@ def adapted_layers(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if hasattr(each, "base_layer") and hasattr(each, "merge")]
 
 
-def _lend_memory(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Put a number in the place of each parameter without memory; return what was there.
+def _replace_meta_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Replace each parameter on ``meta`` by a single zero, expanded to its shape; return the parameters.
 
-    Adapters are made where the weights beside them are: on ``meta`` they would lose the values that PEFT draws.
+    PEFT moves adapters to the device of the weights beside them: on ``meta`` they would lose the values it draws.
     """
     found: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if isinstance(parameter, nn.Parameter) and parameter.is_meta:
-                number = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(number, requires_grad=False)
+                zero = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(zero, requires_grad=False)
                 found.append((module, name, parameter))
     return found
