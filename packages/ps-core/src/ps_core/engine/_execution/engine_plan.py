@@ -73,7 +73,7 @@ class EnginePlan:
     moments: list[MomentRecord]
     prefetch: int | None = None
 
-    @property
+    @cached_property
     def in_backward(self) -> bool:
         """True if groups are stepped while backward goes on."""
         return bool(self.planned.early)
