@@ -17,18 +17,18 @@ queue itself. Where the processor plays the accelerator one thread does almost e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier, slots_of
+from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier
 from ps_core._program import Program, SegmentName
 from ps_core._simulate.costs import Costs, Work
 from ps_core._simulate.early_steps import early_steps
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.played import play
-from ps_core._simulate.timeline import Timeline
+from ps_core._simulate.played import LINKS, play
+from ps_core._simulate.timeline import Early, Ran, Timeline
 
 _ROUNDS = 3
 """Steps that are timed until one follows the other steadily."""
@@ -99,31 +99,74 @@ class Issuing:
         }
         return [found[place] for place in range(len(step))]
 
+    def ran(self, home: tuple[Held, ...], sequence: Sequence[Priced]) -> list[tuple[Segment, list[Ran]]]:
+        """Return what each of these segments runs, and when, if they follow each other from a standing start."""
+        if self._played or not (self._worker or any(_works_between_moments(priced.segment) for priced in sequence)):
+            return list(self._ran_alone(sequence))
+        timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth)
+        log: list[Ran] = []
+        timeline.log = log
+        counts: list[tuple[Segment, int]] = []
+        last = next((each for each in sequence if each.segment.name is SegmentName.STEP), None)
+        before = None
+        for priced in sequence:
+            segment, seconds, early = priced.segment, priced.work.seconds, None
+            if self._in_backward and last is not None and segment.name is SegmentName.MICRO_LAST:
+                early = _split(len(home), segment, last)[0]
+            elif self._in_backward and priced is last and before is not None:
+                segment, seconds = _split(len(home), before, priced)[1]
+                early = {}
+            timeline.run(segment, seconds, early)
+            counts.append((segment, len(log)))
+            before = priced.segment if priced.segment.name is SegmentName.MICRO_LAST else None
+        rows = timeline.ran()
+        starts = [0, *(count for _, count in counts)]
+        return [(segment, rows[start:end]) for (segment, end), start in zip(counts, starts, strict=False)]
+
+    def _ran_alone(self, sequence: Sequence[Priced]) -> Iterator[tuple[Segment, list[Ran]]]:
+        begin = 0.0
+        for priced in sequence:
+            segment, work = priced
+            ends, seconds = play(segment, work.seconds, work.thread_s) if self._played else _ends(priced)
+            rows = []
+            for instr, end, over_link, of_thread in zip(segment.instrs, ends, work.seconds, work.thread_s, strict=True):
+                took = of_thread if self._played and instr.queue not in LINKS else over_link
+                rows.append(Ran(instr, begin + end - took, begin + end))
+            yield segment, rows
+            begin += seconds
+
 
 def _with_early_steps(timeline: Timeline, homes: int, step: Sequence[Priced]) -> list[Timed]:
     """Time the third of three steps, most of whose steps begin within backward and may go on in the next forward."""
     *passes, last = step
-    found = early_steps(homes, passes[-1].segment, last.segment)
-    seconds = last.work.seconds
-    early = {behind: [(slots_of(row.op), seconds[row.id]) for row in rows] for behind, rows in found.items()}
-    begun = {row.id for rows in found.values() for row in rows}
-    kept = [instr for instr in last.segment.instrs if instr.id not in begun]
-    places = {instr.id: place for place, instr in enumerate(kept)}
-    instrs = tuple([replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in kept])
-    rest, taken = replace(last.segment, instrs=instrs), [seconds[instr.id] for instr in kept]
+    early, rest = _split(homes, passes[-1].segment, last)
     for _ in range(_ROUNDS):
-        own, ends = timeline.run(rest, taken, early={})
+        own, ends = timeline.run(*rest, early={})
         ran = [timeline.run(priced.segment, priced.work.seconds) for priced in passes[:-1]]
         ran.append(timeline.run(passes[-1].segment, passes[-1].work.seconds, early))
-    begins = [*(begin for begin, _ in ran), timeline.run(rest, taken, early={})[0]]
+    begins = [*(begin for begin, _ in ran), timeline.run(*rest, early={})[0]]
     timed = [
         _timed(priced, begin, until - begin, each)
         for priced, (begin, each), until in zip(passes, ran, begins[1:], strict=True)
     ]
-    every = [0.0] * len(seconds)  # of what began within backward nobody asks
-    for instr, end in zip(kept, ends, strict=True):
-        every[instr.id] = end
+    begun = {row.id for rows in early.values() for row, _ in rows}
+    kept = [instr.id for instr in last.segment.instrs if instr.id not in begun]
+    every = [0.0] * len(last.segment.instrs)  # of what began within backward nobody asks
+    for number, end in zip(kept, ends, strict=True):
+        every[number] = end
     return [*timed, _timed(last, own, begins[0] - own, every)]
+
+
+def _split(homes: int, last_pass: Segment, step: Priced) -> tuple[dict[int, list[Early]], tuple[Segment, list[float]]]:
+    """Return the steps that begin behind instructions of the last pass; and the rest of the step, with its seconds."""
+    seconds = step.work.seconds
+    found = early_steps(homes, last_pass, step.segment)
+    early = {behind: [(row, seconds[row.id]) for row in rows] for behind, rows in found.items()}
+    begun = {row.id for rows in found.values() for row in rows}
+    kept = [instr for instr in step.segment.instrs if instr.id not in begun]
+    places = {instr.id: place for place, instr in enumerate(kept)}
+    instrs = tuple([replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in kept])
+    return early, (replace(step.segment, instrs=instrs), [seconds[instr.id] for instr in kept])
 
 
 def _alone(priced: Priced, ends: list[float], seconds: float) -> Timed:

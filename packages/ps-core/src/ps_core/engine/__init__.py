@@ -11,6 +11,7 @@ from ps_core.engine._execution.host_embedding import HostEmbedding
 from ps_core.engine._materialized import materialized, release
 from ps_core.engine._memory_measurement import MemoryMeasurement
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._profiling.profile import Profile, profiled
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 from ps_core.engine._weight_average import WeightAverage
@@ -20,6 +21,7 @@ __all__ = [
     "ChunkedOptimizer",
     "HostEmbedding",
     "MemoryMeasurement",
+    "Profile",
     "Statistics",
     "TierStatistics",
     "WeightAverage",
@@ -31,6 +33,7 @@ __all__ = [
     "load_weights",
     "materialized",
     "offloaded",
+    "profiled",
     "release",
     "save_checkpoint",
     "save_weights",
