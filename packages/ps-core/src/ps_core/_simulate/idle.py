@@ -70,7 +70,7 @@ class StepTimes:
     @property
     def idle_share(self) -> float:
         """The part of the time that the device had nothing to do."""
-        return 1.0 - self.busy_s / self.seconds if self.seconds else 0.0
+        return sum(self.idle_s.values()) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
         lines = [

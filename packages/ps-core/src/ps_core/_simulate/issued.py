@@ -129,8 +129,9 @@ class Issuing:
             segment, work = priced
             ends, seconds = play(segment, work.seconds, work.thread_s) if self._played else _ends(priced)
             rows = []
-            for instr, end, over_link, of_thread in zip(segment.instrs, ends, work.seconds, work.thread_s, strict=True):
-                took = of_thread if self._played and instr.queue not in LINKS else over_link
+            for instr, end in zip(segment.instrs, ends, strict=True):
+                of_thread = self._played and instr.queue not in LINKS
+                took = (work.thread_s if of_thread else work.seconds)[instr.id]
                 rows.append(Ran(instr, begin + end - took, begin + end))
             yield segment, rows
             begin += seconds

@@ -41,8 +41,8 @@ class CudaTimer(HostTimer):
 
     def finish(self) -> None:
         """Read every event against one that is recorded now, and whose time by the host's clock is known."""
-        last = self._runtime.timing_event()
-        last.record(self._stream(Queue.COMPUTE))
+        self.mark(Queue.COMPUTE)
+        last = self._used[-1]
         last.synchronize()
         now = self._runtime.now_s
         self._seconds.update((id(event), now - self._runtime.elapsed_s(event, last)) for event in self._used)
