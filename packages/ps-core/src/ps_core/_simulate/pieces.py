@@ -54,7 +54,7 @@ class Piece:
     bytes: int = 0
     """Of a copy; else of the slots that the work uses."""
     group: str = ""
-    """The group that the work is for; empty: none, or several."""
+    """The group (or the activation) that the work is for; empty: none, or several."""
     step: int = 0
     """Number of optimizer steps that had ended before it was launched."""
     run: int = -1
@@ -106,6 +106,7 @@ class WorkNames:
     def __init__(self, program: Program, plan: Plan) -> None:
         tensors, self._moments = program.trace.tensors, program.trace.moments
         self._groups = group_names([[tensors[index].name for index in row.tensors] for row in program.layout.groups])
+        self._activations = [each.name for each in program.trace.activations]
         self._home, self._sizes = plan.home, {each.name: slot_bytes(plan.home, each) for each in plan.segments}
 
     def of(self, instr: Instr, segment: SegmentName) -> Work:
@@ -114,9 +115,9 @@ class WorkNames:
         if isinstance(op, Run):
             return Work(self._moments[op.visit].name, "", sum(sizes.get(slot, 0) for slot in op.slots))
         if isinstance(op, Copy):
-            whole = op.extent.kind is not Kind.ACT
-            group = self._groups[op.extent.index] if whole else f"activation {op.extent.index}"
-            return Work(name_of_copy(instr.queue, group, op.extent.kind), group if whole else "", op.bytes)
+            names = self._activations if op.extent.kind is Kind.ACT else self._groups
+            group = names[op.extent.index]
+            return Work(name_of_copy(instr.queue, group, op.extent.kind), group, op.bytes)
         size = sum(sizes.get(slot, 0) for slot in slots_of(op))
         if isinstance(op, Shift):
             held = self._home[op.slot].extent.index if op.slot < len(self._home) else -1

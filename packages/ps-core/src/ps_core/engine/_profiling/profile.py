@@ -133,14 +133,14 @@ def profiled(model: nn.Module) -> Iterator[Profile]:
     device.synchronize()
     names = group_names([record.name for record in group.tensors] for group in engine.groups)
     recorder, profile = Recorder(engine.store, names), Profile(hooks.name)
-    counters.recorder = recorder
+    counters.record_with(recorder)
     try:
         yield profile
     finally:
-        counters.recorder = None
+        counters.record_with(None)
     recorder.end_moment()
     device.synchronize()
     profile.fill(recorder)
     if profile.measured:
         found = profile.summary()
-        counters.idle_s = {cause.value: seconds / found.steps for cause, seconds in found.idle_s.items()}
+        counters.profiled({cause.value: seconds / found.steps for cause, seconds in found.idle_s.items()})

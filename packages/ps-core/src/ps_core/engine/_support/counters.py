@@ -73,6 +73,14 @@ class Counters(PhaseTimer):
     idle_s: Mapping[str, float] = field(default_factory=dict)
     """By cause: seconds a step that the device was idle, as last profiled."""
 
+    def record_with(self, recorder: WorkRecorder | None) -> None:
+        """Record when queues work from now on; None: no longer."""
+        self.recorder = recorder
+
+    def profiled(self, idle_s: Mapping[str, float]) -> None:
+        """Store the seconds a step that the device was idle in a profile, by cause."""
+        self.idle_s = idle_s
+
     def moved(self, source: int, target: int, size: int) -> None:
         """Add bytes that went from one tier to another."""
         self.moved_bytes[source, target] += size
