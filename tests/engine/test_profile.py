@@ -193,6 +193,32 @@ def test_passes_without_a_plan_are_measured_only(tmp_path: Path) -> None:
     assert {piece.run for piece in profile.planned} == {run for row in runs for run in row} - {-1}
 
 
+def test_passes_that_begin_before_the_block_or_go_on_behind_it(tmp_path: Path) -> None:
+    with trainer("played CUDA", tmp_path) as run:
+        run.train(2)
+        loss = run.model(tokens(2))
+        with profiled(run.model) as profile:
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            with torch.no_grad():
+                run.model(tokens(3))
+            loss = run.model(tokens(3))
+        loss.backward()
+        run.optimizer.step()
+        assert statistics(run.model).divergences == 0
+    check_order(profile)
+    names = [piece.name for piece in profile.measured if piece.run < 0]
+    assert names
+    assert all(name.startswith(("backward of", "forward of")) for name in names)
+    step, evaluation = ([piece.name for piece in profile.measured if piece.run == run] for run in (0, 1))
+    planned = [[piece.name for piece in profile.planned if piece.run == run] for run in (0, 1)]
+    assert sorted(step) == sorted(planned[0])
+    assert sorted(evaluation) == sorted(planned[1])
+    assert "step of blocks.1.wide" in step
+    assert "fetch blocks.1.wide (p16)" in evaluation
+
+
 def learned(way: str, folder: Path, profile: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
     with trainer(way, folder) as run:
         for _ in range(2):

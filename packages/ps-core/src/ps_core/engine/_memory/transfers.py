@@ -89,7 +89,7 @@ class Transfers:
         if recorder is None:
             self._store.copy(queue, target, source, size, begin=begin, to=to)
         else:
-            what, copy = source.extent or target.extent or "a piece", partial(self._store.copy, queue, target, source)
+            what, copy = source.extent or target.extent or "a copy", partial(self._store.copy, queue, target, source)
             recorder.record(queue, what, partial(copy, size, begin=begin, to=to), size)
         self.watcher.moved(source.tier, target.tier, size)
         return queue

@@ -16,6 +16,7 @@ from ps_core._plan import Segment
 from ps_core._simulate.idle import StepTimes, step_times, step_window
 from ps_core._simulate.pieces import Piece, PlannedPieces, group_names, planned_pieces
 from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._profiling.recorder import Recorder, Run
 from ps_core.report.chrome_trace import chrome_trace
 from ps_core.report.timeline import timeline_svg
@@ -37,9 +38,10 @@ class Profile:
         self._homes = 0
         """Number of home slots of the plan."""
 
-    def fill(self, recorder: Recorder) -> None:
+    def fill(self, recorder: Recorder, groups: Sequence[ParamGroup]) -> None:
         """Take over what was recorded; the device is idle."""
-        self.steps, self.measured = recorder.steps, tuple(recorder.pieces())
+        names = group_names([record.name for record in group.tensors] for group in groups)
+        self.steps, self.measured = recorder.steps, tuple(recorder.pieces(names))
         planned, segments, over = list[Piece](), list[Segment | None](), 0.0
         for runs in _rows_of_runs(recorder.runs):
             first = len(segments)
@@ -131,8 +133,7 @@ def profiled(model: nn.Module) -> Iterator[Profile]:
         raise InvalidInput("profiled(model): the model is being profiled already; leave the inner block out")
     device = engine.store.device
     device.synchronize()
-    names = group_names([record.name for record in group.tensors] for group in engine.groups)
-    recorder, profile = Recorder(engine.store, names), Profile(hooks.name)
+    recorder, profile = Recorder(engine.store), Profile(hooks.name)
     counters.record_with(recorder)
     try:
         yield profile
@@ -140,7 +141,7 @@ def profiled(model: nn.Module) -> Iterator[Profile]:
         counters.record_with(None)
     recorder.end_moment()
     device.synchronize()
-    profile.fill(recorder)
+    profile.fill(recorder, engine.groups)
     if profile.measured:
         found = profile.summary()
         counters.profiled({cause.value: seconds / found.steps for cause, seconds in found.idle_s.items()})

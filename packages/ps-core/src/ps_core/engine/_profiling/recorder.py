@@ -46,9 +46,8 @@ class _Row:
 class Recorder:
     """A `WorkRecorder` of one model. Collectives are recorded on their thread, all else on the one that trains."""
 
-    def __init__(self, store: TierStore, group_names: Sequence[str]) -> None:
-        """``group_names``: by the engine's number of a group."""
-        self._timer, self._names = store.device.timer(), group_names
+    def __init__(self, store: TierStore) -> None:
+        self._timer = store.device.timer()
         self._worker = None if store.synchronous else store.device.worker
         self._rows: list[_Row] = []
         self._open: set[Queue] = set()
@@ -69,7 +68,7 @@ class Recorder:
     # What the engine calls; see `WorkRecorder`.
 
     def record(self, queue: Queue, what: Instr | Extent | str, work: Callable[[], T], size_bytes: int = 0) -> T:
-        """Call ``work`` and record it; not within other work of the queue, nor what takes no time."""
+        """Call ``work`` and record it, but not within other work of the queue; nor what takes no time."""
         if queue in self._open or (isinstance(what, Instr) and self._is_nothing(what)):
             return work()
         on_worker = queue is Queue.CPU and self._worker is not None and isinstance(what, Instr)
@@ -85,8 +84,13 @@ class Recorder:
         return result
 
     def _is_nothing(self, instr: Instr) -> bool:
-        """Return True for what takes no time, and for steps that were made within backward."""
+        """Return True for what takes no time, for steps that were made within backward, and if the plan is not known.
+
+        Of a pass that had begun before the block, the plan is not known.
+        """
         op = instr.op
+        if self._run < 0:
+            return True
         if isinstance(op, Step):
             if self.runs[self._run].name is SegmentName.STEP:
                 return op.group in self._early
@@ -128,8 +132,11 @@ class Recorder:
 
     # Afterwards.
 
-    def pieces(self) -> list[Piece]:
-        """Return what was recorded, in order of launch; the device is idle. The first piece begins at 0."""
+    def pieces(self, groups: Sequence[str]) -> list[Piece]:
+        """Return what was recorded, in order of launch; the device is idle. The first piece begins at 0.
+
+        ``groups``: the names of groups, by the engine's numbers.
+        """
         self._timer.finish()
         words: dict[int, WorkNames] = {}
         reached: defaultdict[Queue, float] = defaultdict(lambda: -math.inf)
@@ -146,7 +153,7 @@ class Recorder:
         return [
             Piece(
                 queue=row.queue,
-                **self._work(row, words)._asdict(),
+                **self._work(row, groups, words)._asdict(),
                 begin_s=begin - origin,
                 end_s=end - origin,
                 step=row.step,
@@ -156,7 +163,7 @@ class Recorder:
             for row, begin, end in found
         ]
 
-    def _work(self, row: _Row, words: dict[int, WorkNames]) -> Work:
+    def _work(self, row: _Row, groups: Sequence[str], words: dict[int, WorkNames]) -> Work:
         """Return what a row is about."""
         what = row.what
         if isinstance(what, Instr):
@@ -166,6 +173,6 @@ class Recorder:
                 known = words[id(plan)] = WorkNames(plan.program, plan.plan)
             return known.of(what, segment)
         if isinstance(what, Extent):
-            group = self._names[what.index]
+            group = groups[what.index]
             return Work(name_of_copy(row.queue, group, what.kind), group, row.bytes)
         return Work(what, "", row.bytes)
