@@ -161,7 +161,11 @@ class _Before:
             while place >= 0 and pieces[place].begin_s >= until:
                 place -= 1
             return pieces[place] if place >= 0 else None
-        found = [each for each in self._planned(piece, segment) if each.queue is not Queue.COMPUTE]
+        found = [
+            each
+            for each in self._planned(piece, segment)
+            if each.queue is not Queue.COMPUTE and (each.begin_s < until or each.end_s <= until)
+        ]
         return max(found, key=lambda each: (each.end_s, each.begin_s), default=None)
 
     def _planned(self, piece: Piece, segment: Segment) -> Iterator[Piece]:

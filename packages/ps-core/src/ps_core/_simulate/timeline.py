@@ -74,11 +74,11 @@ class Timeline:
         return self.now
 
     def ran(self) -> list[Ran]:
-        """Finish; return what was logged since the last call, with the times of the worker's work too."""
+        """Finish; return what was logged, with the times of the worker's work too."""
         self.finish()
-        log, self.log = self.log or [], []
         return [
-            row if row.work < 0 or self.worker is None else Ran(row.instr, *self.worker.span(row.work)) for row in log
+            row if row.work < 0 or self.worker is None else Ran(row.instr, *self.worker.span(row.work))
+            for row in self.log or ()
         ]
 
     def note_copy(self, queue: Queue, begin: float, end: float, count: int) -> None:

@@ -123,8 +123,8 @@ def _later(piece: Piece, seconds: float) -> Piece:
 def profiled(model: nn.Module) -> Iterator[Profile]:
     """Record when each queue works while the model is trained in this block.
 
-    The device is waited for where the block begins and ends, and nowhere else. Profile two steps or more: of a
-    step's work on the host, the part beside the next forward pass belongs to that step.
+    The device is waited for where the block begins and ends, and nowhere else. Profile at least two steps: a step's
+    work on the host goes on beside the forward pass of the next step.
     """
     hooks = hooks_of(model)
     engine, counters = hooks.engine, hooks.engine.counters
