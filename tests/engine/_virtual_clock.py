@@ -27,6 +27,8 @@ from _fake_cuda import Allocator, FakeEvent, FakeRuntime, FakeStream
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._devices.cuda.timer import CudaTimer
+from ps_core.engine._devices.device import Mark
 from ps_core.engine._devices.disk.file import FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._tracing.op_costs import amounts_of
@@ -163,6 +165,13 @@ class TimedRuntime(FakeRuntime):
         self.events += 1
         return TimedEvent(self)
 
+    def timing_event(self) -> TimedEvent:  # type: ignore[override]
+        return self.event()
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        seconds: float = second.time_s - first.time_s
+        return seconds
+
     def synchronize(self) -> None:
         super().synchronize()
         self.host_waits(max([self.compute.free_s, *(stream.free_s for stream in self.streams)]))  # type: ignore[attr-defined]
@@ -200,6 +209,11 @@ class TimedWorker:
         self._last = TimedWork(self._runtime, what, size, ready, self._last)
         work()
         return self._last
+
+    def mark(self) -> Mark:
+        """When work that is launched now can begin."""
+        ready, last = max(self._after_s, self._runtime.now_s), self._last
+        return lambda: max(ready, 0.0 if last is None else last.end_s(final=True))
 
     def synchronize(self) -> None:
         if self._last is not None:
@@ -261,6 +275,21 @@ class TimedDiskEvent(DiskEvent):
             self.job.done.wait()
 
 
+class VirtualTimer(CudaTimer):
+    """Notes virtual times of the host and of the worker too."""
+
+    def mark(self, queue: Queue) -> Mark:
+        if queue is not Queue.CPU:
+            return super().mark(queue)
+        runtime: Any = self._runtime
+        now: float = runtime.now_s
+        return lambda: now
+
+    def mark_worker(self) -> Mark:
+        worker: Any = self._worker
+        return worker.mark()  # type: ignore[no-any-return]
+
+
 class TimedDevice(CudaDevice):
     """Prices copies, transfers of the disk, and work on memory."""
 
@@ -276,6 +305,9 @@ class TimedDevice(CudaDevice):
     @property
     def machine(self) -> Machine:
         return self._timed.machine
+
+    def timer(self) -> VirtualTimer:
+        return VirtualTimer(self._timed, self._stream, self._timing_events, self._disk, self._worker)
 
     def wait(self, queue: Queue, event: Any) -> None:
         if queue in DISK_QUEUES:

@@ -18,7 +18,7 @@ from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, InvalidInput, Options
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
 from test_host_worker import late_device
-from test_virtual_clock import NEAR, train
+from test_virtual_clock import NEAR, check_profile, train
 
 SIZES = {"bf16": ("72KiB", "110KiB"), "fp32": ("144KiB", "200KiB")}
 DEVICES: dict[str, Callable[[FakeRuntime], Any]] = {
@@ -222,6 +222,7 @@ def test_a_step_takes_what_was_predicted(budget_kib: int, precision: str, tmp_pa
     got = train(tmp_path, f"{kib}KiB", precision=precision, clip=None, step="in_backward")
     after = train(tmp_path, f"{kib}KiB", precision=precision, clip=None)
     assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=2 * NEAR)
+    check_profile(got, 2 * NEAR)
     assert got.step_s <= after.step_s * 1.02
     if precision == "bf16":
         assert got.step_s < 0.9 * after.step_s

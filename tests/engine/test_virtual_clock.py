@@ -18,9 +18,10 @@ from _models import VOCABULARY, Language
 from _runs import HOST
 from _virtual_clock import TimedDevice, TimedRuntime
 from ps_core import AdamW, Budget, Machine, Options
+from ps_core._plan import Queue
 from ps_core._simulate.clock import Prediction
 from ps_core._simulate.machine import MACHINES
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import Profile, chunked, profiled, release, statistics
 
 ROWS, LENGTH, STEPS = 4, 8, 6
 _SMALLER = ROWS * LENGTH / 8192
@@ -41,6 +42,8 @@ class Timed(NamedTuple):
     step_s: float
     busy_s: dict[str, float]
     predicted: Prediction
+    profile: Profile
+    """Of the last three steps."""
 
 
 class Learner(Language):
@@ -88,12 +91,18 @@ def train(
             max_grad_norm=clip,
             options=Options(group_bytes=8192, machine=str(file), step=step),
         )
-        for index in range(STEPS):
-            firsts.append(len(device.moments_s))
-            for micro in range(micro_batches):
-                optimizer.scale(model(tokens(index * micro_batches + micro))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def train_steps(indices: range) -> None:
+            for index in indices:
+                firsts.append(len(device.moments_s))
+                for micro in range(micro_batches):
+                    optimizer.scale(model(tokens(index * micro_batches + micro))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train_steps(range(STEPS - 3))
+        with profiled(model) as profile:
+            train_steps(range(STEPS - 3, STEPS))
         found = statistics(model)
         assert found.planned_passes >= (STEPS - 1) * micro_batches
         predicted = model.table.weight._owner.passes.scheduler.planned.prediction
@@ -103,7 +112,7 @@ def train(
     for each in runtime.timeline:
         if begin <= each.begin < end:
             busy[each.queue] = busy.get(each.queue, 0.0) + each.end - each.begin
-    return Timed(end - begin, busy, predicted)
+    return Timed(end - begin, busy, predicted, profile)
 
 
 CASES = [("bf16", 1, 1.0), ("bf16", 1, None), ("fp16", 1, 1.0), ("bf16", 3, 1.0), ("fp32", 1, 1.0), ("fp32", 2, None)]
@@ -127,6 +136,31 @@ def test_a_step_takes_what_was_predicted(
     for ours, theirs in {"compute": "compute", **moves}.items():
         assert got.busy_s.get(ours, 0.0) == pytest.approx(predicted.busy_s[theirs], rel=NEAR)
     assert (got.busy_s.keys() == {"compute"}) is (budget_kib == 2048)
+    check_profile(got, NEAR)
+
+
+def check_profile(got: Timed, near: float) -> None:
+    """The step but one of the profile is the one that was timed."""
+    measured, planned = got.profile.summary(1), got.profile.summary(1, planned=True)
+    idle_s = sum(measured.idle_s.values())
+    assert measured.seconds == pytest.approx(got.step_s, rel=1e-9)
+    assert measured.busy_s == pytest.approx(got.busy_s["compute"], rel=1e-9)
+    assert idle_s == pytest.approx(measured.seconds - measured.busy_s, rel=1e-9, abs=1e-9 * got.step_s)
+    assert idle_s == pytest.approx(got.predicted.stalled_s, abs=near * got.step_s)
+    assert planned.seconds == pytest.approx(got.predicted.step_time_s, rel=1e-6)
+    assert measured.idle_s == pytest.approx(planned.idle_s, abs=near * got.step_s)
+    assert same_work(got.profile)
+
+
+def same_work(profile: Profile) -> bool:
+    """The plan's rows have the work of the measured ones, in its order; nothing else was done."""
+    rows: list[dict[Queue, list[str]]] = []
+    for pieces in (profile.measured, profile.planned):
+        rows.append({})
+        for piece in pieces:
+            rows[-1].setdefault(piece.queue, []).append(piece.name)
+    assert rows[0].keys() == rows[1].keys()
+    return rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("budget_kib", [64, 160])

@@ -6,6 +6,7 @@ With ``PS_FAKE_CUDA=1`` a device that the CPU plays stands in, which shows that 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import _on_cuda as on
 from _states import masters_of
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
-from ps_core.engine import chunked, materialized, release, statistics
+from ps_core._plan import Queue
+from ps_core.engine import chunked, materialized, profiled, release, statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -275,3 +277,21 @@ def test_evaluation_and_generation_between_steps() -> None:
             with torch.no_grad():
                 assert torch.isfinite(model(on.batch(100 + index, rows=2)))
     assert losses == expected.losses
+
+
+def test_times_of_a_profile_are_within_its_block() -> None:
+    """Times of streams, by events, and of the worker's thread are of one clock."""
+    with on.managed(on.Model(), ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
+        for index in range(2):
+            on.train_step(model, optimizer, index)
+        before, began = statistics(model).moved_bytes["host->device"], time.perf_counter()
+        with profiled(model) as profile:
+            for index in range(2):
+                on.train_step(model, optimizer, index)
+        whole = time.perf_counter() - began
+        moved = statistics(model).moved_bytes["host->device"] - before
+    assert sum(piece.bytes for piece in profile.measured if piece.queue is Queue.H2D) == moved > 0
+    assert min(piece.begin_s for piece in profile.measured) >= 0
+    assert max(piece.end_s for piece in profile.measured) <= whole
+    found = profile.summary()
+    assert sum(found.idle_s.values()) == pytest.approx(found.seconds - found.busy_s)

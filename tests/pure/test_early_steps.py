@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ps_core import Setup, Tier, analytic_trace, find_plan, machine
-from ps_core._plan import Copy, Norm, Queue, Release, Reserve, Run, Segment, Step
+from ps_core._plan import Copy, Instr, Norm, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._program import Extent, Kind
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.early_steps import early_steps, newest_first
@@ -19,6 +19,7 @@ from test_issued import Row, forward, step, timeline
 
 GRADIENT = Extent(Kind.GRAD, 0)
 HOMES = 4
+STEP = Instr(0, Queue.CPU, Step(0, (0,)))
 
 
 def found(last_pass: Segment, *steps: Row) -> dict[int, list[int]]:
@@ -72,11 +73,11 @@ def test_a_slow_processor_takes_the_newest(seconds: float, taken: list[int]) -> 
 def test_it_runs_beside_the_rest_of_backward_and_the_next_copy_waits_for_it() -> None:
     line = timeline()
     backward = forward((Queue.D2H, Copy(GRADIENT, 0, 10, 0, 0), ()), (Queue.COMPUTE, Run(0, (), 0), ()))
-    _, ends = line.run(backward, [2.0, 10.0], {0: [((0,), 5.0)]})
+    _, ends = line.run(backward, [2.0, 10.0], {0: [(STEP, 5.0)]})
     assert ends == [2.0, 10.0]
     assert line.run(step(), [], {}) == (10.0, []), "where the rest is stepped, nobody waits for the worker"
     upward = forward((Queue.H2D, Copy(GRADIENT, 0, 0, 10, 0), ()), (Queue.COMPUTE, Run(0, (), 0), (0,)))
-    _, ends = line.run(upward, [1.0, 1.0], {1: [((0,), 30.0)]})
+    _, ends = line.run(upward, [1.0, 1.0], {1: [(STEP, 30.0)]})
     assert ends == [11.0, 12.0]
     assert line.finish() == 42.0
 
@@ -84,13 +85,13 @@ def test_it_runs_beside_the_rest_of_backward_and_the_next_copy_waits_for_it() ->
 def test_of_the_workers_own_work_it_comes_behind() -> None:
     line = timeline()
     backward = forward((Queue.CPU, Norm(0, 0), ()), (Queue.COMPUTE, Run(0, (), 0), ()))
-    line.run(backward, [3.0, 1.0], {0: [((0,), 5.0)]})
+    line.run(backward, [3.0, 1.0], {0: [(STEP, 5.0)]})
     assert line.finish() == 8.0
 
 
 def test_without_a_worker_nothing_begins_early() -> None:
     line = Timeline(HOMES, worker=False, bandwidth=1.0)
-    line.run(forward(gradient(0)), [1.0], {0: [((0,), 5.0)]})
+    line.run(forward(gradient(0)), [1.0], {0: [(STEP, 5.0)]})
     assert line.finish() == 1.0
 
 

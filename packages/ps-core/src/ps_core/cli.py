@@ -33,6 +33,7 @@ from ps_core._command.show import (
     scale_document,
     scale_text,
 )
+from ps_core._command.timeline import timeline_text
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._installing import how_to_install
 from ps_core._planner.policy import Policy
@@ -99,6 +100,8 @@ def _plan(options: argparse.Namespace) -> int:
         return DOES_NOT_FIT
     if options.svg is not None:
         _write(options.svg, tide_svg(tide(found.planned.program, found.planned.plan)))
+    if options.timeline is not None:
+        _write(options.timeline, timeline_text(found, options.timeline))
     told = advice(subject, found)
     if options.json:
         _print(fits_document(case, found, told))

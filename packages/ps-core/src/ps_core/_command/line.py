@@ -47,6 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--trace", metavar="FILE", help="a recorded trace")
     plan.add_argument("--brief", action="store_true", help="in a few lines, if it fits")
     plan.add_argument("--svg", metavar="FILE", help="draw the device's memory over a step to this file")
+    plan.add_argument(
+        "--timeline", metavar="FILE", help="draw when each queue works in a step to this file (.json: as a trace)"
+    )
     plan.add_argument("--tide", action="store_true", help="draw the device's memory over a step in characters")
     _add_where(plan)
     _add_how(plan)

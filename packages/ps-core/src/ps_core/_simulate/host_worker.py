@@ -50,6 +50,11 @@ class HostWorker:
         self._advance(number, math.inf)
         return self.ends[number]
 
+    def span(self, number: int) -> tuple[float, float]:
+        """When a piece of work begins and is over, if nothing else is launched before."""
+        end = self.end(number)
+        return max(self._ready[number], self.ends[number - 1] if number else 0.0), end
+
     def expected_end(self, number: int) -> float:
         """When a piece of work is over; where that was not asked for yet, if no copies come beside it."""
         if number < len(self.ends):

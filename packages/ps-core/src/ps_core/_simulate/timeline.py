@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
@@ -15,8 +15,18 @@ _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}
 _DISKS = (Queue.DISK_R, Queue.DISK_W)
 
 
-EarlySeconds: TypeAlias = Mapping[int, Sequence[tuple[tuple[int, ...], float]]]
-"""By instruction: steps that begin behind it within backward, the slots that they work on, and their seconds."""
+EarlySeconds: TypeAlias = Mapping[int, Sequence[tuple[Instr, float]]]
+"""By instruction: steps that begin behind it within backward, and their seconds."""
+
+
+class Ran(NamedTuple):
+    """An instruction, and when it ran."""
+
+    instr: Instr
+    begin: float
+    end: float
+    work: int = -1
+    """The number of the worker's piece of work, which says when it ran; -1: the worker did not do it."""
 
 
 class Timeline:
@@ -37,6 +47,8 @@ class Timeline:
         """By home slot: the last piece of the worker's work that touches it."""
         self.leaving: list[int] = []
         """Pieces of work on slots that were released before it was over."""
+        self.log: list[Ran] | None = None
+        """What ran, in the order of launch; None: nobody asks."""
 
     def run(
         self, segment: Segment, seconds: list[float], early: EarlySeconds | None = None
@@ -60,6 +72,14 @@ class Timeline:
         """Wait for everything; return when it is over."""
         self.now = max(self.now, *self.free, 0.0 if self.worker is None else self.worker.finish())
         return self.now
+
+    def ran(self) -> list[Ran]:
+        """Finish; return what was logged, with the times of the worker's work too."""
+        self.finish()
+        return [
+            row if row.work < 0 or self.worker is None else Ran(row.instr, *self.worker.span(row.work))
+            for row in self.log or ()
+        ]
 
     def note_copy(self, queue: Queue, begin: float, end: float, count: int) -> None:
         """Take note of a copy, beside which the worker is slower."""
@@ -167,14 +187,23 @@ class _Walk:
         elif worker is not None and isinstance(instr.op, Release):
             self._release(instr.op)
         self._ends[place] = end
+        if line.log is not None:
+            line.log.append(Ran(instr, begin, end))
         self._begin_early(place, end)
 
     def _begin_early(self, place: int, end: float) -> None:
         """Launch the steps that may begin once an instruction is over."""
-        for slots, seconds in self._early.get(place, ()):
+        for step, seconds in self._early.get(place, ()):
             if self._worker is not None:
-                work = self._worker.launch(max(self._line.free[Queue.CPU], self._waited, end), seconds)
-                self.touching.update(dict.fromkeys(slots, work))
+                self._launch(self._worker, step, end, seconds)
+
+    def _launch(self, worker: HostWorker, instr: Instr, after: float, seconds: float) -> int:
+        """Launch a piece of the worker's work, behind what the worker waits for."""
+        work = worker.launch(max(self._line.free[Queue.CPU], self._waited, after), seconds)
+        self.touching.update(dict.fromkeys(slots_of(instr.op), work))
+        if self._line.log is not None:
+            self._line.log.append(Ran(instr, 0.0, 0.0, work))
+        return work
 
     def _to_worker(self, worker: HostWorker, place: int, instr: Instr) -> None:
         """Launch work; a stream that comes after it waits for its slot, and for what the worker waits for."""
@@ -184,9 +213,7 @@ class _Walk:
         if isinstance(instr.op, Release):
             self._release(instr.op)
         elif not isinstance(instr.op, Reserve):
-            work = worker.launch(max(line.free[Queue.CPU], self._waited), self._seconds[place])
-            self._works[place] = work
-            self.touching.update(dict.fromkeys(slots_of(instr.op), work))
+            self._works[place] = self._launch(worker, instr, self._waited, self._seconds[place])
         self._begin_early(place, self._waited)
 
     def _release(self, op: Release) -> None:

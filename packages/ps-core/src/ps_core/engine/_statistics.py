@@ -56,6 +56,8 @@ class Statistics:
     """Of the last step, by the host's clock: ``forward, backward, step`` and, as a part of these, ``stalled``."""
     planned_step_s: float
     """As the plan predicts it for the machine it was made for; 0 without a plan."""
+    idle_s: dict[str, float]
+    """By cause, the seconds a step that the device waited within the last ``profiled`` block; empty without one."""
 
     def as_dict(self) -> dict[str, int | float | str]:
         """Flat, for a logger."""
@@ -108,6 +110,7 @@ def statistics(model: nn.Module) -> Statistics:
         stalls_s=counters.stalled_s,
         step_time_s=dict(counters.last_step),
         planned_step_s=scheduler.planned_step_s,
+        idle_s=dict(counters.idle_s),
     )
 
 

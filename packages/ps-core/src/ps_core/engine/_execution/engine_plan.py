@@ -10,6 +10,7 @@ from ps_core._layout import Group, Layout
 from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
@@ -69,6 +70,8 @@ class EnginePlan:
     """A plan, whose group numbers are not the engine's."""
 
     planned: Planned
+    machine: Machine
+    """The machine that the plan was chosen for."""
     order: list[ParamGroup]
     moments: list[MomentRecord]
     prefetch: int | None = None

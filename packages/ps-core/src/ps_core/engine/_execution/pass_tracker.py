@@ -218,11 +218,18 @@ class PassTracker:
             group.last_grad_moment = self.moment
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
+        recorder = self._counters.recorder
+        if recorder is not None:
+            recorder.end_moment()
         try:
             self.driver.begin(records, gains, name)
         except Diverged as why:
             self._diverge(why)
+            if recorder is not None:
+                recorder.end_moment()
             self.driver.begin(records, gains, name)
+        if recorder is not None:
+            recorder.begin_moment(name)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient where the driver has room for it; False: it has none."""
@@ -321,6 +328,8 @@ class PassTracker:
         if self._resident:
             self.current = MomentRecord(False, (), (), name="a pass")
             self.recording.moments.append(self.current)
+            if self._counters.recorder is not None:
+                self._counters.recorder.begin_moment(self.current.name)
         if self.tracked:
             self.counting = True
             self.nonmodel.start()
@@ -376,6 +385,8 @@ class PassTracker:
             self.scheduler.observe(recording)
 
     def _return_chunks_home(self, recording: PassRecording) -> None:
+        if self._counters.recorder is not None:
+            self._counters.recorder.end_moment()
         with torch.no_grad():
             try:
                 self.driver.finish()

@@ -7,6 +7,7 @@ in `_execution.instruction_executor`, and there is the note on what happens when
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
@@ -65,6 +66,8 @@ class PlanDriver:
         """Works out what to issue as other threads get on; None: there is none, and it is known already."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
+        if counters.recorder is not None:
+            counters.recorder.follow(plan, segment)
 
     def _uses(self, worker: Worker) -> bool:
         """True if a worker's thread has work to do in the segment, or still has some of the segments before."""
@@ -92,6 +95,8 @@ class PlanDriver:
         self._issue(moment)
         if moment.instr.id in self._waits:
             self._wait_for_others(moment.instr)
+        if self._counters.recorder is not None:
+            self._counters.recorder.begin_moment(moment.name)
         self._executor.begin(moment)
         self._running = moment.instr
         self._begun += 1
@@ -108,6 +113,8 @@ class PlanDriver:
         self._issue(None)
         self._executor.restore_homes()
         self._events.clear()  # a device uses them again
+        if self._counters.recorder is not None:
+            self._counters.recorder.leave_plan()
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Carry out the step segment; where that breaks off, what was stepped stays so."""
@@ -121,6 +128,8 @@ class PlanDriver:
     def abandon(self) -> None:
         """Finish what was issued, keep copies that on-demand passes can use, and release the plan's own slots."""
         self._device.synchronize()
+        if self._counters.recorder is not None:
+            self._counters.recorder.leave_plan()
         self._executor.abandon()
 
     # Issuing.
@@ -132,13 +141,17 @@ class PlanDriver:
                 self._events[self._running.id] = self._device.record(self._running.queue)
             self._running = None
             self._store.ledger.set_nonmodel(0)
+        recorder = self._counters.recorder
         instrs = self._segment.batches[self._begun] if self._order is None else self._order.before(moment)
         for instr in instrs:
             if instr.id in self._waits:
                 self._wait_for_others(instr)
             if self._worker is not None and instr.queue is not Queue.CPU:
                 self._wait_for_worker(instr)
-            self._executor.carry_out(instr)
+            if recorder is None:
+                self._executor.carry_out(instr)
+            else:
+                recorder.record(instr.queue, instr, partial(self._executor.carry_out, instr))
             if instr.id in self._recorded:
                 self._events[instr.id] = self._device.record(instr.queue)
             if instr.id in self._early:
@@ -153,9 +166,13 @@ class PlanDriver:
                 self._worker.wait(event)
             else:
                 self._device.wait(Queue.CPU, event)
-        settings_of = self._stepping.settings()
+        settings_of, recorder = self._stepping.settings(), self._counters.recorder
         for step in self._early[instr.id]:
-            self._stepping.groups.add(self._executor.step_early(step, settings_of))
+            if recorder is None:
+                group = self._executor.step_early(step, settings_of)
+            else:
+                group = recorder.record(step.queue, step, partial(self._executor.step_early, step, settings_of))
+            self._stepping.groups.add(group)
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""

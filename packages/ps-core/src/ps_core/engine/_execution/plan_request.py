@@ -42,11 +42,13 @@ class PlanRequest:
         if not engine.store.device.overcommits:
             trace = with_constant_peak(trace, spare_bytes)
         layout, order = lay_groups(groups, records, trace)
+        tiers = self._tiers()
+        machine = self._machine_for(trace, tiers)
         try:
-            planned = self._find(trace, layout)
+            planned = self._find(trace, layout, tiers, machine)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, order, recording.moments, self._prefetch)
+        return EnginePlan(planned, machine, order, recording.moments, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
@@ -57,9 +59,8 @@ class PlanRequest:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 
-    def _find(self, trace: Trace, layout: Layout) -> Planned:
-        tiers, setup, folder = self._tiers(), self._setup, self._folder
-        machine = self._machine_for(trace, tiers)
+    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...], machine: Machine) -> Planned:
+        setup, folder = self._setup, self._folder
         if folder is None:
             return find_plan(trace, tiers, machine, setup=setup, layout=layout)
         return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))

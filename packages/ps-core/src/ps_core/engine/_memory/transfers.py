@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -84,7 +85,12 @@ class Transfers:
         """Launch a copy to a neighbouring tier, and return its queue: call `finish` with it next."""
         queue = self._store.link(source, target)
         self.wait_for_other_queues(queue)
-        self._store.copy(queue, target, source, size, begin=begin, to=to)
+        recorder = self.watcher.recorder
+        if recorder is None:
+            self._store.copy(queue, target, source, size, begin=begin, to=to)
+        else:
+            what, copy = source.extent or target.extent or "a copy", partial(self._store.copy, queue, target, source)
+            recorder.record(queue, what, partial(copy, size, begin=begin, to=to), size)
         self.watcher.moved(source.tier, target.tier, size)
         return queue
 
@@ -108,7 +114,10 @@ class Transfers:
         self.wait_for_other_queues(queue)
         if not self._store.synchronous:
             self._device.work(queue, what, reads, writes)
-        work()
+        if self.watcher.recorder is None:
+            work()
+        else:
+            self.watcher.recorder.record(queue, what, work)
 
     def wait_for_other_queues(self, queue: Queue) -> None:
         """Make all work launched next on a queue wait for everything launched on the others."""

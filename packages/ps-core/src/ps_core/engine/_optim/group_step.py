@@ -110,8 +110,13 @@ def step_group(
     ]
     calls += [partial(weight[each.piece].copy_, master[each.piece]) for each in rebuilt if weight is not None]
     overwritten = Kind.P16 if Kind.ACC in slots else None  # else the gradient lies where the weight goes
-    reads = [slot.memory for kind, slot in slots.items() if kind is not overwritten]
-    writes = [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
+    reads, writes = [], []
+    for kind, slot in slots.items():
+        memory = slot.memory
+        if kind is not overwritten:
+            reads.append(memory)
+        if kind is not Kind.ACC:
+            writes.append(memory)
     launch(f"step of {group.name}", reads, writes, partial(_carry_out, [*checks, *calls]))
     for record in stepped:
         record.mark_stepped()

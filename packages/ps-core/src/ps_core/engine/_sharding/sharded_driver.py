@@ -72,7 +72,7 @@ class ShardedDriver(OnDemandDriver):
     ) -> None:
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher = residency, gradients, watcher
-        self._order = CollectiveOrder(together, residency.groups, residency.ordering)
+        self._order = CollectiveOrder(together, residency.groups, residency.ordering, watcher)
         self._in_flight = InFlightCollectives(residency, gradients, self._order)
         self._negotiator = Negotiator(residency, self._in_flight, self._order, together.process)
         self._headroom = GatherHeadroom(residency, self._in_flight, self._negotiator, prefetch)

@@ -32,6 +32,7 @@ from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations, PinnedBlockCache
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, torch_runtime
+from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
@@ -79,6 +80,7 @@ class CudaDevice:
         """Behind all that one of these was given; None: it was given more since."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
+        self._timing_events: list[RawEvent] = []
         self._owned = EngineAllocations.of(runtime)
         self._host = PinnedBlockCache(runtime, self._after_copies, pin=pin)
         self._disk = DiskQueues()
@@ -90,6 +92,10 @@ class CudaDevice:
     def worker(self) -> Worker:
         """The thread that steps beside what the device computes."""
         return self._worker
+
+    def timer(self) -> CudaTimer:
+        """Return what notes times on this device's queues."""
+        return CudaTimer(self._runtime, self._stream, self._timing_events, self._disk, self._worker)
 
     # Memory.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -69,6 +70,16 @@ class CudaRuntime(Protocol):
     def event(self) -> RawEvent:
         """Return a new event."""
 
+    @property
+    def now_s(self) -> float:
+        """The host's clock, in seconds."""
+
+    def timing_event(self) -> RawEvent:
+        """Return a new event that also notes when it is reached."""
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Return the seconds between two timing events that were reached (any: the runtime's own class)."""
+
     def synchronize(self) -> None:
         """Wait for everything on the device."""
 
@@ -131,6 +142,20 @@ class TorchRuntime:
         """Return a new event; it does not measure time, so it costs little."""
         made: RawEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return made
+
+    @property
+    def now_s(self) -> float:
+        """The host's clock, in seconds."""
+        return time.perf_counter()
+
+    def timing_event(self) -> RawEvent:
+        """Return a new event that also notes when it is reached."""
+        made: RawEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return made
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Return the seconds between two timing events."""
+        return float(first.elapsed_time(second)) / 1e3
 
     def synchronize(self) -> None:
         """Wait for everything on the device."""
