@@ -130,8 +130,11 @@ class TorchStepper:
                 self._sort(state, parameter.shape)
                 rows += [torch.empty_like(flat) for _ in self.states]
             settings = TorchSettings(self, values, tuple((name, place) for place, name in enumerate(self.states)))
-            scalars = settings.after(progress)
-            settings.step(progress, rows, _matrix(number + 1).flatten(), None, 1.0, piece_numel=64)
+            try:
+                scalars = settings.after(progress)
+                settings.step(progress, rows, _matrix(number + 1).flatten(), None, 1.0, piece_numel=64)
+            except Exception as error:  # as below: of a class that wants matrices
+                raise self._not_element_wise(f"parts of a matrix cannot be stepped ({error})") from error
             progress = Progress(number + 1, scalars)
             expected = [parameter, *(state[name] for name in self.states)]
             same = all(torch.equal(one.flatten(), row) for one, row in zip(expected, rows, strict=True))
