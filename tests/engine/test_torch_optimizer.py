@@ -374,7 +374,10 @@ class Reserved(FiveStates):
     ("spec", "words"),
     [
         (TorchOptimizer(torch.optim.Adafactor), "its state 'row_var' has neither the parameter's shape nor one value"),
-        (TorchOptimizer(torch.optim.Muon), r"Muon cannot be managed: parts of a matrix cannot be stepped \(Muon only supports 2D"),
+        (
+            TorchOptimizer(torch.optim.Muon),
+            r"Muon cannot be managed: parts of a matrix cannot be stepped \(Muon only supports 2D",
+        ),
         (TorchOptimizer(torch.optim.LBFGS), "could not be stepped with a dense gradient and no closure: .*closure"),
         (TorchOptimizer(torch.optim.SparseAdam), "SparseAdam does not support dense gradients"),
         (TorchOptimizer(torch.optim.RMSprop, rate=1), "RMSprop could not be made: .* unexpected keyword .*'rate'"),
@@ -398,7 +401,9 @@ def test_settings_that_change_the_states_are_refused_at_the_step() -> None:
     model, optimizer = managed_pair("SGD", 1)
     optimizer.param_groups[0]["momentum"] = 0.9
     next_token(model, *tokens(1)).backward()
-    with pytest.raises(InvalidInput, match=r"keeps momentum_buffer for each parameter; memory was laid out for nothing"):
+    with pytest.raises(
+        InvalidInput, match=r"keeps momentum_buffer for each parameter; memory was laid out for nothing"
+    ):
         optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.0
     optimizer.step()

@@ -54,9 +54,7 @@ DEVICE_HOST = (Tier("device", 2**20), Tier("host", 2**20))
 WEIGHT = Extent(Kind.P16, 0)
 
 
-def program(
-    *, ranks: int = 1, precision: Precision = Precision.BF16, accumulate: int = 1, states: int = 2
-) -> Program:
+def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate: int = 1, states: int = 2) -> Program:
     trace = Trace(
         model="one",
         tensors=(Tensor(name="w", numel=NUMEL * ranks),),

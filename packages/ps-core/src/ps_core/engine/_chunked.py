@@ -33,6 +33,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.rules import FIXED, OptimizerRule, Spec, rule_of
 from ps_core.engine._optim.step_in_backward import IN_BACKWARD, step_in_backward
+from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
@@ -153,7 +154,7 @@ class _Wishes:
         sums = self.training and not self.overwrites and not store.resident
         reserve_homes(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
-        counters = Counters()
+        counters = Counters(by_torch=isinstance(self.rule, TorchRule))
         parts = self._parts(store, packing, counters)
         stepping = None
         if self.rule is not None:
