@@ -48,6 +48,9 @@ class FakeRecord:
     assigned: bool = False
     states: dict[Kind, torch.Tensor] = field(default_factory=dict)
 
+    def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
+        self.steps, self.scalars = steps, scalars
+
     @property
     def shape(self) -> torch.Size:
         return self.parameter.shape
@@ -75,7 +78,9 @@ class FakeEngine:
         self.steps: list[tuple[dict[str, Settings], float | None, float]] = []
 
     def optimizer(self, spec: object, max_grad_norm: float | None = None) -> ChunkedOptimizer:
-        return ChunkedOptimizer(self, self.records, rule_of(spec), loss_scale=self.loss_scale, max_grad_norm=max_grad_norm)
+        return ChunkedOptimizer(
+            self, self.records, rule_of(spec), loss_scale=self.loss_scale, max_grad_norm=max_grad_norm
+        )
 
     def _take(self, parameter: FakeParameter) -> None:
         """What backward left, out of PyTorch's sight."""

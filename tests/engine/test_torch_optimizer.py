@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,9 @@ STATES = dict(zip(CASES, (1, 3, 2, 2, 1, 2, 2, 1, 2, 3, 2, 1, 1, 0), strict=True
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that end within parameters, and within what a processor does at once."""
     monkeypatch.setattr(torch_rule, "PIECE_NUMEL", 333)
-    yield
 
 
 def loop(spec: Spec, micro_batches: int = 1) -> Callable[[Make], list[Tensor]]:
@@ -242,9 +241,9 @@ def test_the_state_is_read_and_written_as_a_mapping() -> None:
     entry["mu_product"] = 0.5
     entry["exp_avg"].zero_()
     assert (float(entry["mu_product"]), float(entry["step"]), bool(entry["exp_avg"].any())) == (0.5, 2.0, False)
-    with pytest.raises(InvalidInput, match="mu_product of 'blocks.0.wide.weight' must be one number"):
+    with pytest.raises(InvalidInput, match=r"mu_product of 'blocks\.0\.wide\.weight' must be one number"):
         entry["mu_product"] = torch.zeros(2)
-    with pytest.raises(InvalidInput, match="'exp_avg' of 'blocks.0.wide.weight' cannot be deleted alone"):
+    with pytest.raises(InvalidInput, match=r"'exp_avg' of 'blocks\.0\.wide\.weight' cannot be deleted alone"):
         del entry["exp_avg"]
     del optimizer.state[weight]
     assert weight not in optimizer.state
@@ -407,9 +406,9 @@ def test_settings_that_change_the_states_are_refused_at_the_step() -> None:
         optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.0
     optimizer.step()
+    optimizer.param_groups[0]["lr"] = torch.zeros(2)
+    next_token(model, *tokens(2)).backward()
     with pytest.raises(InvalidInput, match="lr must be one number when the optimizer steps"):
-        optimizer.param_groups[0]["lr"] = torch.zeros(2)
-        next_token(model, *tokens(2)).backward()
         optimizer.step()
     let_go(model)
 

@@ -131,9 +131,11 @@ def test_what_is_refused() -> None:
     model = llama()
     with pytest.raises(InvalidInput, match=r"1 models and 0 optimizers .* hand model and optimizer to one prepare"):
         ours().prepare(model)
-    with pytest.raises(InvalidInput, match="param_groups\\[0\\]\\['differentiable'\\] is True"):
+    with pytest.raises(InvalidInput, match=r"param_groups\[0\]\['differentiable'\] is True"):
         ours().prepare(model, torch.optim.RMSprop(model.parameters(), differentiable=True))
-    with pytest.raises(InvalidInput, match="torch.optim.Adafactor cannot be managed: its state 'row_var' has neither"):
+    with pytest.raises(
+        InvalidInput, match=r"torch\.optim\.Adafactor cannot be managed: its state 'row_var' has neither"
+    ):
         ours().prepare(model, torch.optim.Adafactor(model.parameters()))
     with pytest.raises(InvalidInput, match="requires a gradient, but the optimizer does not have it"):
         ours().prepare(model, torch.optim.AdamW(model.lm_head.parameters()))

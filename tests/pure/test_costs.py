@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:
 
 def test_a_step_counts_each_state() -> None:
     bytes_of = [seconds(Step(0, (0,)), Queue.CPU, program(states=states)) for states in range(5)]
-    assert [later - sooner for sooner, later in zip(bytes_of, bytes_of[1:], strict=False)] == [8 * NUMEL / 128] * 4
+    assert [later - sooner for sooner, later in pairwise(bytes_of)] == [8 * NUMEL / 128] * 4
 
 
 @pytest.mark.parametrize(

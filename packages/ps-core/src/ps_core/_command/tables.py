@@ -85,7 +85,9 @@ class HostTable:
         dense = self.accumulate * (each + 4) + 4 * more + 4 if self.sums else 3 * each
         gradients = self.accumulate * (rows / down + 5 * rows / host + wait + self.numel * each / empty)
         gradients += self.numel * dense / host
-        update = self.numel * (8 * (1 + self.states) + (4 if self.sums else each) + (0 if each == 4 else 2)) / host + wait
+        update = (
+            self.numel * (8 * (1 + self.states) + (4 if self.sums else each) + (0 if each == 4 else 2)) / host + wait
+        )
         return lookups, gradients, update
 
     def added_to(self, told: Prediction, machine: Machine) -> Prediction:

@@ -6,8 +6,8 @@ at a rate of its own plus a time for each query, and other operators take a time
 write and for each hyperbolic tangent; everything else is bytes over a bandwidth, plus a latency. Bytes counted once
 each way, per element (16-bit weights; fp32 in brackets):
 
-    Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator (with
-                two of `Program.states`; each more or less is 8)
+    Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
+                (by two of `Program.states`; each more or less is 8)
     Norm        the gradient: 2, or 4 where it is an accumulator
     Cast        4 in, 2 out
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4

@@ -48,7 +48,10 @@ class ManagedSettings:
 
 
 def manage(
-    model: nn.Module, optimizer: Adam | AdamW | SGD | TorchOptimizer | None, settings: ManagedSettings, inputs: torch.device
+    model: nn.Module,
+    optimizer: Adam | AdamW | SGD | TorchOptimizer | None,
+    settings: ManagedSettings,
+    inputs: torch.device,
 ) -> ChunkedOptimizer | None:
     """Call `chunked` with these settings; return the optimizer, or None for a model that is only evaluated."""
     return chunked(

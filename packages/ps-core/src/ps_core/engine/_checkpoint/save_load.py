@@ -146,8 +146,8 @@ def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any])
     """Restore settings, loss scale, counts of steps and scalars; masters and states have been read already."""
     engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
-        record.steps = 0  # or the optimizer would clear moments that it finds no state for
+        record.set_progress(0)  # or the optimizer would clear moments that it finds no state for
     optimizer.load_state_dict(as_state_dict(state))
     for record in engine.records:
-        record.steps = state["steps"].get(record.name, 0)  # a frozen one has none
-        record.scalars = tuple(state.get("scalars", {}).get(record.name, {}).items())
+        scalars = state.get("scalars", {}).get(record.name, {})
+        record.set_progress(state["steps"].get(record.name, 0), tuple(scalars.items()))  # a frozen one has none

@@ -113,7 +113,7 @@ class StateFormat:
             states = {kind: torch.zeros(record.shape) for kind in self._rule.states.values()}
         for kind, value in states.items():
             self._gradients.write_state(record, kind, on_cpu(value))
-        record.steps, record.scalars = entry.steps, entry.scalars
+        record.set_progress(entry.steps, entry.scalars)
 
     def set(self, record: ParamState, key: str, value: Any) -> None:
         """Replace one value of a parameter."""
@@ -136,10 +136,11 @@ class StateFormat:
             shaped(f"{key} of {record.name!r}", value, record)
             self._gradients.write_state(record, kind, on_cpu(value))
             if STEP not in possible:
-                record.steps = max(1, record.steps)
+                record.set_progress(max(1, record.steps))
         else:
-            record.steps = step_of(record, value) if key == STEP else record.steps
-            record.scalars = self._rule.scalars({**dict(record.scalars), key: _number(record, key, value)})
+            steps = step_of(record, value) if key == STEP else record.steps
+            single = {**dict(record.scalars), key: _number(record, key, value)}
+            record.set_progress(steps, self._rule.scalars(single))
 
 
 def _number(record: ParamState, key: str, value: Any) -> float:

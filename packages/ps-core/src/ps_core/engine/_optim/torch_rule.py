@@ -182,15 +182,15 @@ class TorchStepper:
         kind = self.scalars[name]
         return torch.tensor(value, dtype=kind, device="cpu") if isinstance(kind, torch.dtype) else kind(value)
 
-    def step(self, piece: torch.Tensor, gradient: torch.Tensor, values: Any, state: Mapping[str, Any]) -> Any:
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor, values: Any, state: Mapping[str, Any]) -> Any:
         """Step one piece in place; return its state. An empty one: the first step."""
-        optimizer = self._optimizer(piece, values)
-        piece.grad = gradient
+        optimizer = self._optimizer(parameter, values)
+        parameter.grad = gradient
         if state:
-            optimizer.state[piece] = dict(state)
+            optimizer.state[parameter] = dict(state)
         _step(optimizer)
-        piece.grad = None
-        return optimizer.state[piece]
+        parameter.grad = None
+        return optimizer.state[parameter]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,10 @@ class ParamState:
         """Elements of the parameter in this rank's shard of the group; all of them where there is one rank."""
         return self.group.clip(self.span)
 
+    def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
+        """Set how many steps there were, and `scalars` after them, as a state that is loaded says."""
+        self.steps, self.scalars = steps, scalars
+
     def train(self) -> None:
         """Note that a parameter that was frozen gets gradients, and a master in its group."""
         self.trainable = True
