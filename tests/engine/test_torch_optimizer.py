@@ -413,17 +413,18 @@ def test_settings_that_change_the_states_are_refused_at_the_step() -> None:
     let_go(model)
 
 
-def test_users_of_the_default_type_and_of_hooks_for_all_optimizers() -> None:
-    """The small tensors of a trial and of a step are none of the user's, and their steps are not counted."""
+def test_a_trial_needs_no_default_type_and_calls_no_hooks() -> None:
     stepped: list[Any] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
+    model = models.Language()
     torch.set_default_dtype(torch.float64)
     try:
-        torch.manual_seed(0)
-        model, optimizer = chunked(models.Language().float(), TorchOptimizer(torch.optim.NAdam), precision="fp32")
-        train(model, optimizer, range(2))
-        assert stepped == [optimizer, optimizer]
-        let_go(model)
+        model, optimizer = chunked(model, TorchOptimizer(torch.optim.NAdam), precision="fp32")
     finally:
         torch.set_default_dtype(torch.float32)
+    try:
+        train(model, optimizer, range(2))
+        assert stepped == [optimizer, optimizer], "those that step pieces are not the user's"
+    finally:
         hook.remove()
+    let_go(model)
