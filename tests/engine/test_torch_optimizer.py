@@ -229,6 +229,23 @@ def test_masters_of_parameters_without_a_step_are_beside_the_states() -> None:
     let_go(model, other)
 
 
+def test_a_state_dict_of_another_class_is_refused_and_of_an_older_pytorch_taken() -> None:
+    model, optimizer = managed_pair("RMSprop", 1)
+    found = optimizer.state_dict()
+    theirs = plain_pair("NAdam", 1)[1].state_dict()
+    with pytest.raises(InvalidInput, match=r"has no 'momentum': is it torch\.optim\.RMSprop's"):
+        optimizer.load_state_dict(theirs)
+    with pytest.raises(InvalidInput, match=r"has no 'square_avg', found .* is it torch\.optim\.RMSprop's"):
+        optimizer.load_state_dict({**found, "state": theirs["state"]})
+    for switch in ("maximize", "centered", "foreach"):
+        del found["param_groups"][0][switch]
+    optimizer.load_state_dict(found)
+    found["param_groups"][0]["centered"] = True
+    with pytest.raises(InvalidInput, match="keeps step, square_avg, grad_avg for each parameter; memory was laid out"):
+        optimizer.load_state_dict(found)
+    let_go(model)
+
+
 def test_the_state_is_read_and_written_as_a_mapping() -> None:
     model, optimizer = managed_pair("NAdam")
     weight = model.blocks[0].wide.weight

@@ -17,7 +17,6 @@ from ps_core.engine._optim.rules import OptimizerRule, Spec
 from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StepSettings
 from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
-from ps_core.engine._optim.torch_rule import FREE
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 if TYPE_CHECKING:
@@ -205,9 +204,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     state[index] = {key: self._format.read(record, key) for key in keys}
                 index += 1
         found: dict[str, Any] = {"state": state, "param_groups": groups}
-        if not self.rule.starts_from_zeros:
-            found[MASTERS] = {index: entry.pop(MASTER) for index, entry in state.items() if [*entry] == [MASTER]}
-            found["state"] = {index: entry for index, entry in state.items() if entry}
+        alone = {index: entry[MASTER] for index, entry in state.items() if [*entry] == [MASTER]}
+        if alone and not self.rule.starts_from_zeros:
+            found[MASTERS] = alone
+            found["state"] = {index: entry for index, entry in state.items() if index not in alone}
         if self._loss_scale is not None:
             found[LOSS_SCALE] = groups[0][LOSS_SCALE] = self._loss_scale.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -284,7 +284,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
             self.rule.check(f"the state's param_groups[{index}]", theirs)
             _check_order(index, own["param_names"], theirs.get("param_names"))
-            absent = [key for key in self.rule.groups[0] if key not in theirs and key not in FREE]
+            wanted = [key for key, value in self.rule.groups[0].items() if not isinstance(value, bool | None)]
+            absent = [key for key in wanted if key not in theirs]
             if absent:
                 raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self.rule.name}'s?")
             names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
