@@ -15,13 +15,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import _models as models
+from _buggy import Original
 from _cases import finish, next_token, tokens
 from _checkpoints import Run, assert_same
 from _fake_cuda import FakeRuntime
 from _reference import Make, Settings, Spec
 from _runs import HOST, check_same, let_go, managed, stand_in
-from ps_core import AdamW, Budget, Group, InvalidInput, Options, TorchOptimizer
-from ps_core._errors import CheckpointMismatch
+from ps_core import AdamW, Budget, CheckpointDamaged, CheckpointMismatch, Group, InvalidInput, Options, TorchOptimizer
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
 from ps_core.engine._optim import torch_rule
 from test_host_worker import late_device
@@ -342,6 +342,26 @@ def test_a_checkpoint_of_another_optimizer_is_refused(other: Any, tmp_path: Path
     words = r"exp_avg, exp_avg_sq, max_exp_avg_sq in the checkpoint|torch.optim.Adam in the checkpoint, .*Adam"
     with pytest.raises(CheckpointMismatch, match=words):
         load_checkpoint(tmp_path / "saved", model, optimizer)
+    let_go(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found.pop("states"), "RMSprop' without 'states', expected these, or one of AdamW"),
+        (lambda found: found.pop("scalars"), "the optimizer has no 'scalars'"),
+        (lambda found: found.update(states=[1]), r"the optimizer's states are \[1\], expected different texts"),
+        (lambda found: found["scalars"].pop("table.weight"), "the optimizer's scalars lack 'table.weight'"),
+        (lambda found: found["scalars"].update({"table.weight": {"step": "1"}}), "expected numbers by name"),
+        (lambda found: found["scalars"].update({"table.weight": {"eta": 1.0}}), "'table.weight': the optimizer's eta"),
+    ],
+)
+def test_a_manifest_that_lacks_something(change: Callable[[Any], Any], words: str, tmp_path: Path) -> None:
+    model, optimizer = managed_pair("RMSprop", 1)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    changed = Original(tmp_path / "saved").changed(lambda manifest, _: change(manifest["optimizer"]))
+    with pytest.raises((CheckpointDamaged, CheckpointMismatch), match=words):
+        load_checkpoint(changed, model, optimizer)
     let_go(model)
 
 

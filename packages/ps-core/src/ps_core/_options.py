@@ -6,7 +6,7 @@ import gc
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -52,14 +52,14 @@ class Group(_ByName):
     eps: float | None = None
     momentum: float | None = None
     weight_decay: float | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None
     """Of a `TorchOptimizer`: other settings, by the names that its class has for them."""
 
     @property
     def overrides(self) -> dict[str, Any]:
         """The values this group sets."""
         names = (row.name for row in fields(self) if row.name not in ("match", "settings"))
-        return {name: value for name in names if (value := getattr(self, name)) is not None} | dict(self.settings)
+        return {name: value for name in names if (value := getattr(self, name)) is not None} | dict(self.settings or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +318,7 @@ def _check_groups(groups: object) -> tuple[Group, ...]:
         if not callable(group.match):
             raise InvalidInput(f"Group.match must be a function of name and parameter, found {group.match!r}")
         _check_takes_two(group.match)
-        if not isinstance(group.settings, Mapping):
+        if not isinstance(group.settings, Mapping | None):
             raise InvalidInput(f"Group.settings must be a dictionary of settings by name, found {group.settings!r}")
     return groups
 

@@ -173,6 +173,11 @@ def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer)
         yield f"the optimizer: {theirs['name']} in the checkpoint, {optimizer.rule.name} here"
     elif (kept := states_of(theirs)) != tuple(optimizer.rule.states):
         yield f"the optimizer's states: {', '.join(kept)} in the checkpoint, {', '.join(optimizer.rule.states)} here"
+    rule = optimizer.rule
+    known = [set(rule.state_names(index)) - rule.states.keys() for index in range(len(rule.groups))]
+    for name, row in theirs.get("scalars", {}).items():
+        if theirs["steps"][name] and row.keys() not in known:
+            yield f"{name!r}: the optimizer's {', '.join(row)} in the checkpoint, {', '.join(*known[:1])} here"
     members = [[group["param_names"] for group in groups] for groups in (theirs["groups"], optimizer.param_groups)]
     if len(members[0]) != len(members[1]):
         yield f"the optimizer's groups: {len(members[0])} in the checkpoint, {len(members[1])} here"

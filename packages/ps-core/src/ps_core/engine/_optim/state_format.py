@@ -136,7 +136,7 @@ class StateFormat:
             shaped(f"{key} of {record.name!r}", value, record)
             self._gradients.write_state(record, kind, on_cpu(value))
             if STEP not in possible:
-                record.set_progress(max(1, record.steps))
+                record.set_progress(max(1, record.steps), record.scalars)
         else:
             steps = step_of(record, value) if key == STEP else record.steps
             single = {**dict(record.scalars), key: _number(record, key, value)}
