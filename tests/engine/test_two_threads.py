@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -18,9 +19,10 @@ from _cases import finish, next_token, rows, square, tokens
 from _fake_cuda import FakeRuntime
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, chunked_model, managed
-from ps_core import SGD, Budget, InvalidInput
+from ps_core import SGD, Budget, InvalidInput, Trace
 from ps_core.engine import materialized
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._tracing.fake_trace import trace
 
 WAIT_S = 60
 
@@ -223,3 +225,29 @@ def test_a_backward_pass_that_fails_leaves_its_thread(device: str) -> None:
             square(model, *rows(index)).backward()
             finish(optimizer)
             del error
+
+
+def test_one_fake_pass_runs_at_a_time() -> None:
+    """Modes that two threads leave in the order in which they entered turn ``torch.compile`` off for good."""
+    alone = threading.Lock()
+
+    class Alone(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with acquired(alone):
+                time.sleep(0.05)
+                return super().forward(x).sum()
+
+    def run(_: int) -> Trace:
+        return trace(Alone(2, 2), torch.ones(1, 2))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(len(each.moments) == 2 for each in pool.map(run, range(4)))
+
+
+@contextmanager
+def acquired(lock: threading.Lock) -> Iterator[None]:
+    assert lock.acquire(blocking=False), "another thread is in a fake pass"
+    try:
+        yield
+    finally:
+        lock.release()

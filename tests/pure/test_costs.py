@@ -115,6 +115,20 @@ def test_a_copy_is_no_faster_than_its_share_of_host_memory() -> None:
         assert seconds(Copy(WEIGHT, 0, 0, 1, 512), queue, program(), machine=slow) == 512.25
 
 
+def test_links_may_get_what_cores_cannot_stream() -> None:
+    """Memory that gives more than its cores take slows neither copies nor, as far as it reaches, the cores."""
+    narrow = replace(MACHINE, host_bandwidth=16.0)
+    up = Instr(0, Queue.H2D, Copy(WEIGHT, 0, 0, 1, 512))
+    norm = Instr(1, Queue.CPU, Norm(0, 2))
+    took = [
+        Costs(program(), DEVICE_HOST, replace(narrow, host_dram_bandwidth=dram), 1).price((up, norm), {}).seconds
+        for dram in (0.0, 16.0, 1e9)
+    ]
+    alone = Costs(program(), DEVICE_HOST, narrow, 1).price((norm,), {}).seconds[0]
+    assert took[0] == took[1] == [512 / 16 + 0.25, alone + 512 / 16]
+    assert took[2] == [512 / MACHINE.h2d_bandwidth + 0.25, alone]
+
+
 def test_copies_up_and_down_share_host_memory() -> None:
     narrow = replace(MACHINE, host_bandwidth=16.0)
     up = Instr(0, Queue.H2D, Copy(WEIGHT, 0, 0, 1, 3072))

@@ -266,6 +266,12 @@ def _place(options: argparse.Namespace) -> _Place:
 
 
 def _training(options: argparse.Namespace, place: _Place) -> Training:
+    decides = options.accumulate > 1 or options.precision == "fp16" or place.cluster.gpus > 1
+    if options.step_in_backward and decides:
+        raise InvalidInput(
+            "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step (--accumulate 1), and --precision "
+            "bf16 or fp32: a group is stepped before all gradients are known"
+        )
     return Training(
         cluster=place.cluster,
         machine=place.machine,
@@ -280,6 +286,7 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
         untied_head=options.untied_head,
         cpu_embedding=options.cpu_embedding,
         head_tiles=options.head_tiles,
+        step_in_backward=options.step_in_backward,
         policy=Policy(options.policy),
         group_bytes=options.group_bytes,
     )

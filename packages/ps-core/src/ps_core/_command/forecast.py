@@ -57,6 +57,8 @@ class Training:
     """Keep the token table in the host's memory; see `keeps_table_apart`."""
     head_tiles: int = 1
     policy: Policy = Policy.BELADY
+    step_in_backward: bool = False
+    """As ``Options(step="in_backward")``."""
     group_bytes: int | None = None
     """Of computed weights; None: searched."""
     quick: bool = False
@@ -108,6 +110,7 @@ class Training:
             accumulate=self.accumulate,
             states=self.optimizer_states,
             policy=self.policy,
+            step_in_backward=self.step_in_backward,
             group_numel=None if self.group_bytes is None else self.group_bytes // self.weight_bytes,
             nonmodel_overhead=self.cluster.nonmodel_overhead,
             quick=self.quick,

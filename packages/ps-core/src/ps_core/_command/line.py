@@ -115,6 +115,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--head-tiles", type=_count, default=1, metavar="N", help="pieces of a head of its own (default: 1)")
     add("--vocab", type=_count, metavar="N", help="vocabulary (default: the model's)")
     add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
+    early = "step each group once its gradient is complete, without clipping (default: no)"
+    add("--step-in-backward", action=flag, default=False, help=early)
     add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")
     add("--json", action="store_true", help="print one JSON document")
 

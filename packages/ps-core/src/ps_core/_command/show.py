@@ -128,6 +128,7 @@ def _setting(case: Case) -> Document:
         "head_tiles": training.head_tiles,
         "precision": training.precision.value,
         "policy": training.policy.value,
+        "step_in_backward": training.step_in_backward,
         "assumed": list(case.assumed),
     }
 

@@ -2,9 +2,9 @@
 
 [Note: steps within backward]
 A plan has its steps in a segment of their own, behind the decision that needs the norm. Where nothing is decided (no
-clipping, no loss scale, one backward pass a step), a group can be stepped as soon as its gradient is complete. A step of
-the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last pass that
-touches one of them: nothing of that pass reads or writes them any more. Nothing else of the plan changes.
+clipping, no loss scale, one backward pass a step), a group can be stepped as soon as its gradient is complete. A step
+of the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last
+pass that touches one of them: nothing of that pass reads or writes them any more. Nothing else of the plan changes.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class Issuing:
         self._in_backward = in_backward and self._worker
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
+        self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1
 
     def price(self, home: tuple[Held, ...], segment: Segment) -> Priced:
         """Price one segment of a plan with this home."""
@@ -87,7 +88,7 @@ class Issuing:
             return [_alone(priced, *play(priced.segment, priced.work.seconds, priced.work.thread_s)) for priced in step]
         if not self._worker and not any(_works_between_moments(priced.segment) for priced in step):
             return [_alone(priced, *_ends(priced)) for priced in step]
-        timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth)
+        timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth, spare=self._spare)
         if self._in_backward and step[-1].segment.name is SegmentName.STEP:
             return _with_early_steps(timeline, len(home), step)
         order = sorted(range(len(step)), key=lambda place: step[place].segment.name is not SegmentName.STEP)

@@ -22,13 +22,13 @@ Early: TypeAlias = tuple[tuple[int, ...], float]
 class Timeline:
     """One process."""
 
-    def __init__(self, homes: int, *, worker: bool, bandwidth: float) -> None:
+    def __init__(self, homes: int, *, worker: bool, bandwidth: float, spare: float = 0.0) -> None:
         """``homes``: how many slots every segment finds. ``worker``: a thread does the processor's queue.
 
-        ``bandwidth``: of the host's memory.
+        ``bandwidth``: what the worker streams of the host's memory. ``spare``: see `HostWorker`.
         """
         self._homes, self._bandwidth = homes, bandwidth
-        self.worker = HostWorker() if worker else None
+        self.worker = HostWorker(spare) if worker else None
         self.now = 0.0
         """How far the host thread is."""
         self.free = [0.0] * len(Queue)

@@ -32,7 +32,7 @@ from ps_core.engine._memory.suggestions import UserLimits
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.rules import FIXED, OptimizerRule, Spec, rule_of
-from ps_core.engine._optim.step_in_backward import IN_BACKWARD, step_in_backward
+from ps_core.engine._optim.step_in_backward import IN_BACKWARD, check_step_option
 from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
@@ -151,20 +151,19 @@ class _Wishes:
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
         """Homes, the engine over them, and the optimizer's face."""
-        sums = self.training and not self.overwrites and not store.resident
-        reserve_homes(store, packing.groups, accumulates=sums)
-        loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
-        counters = Counters(by_torch=isinstance(self.rule, TorchRule))
-        parts = self._parts(store, packing, counters)
-        stepping = None
-        if self.rule is not None:
-            stepping = step_in_backward(
+        if self.training:
+            check_step_option(
                 self.options,
                 self.mode,
                 max_grad_norm=self.max_grad_norm,
                 accumulation_steps=self.accumulation_steps,
                 alone=self.collectives is None,
             )
+        sums = self.training and not self.overwrites and not store.resident
+        reserve_homes(store, packing.groups, accumulates=sums)
+        loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
+        counters = Counters(by_torch=isinstance(self.rule, TorchRule))
+        parts = self._parts(store, packing, counters)
         engine = Engine(
             parts,
             counters,
@@ -175,15 +174,13 @@ class _Wishes:
             management=partial(
                 ModelHooks, self.model, group=self._packing(store.tiers), cast=self.cast, accumulates=sums
             ),
-            stepping=stepping,
         )
         if self.rule is None:
             return engine, None
         made = ChunkedOptimizer(
             engine, engine.records, self.rule, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
-        if stepping is not None:
-            stepping.use(made.settings)
+        engine.stepping.use(made.settings)
         return engine, made
 
     def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:

@@ -120,6 +120,7 @@ def load_checkpoint(
         check(saved, model, engine, optimizer, sections)
         random = None if optimizer is None else saved.random_of(ranks.rank)
     targets, extra_tensors = targets_of(saved, sections)
+    engine.stepping.end()
     engine.discard_gradients()
     engine.finish_pass()
     find = extra_tensors.__getitem__

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
-from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._execution.components import Components, Ranks
-from ps_core.engine._execution.host_tables import HOST, HostTables
-from ps_core.engine._execution.pass_tracker import PassTracker
+from ps_core.engine._execution.host_tables import HostTables
+from ps_core.engine._execution.pass_tracker import PassTracker, moving
 from ps_core.engine._execution.protocols import Hooks, Scheduler
 from ps_core.engine._execution.state_dict import StateDicts
 from ps_core.engine._execution.user_gradients import UserGradients
@@ -28,11 +27,10 @@ from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._optim.clip_or_skip import StepDecision, StepDecisions
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.settings import Outcome
-from ps_core.engine._optim.step_in_backward import StepInBackward
-from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, not_trained, whole_table
+from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, not_trained
 from ps_core.engine._parameters.fp32_masters import Masters
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
-from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
@@ -52,13 +50,9 @@ class Engine:
         together: Ranks | None,
         scheduler: Callable[[Engine], Scheduler],
         management: Callable[[Engine], Hooks],
-        stepping: StepInBackward | None = None,
     ) -> None:
-        """Make an engine of its parts. ``scheduler`` and ``management`` are called with it, and may keep it.
-
-        ``stepping``: steps groups while backward goes on; None: every step waits for ``optimizer.step()``.
-        """
-        self.stepping = stepping
+        """Make an engine of its parts. ``scheduler`` and ``management`` are called with it, and may keep it."""
+        self.stepping = parts.stepping
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
@@ -178,6 +172,8 @@ class Engine:
         """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
+        if self.stepping.groups:
+            self.stepping.check_read(record.group, record.name)
         return self.user_gradients.proxy(record)
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
@@ -287,7 +283,7 @@ class Engine:
                 or record.contents is not SlotContents.WEIGHT
                 or group.weight_chunk.newest(0) is None  # a second gradient rebuilt the weight in the home slot
             ):
-                passes.begin_moment(_moving(records), [])
+                passes.begin_moment(moving(records), [])
                 break
         self.residency.bind_all(records)
         if passes.tracked and passes.current is not None:
@@ -310,7 +306,7 @@ class Engine:
         if self._refuses:
             self.check_usable()
         record.assigned = False
-        if self.stepping is not None and self.stepping.groups:
+        if self.stepping.groups:
             self.stepping.check_gradient(record.group, record.name)
         passes, group = self.passes, record.group
         passes.attach()  # which asks whether gradients are made
@@ -387,7 +383,7 @@ class Engine:
 
     def has_gradients(self) -> bool:
         """Return True if any gradient waits for the step, or was stepped within backward already."""
-        if self.stepping is not None and self.stepping.groups:
+        if self.stepping.groups:
             return True
         for record in self.records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
             if record.gradient is not GradientPlace.NONE:
@@ -397,6 +393,8 @@ class Engine:
     @defer_interrupts
     def discard_gradients(self, records: Iterable[ParamState] | None = None) -> None:
         """Forget the gradients of these, or of all."""
+        if records is None and self.stepping.groups:
+            self.stepping.check_discard()
         chosen = list(records) if records is not None else self.records
         with torch._C.DisableTorchFunctionSubclass():
             for record in chosen:
@@ -412,8 +410,6 @@ class Engine:
             found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
             if found:
                 self.gradients.discard(found)
-        if records is None and self.stepping is not None:
-            self.stepping.end()
 
     @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
@@ -432,40 +428,26 @@ class Engine:
         self.passes.scheduler.maybe_replan()
         self.check_unchanged(self.records)
         if not self.store.synchronous:
-            self._wait_for_gradients()
+            self.gradients.wait_until_measured(self.records, bool(self.stepping.groups))
         if self.together is not None:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
-        stepping = self.stepping
-        if stepping is not None and stepping.groups and max_norm is not None:
-            raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
+        if self.stepping.groups:
+            self.stepping.check_clipping(max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         if self.gradients.unplanned_sums or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:
             self.residency.exposed.check()
-        known = stepping is None or not stepping.groups
-        if stepping is not None:
-            stepping.end()
-        return Outcome(norm=decision.norm if known else None, skipped=decision.skip)
-
-    def _wait_for_gradients(self) -> None:
-        """Wait until every gradient that waits for the step has been measured."""
-        waiting = [record for record in self.records if record.gradient is not GradientPlace.NONE]
-        if self.stepping is None or any(record.group.chunks[Kind.P32].home.tier for record in waiting):
-            self.residency.transfers.wait_for_other_queues(Queue.CPU)
-        else:
-            self.residency.transfers.wait_for_streams()  # what was stepped within backward may go on
+        norm = None if self.stepping.groups else decision.norm
+        self.stepping.groups.clear()
+        return Outcome(norm=norm, skipped=decision.skip)
 
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> StepDecision:
         pending = [record for record in self.records if record.gradient is not GradientPlace.NONE]
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
-            if decision.skip and self.stepping is not None and self.stepping.groups:
-                raise FloatingPointError(
-                    "a gradient is not finite; groups on the host were stepped within backward, so no step can be "
-                    "skipped: load a checkpoint, and train with Options(step='after_backward') to skip such steps"
-                )
             if decision.skip:
+                self.stepping.check_skip()
                 self.gradients.discard(pending)
             elif not self.passes.scheduler.step(settings, decision.factor):
                 self.updater.step(settings, decision.factor)
@@ -516,14 +498,3 @@ def accept_gradient(parameter: ManagedParameter) -> None:
         owner.arrive(record, gradient)
     else:
         record.dropped = True
-
-
-def _moving(records: list[ParamState]) -> list[ParamState]:
-    """Return the parameters that moments are about; a table that stays on the host may not be touched."""
-    found = []
-    for record in records:
-        if record.group.fixed_tier == HOST:
-            raise whole_table(record.name)
-        if record.group.fixed_tier is None:
-            found.append(record)
-    return found

@@ -326,6 +326,7 @@ class ModelHooks:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
         engine.saved.pop_to(0)  # whatever an interrupt left
         engine.finish_pass()
+        engine.stepping.end()
         engine.discard_gradients()
         engine.residency.exposed.check()
         for record in dict.fromkeys(engine.residency.pop_tampered()):

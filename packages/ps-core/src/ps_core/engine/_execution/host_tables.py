@@ -22,13 +22,13 @@ from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.errors import graph_of_gradient
-from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 
-_DEVICE, HOST = 0, 1
-"""Tiers."""
+_DEVICE = 0
+"""The tier of the accelerator."""
 
 
 class HostTables:

@@ -254,26 +254,22 @@ class InstructionExecutor:
     def step_early(self, instr: Instr, settings_of: SettingsOf) -> ParamGroup:
         """Step a group whose gradient is complete; raise before anything is changed if that is not finite."""
         assert isinstance(instr.op, Step), "only steps are made early"
-        self._step_group(instr, instr.op, settings_of, 1.0, finite=True)
+        self._settings_of, self._factor = settings_of, 1.0
+        self._step(instr, instr.op, early=True)
         return self._plan.order[instr.op.group]
 
-    def _step(self, instr: Instr, op: Step) -> None:
-        assert self._settings_of is not None, "only `step` carries out steps"
+    def _step(self, instr: Instr, op: Step, *, early: bool = False) -> None:
+        assert self._settings_of is not None, "only `step` and `step_early` carry out steps"
         group = self._plan.order[op.group]
-        if any(record.gradient is not GradientPlace.NONE for record in group.tensors) or not self._plan.in_backward:
-            self._step_group(instr, op, self._settings_of, self._factor)
-
-    def _step_group(
-        self, instr: Instr, op: Step, settings_of: SettingsOf, factor: float, *, finite: bool = False
-    ) -> None:
-        group = self._plan.order[op.group]
+        if self._plan.in_backward and not early and not _has_gradient(group):
+            return  # it was stepped within backward
         kinds, slots = self._plan.step_kinds[op.group], {}
         for kind, number in zip(kinds, op.slots, strict=True):
             slot = slots[kind] = self._slots[number]
             if slot.version != group.chunks[kind].version and (kind is not group.weight or self._plan.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         launch = partial(self._launch, instr.queue, slots.values())
-        step_group(group, slots, settings_of, factor, launch, finite=finite)
+        step_group(group, slots, self._settings_of, self._factor, launch, finite=early)
 
     def _launch(
         self,
@@ -337,3 +333,7 @@ class InstructionExecutor:
         """End the segment: lent home slots become the slots that are in their places again."""
         if self._segment.lends_homes:
             restore_lent_homes(self._plan, self._slots, self._places)
+
+
+def _has_gradient(group: ParamGroup) -> bool:
+    return any(record.gradient is not GradientPlace.NONE for record in group.tensors)

@@ -26,8 +26,9 @@ from ps_core.engine._parameters.errors import (
     changed_in_place,
     compute_tier_too_small,
     everything_too_large,
+    whole_table,
 )
-from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import HOST, ParamGroup, ParamState
 from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
@@ -409,3 +410,14 @@ def _free_broken_pass() -> None:
             leaf = torch.zeros((), device="cpu", requires_grad=True)
             torch.autograd.grad(leaf.clone(), leaf)
     gc.collect()
+
+
+def moving(records: list[ParamState]) -> list[ParamState]:
+    """Return the parameters that moments are about; a table that stays on the host may not be touched."""
+    found = []
+    for record in records:
+        if record.group.fixed_tier == HOST:
+            raise whole_table(record.name)
+        if record.group.fixed_tier is None:
+            found.append(record)
+    return found

@@ -128,7 +128,7 @@ class PlanScheduler:
         """Look at the arguments of the root module's call; foresee the first pass from them."""
         if not self._engine.store.synchronous:
             self._recover()
-        if self._engine.stepping is not None and torch.is_grad_enabled():
+        if self._engine.stepping.groups and torch.is_grad_enabled():
             self._engine.stepping.check_pass()
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:

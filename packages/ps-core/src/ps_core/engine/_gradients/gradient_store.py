@@ -9,7 +9,7 @@ Then the gradient moves into an fp32 sum, and the weight is rebuilt from its mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -221,7 +221,9 @@ class GradientStore:
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Copy a vector into the sums (``fresh``), or add it to them, on the CPU."""
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
+        self._store.device.work(
+            Queue.CPU, f"sum of the gradient of {record.name}", (flat,) if fresh else (flat, sums), (sums,)
+        )
         if fresh:
             sums.copy_(flat)
         else:
@@ -263,7 +265,7 @@ class GradientStore:
         target = slot.flat(torch.float32, group.chunk_numel)[start : start + flat.numel()]
         begun = first.gradient is GradientPlace.IN_ACCUMULATOR
         add = partial(ps_kernels.accumulate, target, flat) if begun else partial(target.copy_, flat)
-        launch(f"sum of the gradient of {first.name}", (flat, target), (target,), add)
+        launch(f"sum of the gradient of {first.name}", (flat, target) if begun else (flat,), (target,), add)
         for record in records:
             record.mark_summed()
             record.norm_part = None
@@ -328,6 +330,14 @@ class GradientStore:
                 self.restore_weights(group)
 
     # Norms.
+
+    def wait_until_measured(self, records: Iterable[ParamState], stepping: bool) -> None:
+        """Wait until the norms of all stored gradients are known; ``stepping``: other groups are still stepped."""
+        waiting = [record for record in records if record.gradient is not GradientPlace.NONE] if stepping else ()
+        if stepping and not any(record.group.chunks[Kind.P32].home.tier for record in waiting):
+            self._residency.transfers.wait_for_streams()
+        else:
+            self._residency.transfers.wait_for_other_queues(Queue.CPU)
 
     def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """Return the sum of squares and the non-finite flag of each gradient."""

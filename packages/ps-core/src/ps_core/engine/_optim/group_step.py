@@ -112,10 +112,10 @@ def step_group(
         and ((record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken)
     ]
     calls += [partial(weight[each.piece].copy_, master[each.piece]) for each in rebuilt if weight is not None]
-    memory = {kind: slot.memory for kind, slot in slots.items()}
-    reads = list(memory.values())
-    memory.pop(Kind.ACC, None)
-    launch(f"step of {group.name}", reads, list(memory.values()), partial(_carry_out, [*checks, *calls]))
+    overwritten = Kind.P16 if Kind.ACC in slots else None  # else the gradient lies where the weight goes
+    reads = [slot.memory for kind, slot in slots.items() if kind is not overwritten]
+    writes = [slot.memory for kind, slot in slots.items() if kind is not Kind.ACC]
+    launch(f"step of {group.name}", reads, writes, partial(_carry_out, [*checks, *calls]))
     for record, scalars in stepped.items():
         record.mark_stepped(scalars)
     for record in overtaken:

@@ -20,7 +20,7 @@ IN_BACKWARD = "in_backward"
 
 
 class StepInBackward:
-    """The groups of one model that were stepped since the optimizer's last step."""
+    """The groups of one model that were stepped since the optimizer's last step; none without that option."""
 
     def __init__(self) -> None:
         self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
@@ -57,17 +57,46 @@ class StepInBackward:
                 "other than the recorded one; leave out Options(step='in_backward') for such a model"
             )
 
+    def check_read(self, group: ParamGroup, name: str) -> None:
+        """Raise where ``grad`` is read of a parameter whose group was stepped: clipping would see no gradient."""
+        if group in self.groups:
+            raise InvalidInput(
+                f"the gradient of {name!r} was used within backward, where its group was stepped: call "
+                "optimizer.step() first; to read, clip or change gradients, leave out Options(step='in_backward')"
+            )
+
+    def check_discard(self) -> None:
+        """Raise where gradients are forgotten amid a step: some groups would be stepped, and some not."""
+        if self.groups:
+            raise InvalidInput(
+                "zero_grad() before optimizer.step(): Options(step='in_backward') has stepped some groups already; "
+                "call optimizer.step() first, which steps the others, or load a checkpoint"
+            )
+
+    def check_clipping(self, max_norm: float | None) -> None:
+        """Raise where gradients are to be clipped, of which some were used."""
+        if max_norm is not None:
+            raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
+
+    def check_skip(self) -> None:
+        """Raise where a step is to be skipped of which a part was made."""
+        if self.groups:
+            raise FloatingPointError(
+                "a gradient is not finite; groups on the host were stepped within backward, so no step can be "
+                "skipped: load a checkpoint, and train with Options(step='after_backward') to skip such steps"
+            )
+
     def end(self) -> None:
-        """Note that the optimizer's step was called."""
+        """Note that the optimizer's step was called, or that all values are to be replaced."""
         self.groups.clear()
 
 
-def step_in_backward(
+def check_step_option(
     options: Options, precision: Precision, *, max_grad_norm: float | None, accumulation_steps: int, alone: bool
-) -> StepInBackward | None:
-    """Return what steps within backward, if the options ask for it; raise where a step needs a decision first."""
+) -> None:
+    """Raise where steps within backward are asked for, but need a decision first."""
     if options.step != IN_BACKWARD:
-        return None
+        return
     against = {
         "max_grad_norm": max_grad_norm is not None,
         "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16,
@@ -80,4 +109,3 @@ def step_in_backward(
                 f"Options(step='in_backward') with {what}: a group is stepped before all gradients are known; use "
                 "step='after_backward'"
             )
-    return StepInBackward()

@@ -20,6 +20,8 @@ from ps_core.engine._parameters.state_transitions import (
     legal_events,
 )
 
+HOST = 1
+"""The tier of the host's memory."""
 TAIL_NUMEL = 64
 """A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
 
@@ -274,7 +276,7 @@ class ParamGroup:
     @property
     def on_host(self) -> bool:
         """True if the group stays on the host tier: the compute tier gets rows of it only."""
-        return self.fixed_tier == 1
+        return self.fixed_tier == HOST
 
     def number_after(self, count: int) -> None:
         """Number the group after ``count`` others that were there before; it has no chunks yet."""

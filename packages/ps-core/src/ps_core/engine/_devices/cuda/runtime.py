@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -181,3 +182,9 @@ class TorchRuntime:
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(told)
+
+
+@cache
+def torch_runtime(index: int) -> TorchRuntime:
+    """Return the one of a device, which all models there share."""
+    return TorchRuntime(index)
