@@ -15,7 +15,7 @@ import torch
 
 import _on_cuda as on
 from _states import masters_of
-from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
+from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options, TorchOptimizer
 from ps_core._plan import Queue
 from ps_core.engine import chunked, materialized, profiled, release, statistics
 
@@ -69,6 +69,18 @@ def test_where_things_lie_changes_no_bit(precision: str, checkpointing: bool, mi
     assert roomy.on_device >= between.on_device >= tight.on_device
     assert roomy.on_device > tight.on_device, "with room the states are on the device, and it steps them"
     assert roomy.losses[-1] < roomy.losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "ASGD", "Rprop"])
+def test_optimizers_of_pytorch_on_either_tier(name: str, precision: str) -> None:
+    """A card may round their operations otherwise than the CPU does."""
+    spec = TorchOptimizer(getattr(torch.optim, name), lr=1e-3)
+    sizes = (ROOMY, on.tight(precision))
+    roomy, tight = (on.train(spec, size, precision=precision, max_grad_norm=0.5) for size in sizes)
+    assert roomy.on_device > tight.on_device
+    assert tight.losses == pytest.approx(roomy.losses, rel=1e-5 if precision == "fp32" else 1e-2)
+    assert not (on.FAKE and roomy.differs(tight))
 
 
 @pytest.mark.parametrize("roomy", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -54,7 +55,7 @@ DEVICE_HOST = (Tier("device", 2**20), Tier("host", 2**20))
 WEIGHT = Extent(Kind.P16, 0)
 
 
-def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate: int = 1) -> Program:
+def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate: int = 1, states: int = 2) -> Program:
     trace = Trace(
         model="one",
         tensors=(Tensor(name="w", numel=NUMEL * ranks),),
@@ -64,7 +65,7 @@ def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate
         ),
     )
     layout = lay_out(trace, group_numel=NUMEL * ranks, ranks=ranks)
-    return Program(trace=trace, layout=layout, precision=precision, accumulate=accumulate)
+    return Program(trace=trace, layout=layout, precision=precision, accumulate=accumulate, states=states)
 
 
 def seconds(
@@ -152,6 +153,11 @@ def test_collectives_cross_the_slower_link() -> None:
 def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:
     assert seconds(Decide(0), Queue.COLL, program()) == 0
     assert seconds(Decide(0), Queue.COLL, program(ranks=2)) == 0.25
+
+
+def test_a_step_counts_each_state() -> None:
+    bytes_of = [seconds(Step(0, (0,)), Queue.CPU, program(states=states)) for states in range(5)]
+    assert [later - sooner for sooner, later in pairwise(bytes_of)] == [8 * NUMEL / 128] * 4
 
 
 @pytest.mark.parametrize(

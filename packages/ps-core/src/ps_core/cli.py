@@ -282,6 +282,7 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
         seq=options.seq,
         precision=Precision(options.precision),
         accumulate=options.accumulate,
+        optimizer_states=options.optimizer_states,
         checkpointing=options.checkpointing,
         offload_checkpoints=options.offload_checkpoints,
         chunked_loss=options.chunked_loss,

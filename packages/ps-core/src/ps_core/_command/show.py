@@ -120,6 +120,7 @@ def _setting(case: Case) -> Document:
         "batch": training.batch,
         "seq": training.seq,
         "accumulate": training.accumulate,
+        "optimizer_states": training.optimizer_states,
         "checkpointing": training.checkpointing,
         "chunked_loss": training.chunked_loss,
         "untied_head": training.untied_head,

@@ -45,6 +45,8 @@ class Setup:
     precision: Precision = Precision.BF16
     accumulate: int = 1
     training: bool = True
+    states: int = 2
+    """Tensors in fp32 that the optimizer keeps for each parameter besides its master."""
     policy: Policy = Policy.BELADY
     group_numel: int | None = None
     """None: searched."""
@@ -221,6 +223,7 @@ def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
         accumulate=setup.accumulate,
         training=setup.training,
         nonmodel_overhead=setup.nonmodel_overhead,
+        states=setup.states,
     )
 
 

@@ -7,6 +7,7 @@ write and for each hyperbolic tangent; everything else is bytes over a bandwidth
 each way, per element (16-bit weights; fp32 in brackets):
 
     Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
+                (by two of `Program.states`; each more or less is 8)
     Norm        the gradient: 2, or 4 where it is an accumulator
     Cast        4 in, 2 out
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
@@ -121,7 +122,7 @@ class Costs:
         self._gradient = gradient = program.weight_bytes
         accumulated = gradient if program.overwrites else 4
         self._around = list(self._around_products(program.trace)) if self._played else []
-        self._step = 24 + accumulated + (0 if fp32 else 2)
+        self._step = 8 * (1 + program.states) + accumulated + (0 if fp32 else 2)
         self._hops_s = ring_s(ranks, ranks_per_node)
         self._norm = accumulated
         self._accumulate = gradient + 4

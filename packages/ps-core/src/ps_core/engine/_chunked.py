@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
-from ps_core._options import Budget, Optimizer, Options, check_unused, mark_used
+from ps_core._options import Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Setup
 from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
@@ -28,8 +30,10 @@ from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import roll_back_chunked
 from ps_core.engine._memory.suggestions import UserLimits
 from ps_core.engine._memory.tier_store import TierStore
-from ps_core.engine._optim.optimizer import FIXED, ChunkedOptimizer
-from ps_core.engine._optim.step_in_backward import check_step_option
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._optim.rules import FIXED, OptimizerRule, Spec, rule_of
+from ps_core.engine._optim.step_in_backward import IN_BACKWARD, check_step_option
+from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
@@ -48,7 +52,7 @@ from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_g
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Spec | None,
     *,
     device: str | torch.device | Device = "cpu",
     budget: Budget | None = None,
@@ -67,7 +71,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
-    wishes = _Wishes(model, optimizer, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
+    rule = None if optimizer is None else rule_of(optimizer)
+    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
     ties = find_ties(model)
     if ties and collectives is not None:
@@ -80,7 +85,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     joining.check(where)
     tiers = tier_budgets(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
-    joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
+    joining.share(packing, rule, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
     given = UserLimits(budget, options, joining.sharers)
     shared = collectives is not None
     store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
@@ -104,7 +109,7 @@ class _Wishes:
     """The arguments of one `chunked` call, and what is made of them."""
 
     model: nn.Module
-    optimizer: Optimizer | None
+    rule: OptimizerRule | None
     mode: Precision
     max_grad_norm: float | None
     accumulation_steps: int
@@ -114,7 +119,7 @@ class _Wishes:
     @property
     def training(self) -> bool:
         """True if the model has an optimizer."""
-        return self.optimizer is not None
+        return self.rule is not None
 
     @property
     def overwrites(self) -> bool:
@@ -140,7 +145,7 @@ class _Wishes:
             group_parameters,
             options=self.options,
             precision=self.mode,
-            training=self.training,
+            states=None if self.rule is None else self.rule.kinds,
             device_bytes=largest_transient_group_bytes(tiers) if len(tiers) > 1 else None,
         )
 
@@ -157,7 +162,7 @@ class _Wishes:
         sums = self.training and not self.overwrites and not store.resident
         reserve_homes(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
-        counters = Counters()
+        counters = Counters(by_torch=isinstance(self.rule, TorchRule))
         parts = self._parts(store, packing, counters)
         engine = Engine(
             parts,
@@ -170,10 +175,10 @@ class _Wishes:
                 ModelHooks, self.model, group=self._packing(store.tiers), cast=self.cast, accumulates=sums
             ),
         )
-        if self.optimizer is None:
+        if self.rule is None:
             return engine, None
         made = ChunkedOptimizer(
-            engine, engine.records, self.optimizer, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
+            engine, engine.records, self.rule, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
         engine.stepping.use(made.settings)
         return engine, made
@@ -197,10 +202,15 @@ class _Wishes:
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)
         return PlanScheduler(
             engine,
+            Setup(
+                precision=self.mode,
+                accumulate=self.accumulation_steps,
+                training=self.training,
+                states=0 if self.rule is None else self.rule.kinds,
+                policy=Policy(self.options.policy),
+                step_in_backward=self.options.step == IN_BACKWARD,
+            ),
             model_name=type(self.model).__name__,
-            precision=self.mode,
-            accumulate=self.accumulation_steps,
-            training=self.training,
             options=self.options,
             cast=self.cast,
         )
@@ -217,7 +227,12 @@ def _precision(precision: str | Precision) -> Precision:
 # Any: whatever was given in their place.
 def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) -> None:
     expected = [
-        ("optimizer", optimizer, type(optimizer) in FIXED, "AdamW(...), Adam(...) or SGD(...) of ps_core"),
+        (
+            "optimizer",
+            optimizer,
+            type(optimizer) in (*FIXED, TorchOptimizer),
+            "AdamW(...), Adam(...), SGD(...) or TorchOptimizer(...) of ps_core",
+        ),
         ("budget", budget, isinstance(budget, Budget), "a ps_core.Budget, as in Budget(device='8GiB')"),
         ("options", options, isinstance(options, Options), "a ps_core.Options, as in Options(prefetch=2)"),
         ("collectives", collectives, hasattr(collectives, "local_ranks"), "what ps_dist.connect() gives"),
@@ -226,8 +241,10 @@ def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) ->
         if given is not None and not right:
             kind = given if isinstance(given, type) else type(given)
             found = repr(given) if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
-            if given is kind and kind in FIXED:
+            if given is kind and kind in (*FIXED, TorchOptimizer):
                 found = f"the class {kind.__name__}, not yet called: {kind.__name__}()"
+            elif name == "optimizer" and issubclass(kind, torch.optim.Optimizer):
+                found += f"; try: TorchOptimizer({kind.__module__}.{kind.__qualname__}, lr=...)"
             raise InvalidInput(f"{name} must be {what}, or None; found {found}")
 
 

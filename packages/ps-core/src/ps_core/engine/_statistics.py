@@ -117,10 +117,12 @@ def statistics(model: nn.Module) -> Statistics:
 def _backend(engine: Engine) -> str:
     """Return the names of the backends of steps; on a card there are two if states are on both tiers."""
     states = ps_kernels.backends()
-    on_cpu = next(name for name, state in states.items() if state == "available" and name != "cuda")
+    by_torch = engine.counters.by_torch
+    kernels = (name for name, state in states.items() if state == "available" and name != "cuda")
+    on_cpu = "torch" if by_torch else next(kernels)
     if engine.store.device.name != "cuda":
         return on_cpu
-    on_card = "cuda" if states["cuda"] == "available" else "torch on CUDA"
+    on_card = "cuda" if states["cuda"] == "available" and not by_torch else "torch on CUDA"
     tiers = {
         group.chunks[Kind.P32].home.tier for group in engine.groups if Kind.P32 in group.chunks and group.trainable
     }

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ps_core._errors import UnsupportedParameter
-from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.move_home_slots import group_with_aliases
 from ps_core.engine._memory.tier_store import TierStore
@@ -98,13 +97,18 @@ def _reserve(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -
     reserve_homes(store, groups, accumulates=accumulates)
     for group in groups:
         for kind, chunk in group.chunks.items():
-            if kind in (Kind.M, Kind.V):
+            if kind in group.state_kinds:
                 store.fill(chunk.home, 0)
 
 
 def _like(group: ParamGroup, index: int, *, trainable: bool = False) -> ParamGroup:
     return ParamGroup(
-        index=index, weight=group.weight, dtype=group.dtype, trainable=trainable, fixed_tier=group.fixed_tier
+        index=index,
+        weight=group.weight,
+        dtype=group.dtype,
+        trainable=trainable,
+        fixed_tier=group.fixed_tier,
+        states=group.states,
     )
 
 

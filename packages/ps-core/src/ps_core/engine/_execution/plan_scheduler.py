@@ -17,9 +17,8 @@ from torch import nn
 from ps_core._errors import DoesNotFit
 from ps_core._options import Options
 from ps_core._plan import Plan
-from ps_core._planner.policy import Policy
 from ps_core._planner.search import Planned, Setup
-from ps_core._program import Precision, SegmentName
+from ps_core._program import SegmentName
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
@@ -30,7 +29,6 @@ from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.step_in_backward import IN_BACKWARD
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
@@ -54,23 +52,15 @@ class PlanScheduler:
     def __init__(
         self,
         engine: Engine,
+        setup: Setup,
         *,
         model_name: str,
-        precision: Precision,
-        accumulate: int,
-        training: bool,
         options: Options,
         cast: torch.dtype | None,
     ) -> None:
         self._engine = engine
         self._model_name = model_name
-        self._setup = Setup(
-            precision=precision,
-            accumulate=accumulate,
-            training=training,
-            policy=Policy(options.policy),
-            step_in_backward=options.step == IN_BACKWARD,
-        )
+        self._setup = setup
         self._options, self._cast = options, cast
         self._asking = PlanRequest(engine, model_name, self._setup, options)
         self._plan: EnginePlan | None = None

@@ -13,22 +13,21 @@ from typing import NamedTuple
 
 import torch
 
-import ps_kernels
 from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate, measured
 from ps_core.engine._memory.chunk import Slot
-from ps_core.engine._optim.settings import Settings, StepRule
+from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 
-SettingsOf = Callable[[ParamState], Settings]
+SettingsOf = Callable[[ParamState], StepSettings]
 
 
 class _StepRun(NamedTuple):
     """Neighbouring tensors that one call steps."""
 
     records: list[ParamState]
-    settings: Settings
+    settings: StepSettings
 
 
 def _runs(group: ParamGroup, settings_of: SettingsOf) -> list[_StepRun]:
@@ -56,6 +55,7 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
         one.gradient is other.gradient
         and (one.gradient is not GradientPlace.OWN_TENSOR or max(one.numel, other.numel) < SMALL_NUMEL)
         and one.steps == other.steps
+        and one.scalars == other.scalars
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
         and not (one.tied or other.tied)
@@ -79,14 +79,15 @@ def step_group(
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
-    moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
+    kept = [master, *(slots[kind].flat(torch.float32, numel) for kind in group.state_kinds)]
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     calls: list[Callable[[], object]] = []
     checks: list[Callable[[], object]] = []
-    stepped: dict[ParamState, None] = {}
+    stepped: dict[ParamState, Scalars] = {}
     overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
         first, last = run.records[0], run.records[-1]
+        progress = Progress(first.steps, first.scalars)
         span = slice(first.offset, last.offset + last.numel)
         if group.ranks > 1:
             span = group.clip(span)
@@ -95,10 +96,12 @@ def step_group(
             target = None if weight is None else weight[span]
             if finite and isinstance(gradient, torch.Tensor):
                 checks.append(partial(_check_finite, group.name, gradient))
-            rows = master[span], moments[0][span], moments[1][span]
-            calls.append(partial(_step, run.settings, first.steps + 1, rows, gradient, target, first.factor * factor))
+            rows = [flat[span] for flat in kept]
+            factors = first.factor * factor
+            calls.append(partial(_step, run.settings, progress, rows, gradient, target, factors))
+        scalars = run.settings.after(progress)
         for record in run.records:
-            stepped[record] = None
+            stepped[record] = scalars
             for other in record.others if record.tied else ():  # as memory that they share would be
                 calls.append(partial(master[other.piece].copy_, master[record.piece]))
                 overtaken.add(other)
@@ -118,8 +121,8 @@ def step_group(
         if kind is not Kind.ACC:
             writes.append(memory)
     launch(f"step of {group.name}", reads, writes, partial(_carry_out, [*checks, *calls]))
-    for record in stepped:
-        record.mark_stepped()
+    for record, scalars in stepped.items():
+        record.mark_stepped(scalars)
     for record in overtaken:
         record.update_count += 1
     for record in rebuilt:
@@ -162,41 +165,14 @@ def _gradient(
 
 
 def _step(
-    settings: Settings,
-    number: int,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    settings: StepSettings,
+    progress: Progress,
+    rows: list[torch.Tensor],
     gradient: torch.Tensor | list[ParamState],
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
-    """Make a parameter's step with this number."""
-    master, momentum, variance = rows
+    """Step a run, whose gradient is put together first where it is in several tensors."""
     if isinstance(gradient, list):
         gradient = concatenate(gradient)
-    if settings.kind is StepRule.SGD:
-        ps_kernels.sgd_step(
-            master,
-            momentum if settings.momentum else None,
-            gradient,
-            target,
-            lr=settings.lr,
-            momentum_decay=settings.momentum,
-            weight_decay=settings.weight_decay,
-            grad_scale=factor,
-        )
-        return
-    ps_kernels.adam_step(
-        master,
-        momentum,
-        variance,
-        gradient,
-        target,
-        step=number,
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        decoupled=settings.decoupled,
-        grad_scale=factor,
-    )
+    settings.step(progress, rows, gradient, target, factor)

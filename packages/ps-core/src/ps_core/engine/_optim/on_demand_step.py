@@ -46,7 +46,7 @@ class OnDemandStepper:
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
-        kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
+        kinds = list(dict.fromkeys((group.weight, Kind.P32, *group.state_kinds)))
         if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)

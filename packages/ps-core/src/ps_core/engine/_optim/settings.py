@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+import ps_kernels
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
+
+
+Scalars: TypeAlias = tuple[tuple[str, float], ...]
+"""The values that an optimizer keeps for a whole parameter, by name."""
+
+
+class Progress(NamedTuple):
+    """How far the steps of a parameter have come."""
+
+    steps: int
+    """Number of steps so far."""
+    scalars: Scalars = ()
+    """Empty before the first step, and of AdamW, Adam and SGD of `ps_core`."""
+
+
+class StepSettings(Protocol):
+    """The settings of one parameter's step. Neighbours with equal settings are stepped in one call."""
+
+    def step(
+        self,
+        progress: Progress,
+        rows: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        target: torch.Tensor | None,
+        factor: float,
+    ) -> None:
+        """Make the step that follows ``progress``, in place.
+
+        ``rows``: the master, and the states in the order of `STATES`. The gradient is multiplied by ``factor``.
+        ``target``: the weight in 16 bits, which may be the same memory as ``gradient``.
+        """
+        ...
+
+    def after(self, progress: Progress) -> Scalars:
+        """Return the scalars after that step."""
+        ...
+
+    def values_by_name(self) -> dict[str, Any]:
+        """Return what the step goes by, to be compared between ranks. (Any: some settings are no numbers.)"""
+        ...
 
 
 class StepRule(StrEnum):
@@ -44,6 +85,52 @@ class Settings:
             _within(name, getattr(self, name), math.inf, "a finite number of at least 0")
         for name, share in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
             _within(name, share, 1, "a number of at least 0 and less than 1")
+
+    def step(
+        self,
+        progress: Progress,
+        rows: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        target: torch.Tensor | None,
+        factor: float,
+    ) -> None:
+        """Make the step in one call of a kernel; see `StepSettings`."""
+        master, momentum, variance = rows
+        if self.kind is StepRule.SGD:
+            ps_kernels.sgd_step(
+                master,
+                momentum if self.momentum else None,
+                gradient,
+                target,
+                lr=self.lr,
+                momentum_decay=self.momentum,
+                weight_decay=self.weight_decay,
+                grad_scale=factor,
+            )
+            return
+        ps_kernels.adam_step(
+            master,
+            momentum,
+            variance,
+            gradient,
+            target,
+            step=progress.steps + 1,
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decoupled=self.decoupled,
+            grad_scale=factor,
+        )
+
+    def after(self, progress: Progress) -> Scalars:
+        """Return no scalars: the count of steps is all."""
+        return ()
+
+    def values_by_name(self) -> dict[str, Any]:
+        """Return the numbers by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +162,9 @@ class OptimizerBackend(Protocol):
         """Forget the gradients of these, or of all."""
         ...
 
-    def step(self, settings: Callable[[ParamState], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
+    def step(
+        self, settings: Callable[[ParamState], StepSettings], max_norm: float | None, loss_scale: float
+    ) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         ...
 

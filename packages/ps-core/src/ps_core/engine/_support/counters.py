@@ -54,6 +54,8 @@ class PhaseTimer:
 class Counters(PhaseTimer):
     """Counts of one engine, and its times."""
 
+    by_torch: bool = False
+    """True if PyTorch's own code steps: the optimizer is a `TorchOptimizer`."""
     moved_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
     """By tiers: from, to."""
     evictions: int = 0
