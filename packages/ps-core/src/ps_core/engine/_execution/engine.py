@@ -17,6 +17,7 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core.engine._execution.components import Components, Ranks
 from ps_core.engine._execution.host_tables import HOST, HostTables
+from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.protocols import Hooks, Scheduler
 from ps_core.engine._execution.state_dict import StateDicts
@@ -281,18 +282,32 @@ class Engine:
             return
         moment = passes.moment
         for record in records:
+            group, bound = record.group, record.bound
+            if (
+                (group.last_read_moment != moment and group.fixed_tier is None)
+                or record.contents is not SlotContents.WEIGHT
+                or bound is None
+                or bound.slot.version != group.weight_chunk.version
+            ):
+                self._bring(records)
+                break
+        if passes.counting and passes.current is not None:
+            for record in records:
+                passes.current.touched[record.index] = None
+
+    def _bring(self, records: list[ParamState]) -> None:
+        """Bind parameters to the newest copies of their groups; begin a moment if the present one is not for them."""
+        moment = self.passes.moment
+        for record in records:
             group = record.group
             if (
                 (group.last_read_moment != moment and group.fixed_tier is None)
                 or record.contents is not SlotContents.WEIGHT
                 or group.weight_chunk.newest(0) is None  # a second gradient rebuilt the weight in the home slot
             ):
-                passes.begin_moment(_moving(records), [])
+                self.passes.begin_moment(_moving(records), [])
                 break
         self.residency.bind_all(records)
-        if passes.tracked and passes.current is not None:
-            for record in records:
-                passes.current.touched[record.index] = None
 
     def _touch_resident(self, records: list[ParamState]) -> None:
         for record in records:
@@ -322,7 +337,12 @@ class Engine:
         if not (self.resident or group.fixed_tier is not None or in_moment):
             passes.begin_moment([], [group])
         group.last_grad_moment = passes.moment
-        if not passes.place_gradient(record, gradient):
+        try:
+            placed = passes.driver.place_gradient(record, gradient)
+        except Diverged as why:
+            passes.diverge(why)
+            placed = False
+        if not placed:
             self.gradients.accept(record, gradient)
         moment = passes.current
         if moment is not None and not record.overwrite_pending and group.fixed_tier != HOST:
@@ -375,7 +395,7 @@ class Engine:
             self.store.check_process()
         passes = self.passes
         if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
-            if passes.threads.inside or passes.threads.reports_end is not None:
+            if passes.threads.inside or passes.threads.backward:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
 

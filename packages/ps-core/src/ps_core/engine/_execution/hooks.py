@@ -187,7 +187,7 @@ class ModelHooks:
         nested = self._running and threads.inside.get(FORWARD) == me
         try:
             # In line and not in methods of `threads`, for the calls: every forward comes by.
-            if not nested and (threads.inside.setdefault(FORWARD, me) != me or threads.reports_end is not None):
+            if not nested and (threads.inside.setdefault(FORWARD, me) != me or threads.backward):
                 threads.check(FORWARD)
             if self._check_parameters(model) or self._blocks.blocks:
                 self._blocks.refresh(model)
@@ -368,9 +368,8 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
     """
     owners: list[int] = []
     parameters: list[nn.Parameter] = []
-    has_compiled, left, seen = False, [model], {model}
-    while left:
-        module = left.pop()
+    has_compiled, found, seen = False, [model], {model}
+    for module in found:  # which grows meanwhile
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.append(id(module))
@@ -378,9 +377,9 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
-                left.append(child)
-                compiled = vars(child).get(COMPILED_CALL_ATTRIBUTE) is not None
-                has_compiled = has_compiled or compiled or type(child).__name__ == OPTIMIZED_MODULE
+                found.append(child)
+                if child.__dict__.get(COMPILED_CALL_ATTRIBUTE) is not None or type(child).__name__ == OPTIMIZED_MODULE:
+                    has_compiled = True
     return owners, parameters, has_compiled
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.components import Components
@@ -35,6 +38,8 @@ from ps_core.engine._tracing.batch_shape import tensors_of
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
+_graph_task = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that this thread works for; -1: there is none."""
 
 
 class PassTracker:
@@ -158,17 +163,14 @@ class PassTracker:
 
     def attach(self) -> None:
         """Find out which pass something belongs to that is touched now, or begin one."""
-        task, me = torch._C._current_graph_task_id(), get_ident()
+        task, threads = _graph_task(), self.threads
         if task == self._around:
             task = -1
-        if (
-            task == self._task
-            and self.recording is not None
-            and (task != -1 or self.threads.inside.get(FORWARD, me) == me)
-        ):
+        inside, same = threads.inside, task == self._task and self.recording is not None
+        if same and (task != -1 or not inside or inside.get(FORWARD) == get_ident()):
             return
-        if self.threads.inside or self.threads.reports_end is not None:
-            self.threads.check("use of a parameter") if task == -1 else self.threads.check_backward()
+        if inside or threads.backward:
+            threads.check("use of a parameter") if task == -1 else threads.check_backward()
         if task == -1:
             self._task = -1
         if self.recording is None:
@@ -179,7 +181,10 @@ class PassTracker:
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
-            self.threads.begin_backward(self._backward_done)
+            reports_end = partial(self._backward_done)
+            threads.backward.clear()
+            threads.backward[get_ident()] = weakref.ref(reports_end)
+            Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
         """End the moment that is on; begin one that reads these parameters, and gets gradients of these groups."""
@@ -220,18 +225,10 @@ class PassTracker:
         try:
             self.driver.begin(records, gains, name)
         except Diverged as why:
-            self._diverge(why)
+            self.diverge(why)
             self.driver.begin(records, gains, name)
 
-    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the driver has room for it; False: it has none."""
-        try:
-            return self.driver.place_gradient(record, gradient)
-        except Diverged as why:
-            self._diverge(why)
-            return False
-
-    def _diverge(self, why: Diverged) -> None:
+    def diverge(self, why: Diverged) -> None:
         """Leave the plan for the rest of the pass."""
         replay, self.driver = self.driver, self.demand
         assert isinstance(replay, PlanDriver), "only plans are left"
@@ -248,7 +245,10 @@ class PassTracker:
                 self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
-        """End the moment that is on; return the parameters with live aliases. ``strict``: keep to the budget."""
+        """End the moment that is on; return the parameters with live aliases, where the pass is recorded.
+
+        ``strict``: keep to the budget.
+        """
         moment = self.current
         if moment is None:
             return []
@@ -262,7 +262,9 @@ class PassTracker:
             self._check_budget(moment, strict=strict)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
-        held = []
+        held: list[ParamState] = []
+        if not self.counting:
+            return held  # nothing is learned from the pass
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
             groups[self._record_of[index].group.index] = None
@@ -281,7 +283,7 @@ class PassTracker:
                 raise self._too_large(moment, needed)
             if self.recording is not None:
                 self.recording.overrun = True
-            self._diverge(Diverged(f"{moment.name} takes more than was planned"))
+            self.diverge(Diverged(f"{moment.name} takes more than was planned"))
 
     def _measure_nonmodel(self, moment: MomentRecord) -> int:
         """Record the moment's peak of non-model bytes; return the most that it took of the compute tier."""
@@ -328,7 +330,7 @@ class PassTracker:
     @defer_interrupts
     def _backward_done(self) -> None:
         self._task = -1
-        self.threads.end_backward()
+        self.threads.backward.clear()
         if self.recording is None:
             return
         with torch.no_grad():
@@ -380,12 +382,12 @@ class PassTracker:
                 self.driver.finish()
             except Diverged as why:
                 recording.regular = False
-                self._diverge(why)
+                self.diverge(why)
                 self.driver.finish()
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if self.driver is not self.demand:
                     recording.regular = False
-                    self._diverge(Diverged(str(why)))
+                    self.diverge(Diverged(str(why)))
                     self.driver.finish()
                 raise
 

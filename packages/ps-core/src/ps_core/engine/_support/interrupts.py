@@ -21,6 +21,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,7 +93,7 @@ def install() -> None:
     """Put our handler in, until `uninstall`; only a handler that is Python's can be replaced."""
     _STATE.users += 1
     try:
-        if threading.get_ident() == _MAIN:
+        if get_ident() == _MAIN:
             _install()
     except BaseException:  # an interrupt that came before ours was in
         _STATE.users -= 1
@@ -114,7 +115,7 @@ def interrupt_waits() -> bool:
 def uninstall() -> None:
     """End one need of our handler; with the last one, put the handler back that was there."""
     _STATE.users -= 1
-    if threading.get_ident() == _MAIN:
+    if get_ident() == _MAIN:
         _deliver_outermost()
 
 
@@ -129,7 +130,7 @@ def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if threading.get_ident() != _MAIN:
+        if get_ident() != _MAIN:
             return function(*args, **kwargs)
         _STATE.depth += 1
         try:
@@ -148,7 +149,7 @@ def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if threading.get_ident() != _MAIN:
+        if get_ident() != _MAIN:
             return function(*args, **kwargs)
         _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
         _STATE.users += 1
