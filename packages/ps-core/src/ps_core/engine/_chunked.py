@@ -29,7 +29,7 @@ from ps_core.engine._materialized import roll_back_chunked
 from ps_core.engine._memory.suggestions import UserLimits
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.optimizer import FIXED, ChunkedOptimizer
-from ps_core.engine._optim.step_in_backward import step_in_backward
+from ps_core.engine._optim.step_in_backward import StepInBackward, step_in_backward
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
@@ -150,7 +150,6 @@ class _Wishes:
         reserve_homes(store, packing.groups, accumulates=sums)
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters()
-        parts = self._parts(store, packing, counters)
         stepping = None
         if self.optimizer is not None:
             stepping = step_in_backward(
@@ -160,6 +159,7 @@ class _Wishes:
                 accumulation_steps=self.accumulation_steps,
                 alone=self.collectives is None,
             )
+        parts = self._parts(store, packing, counters, stepping)
         engine = Engine(
             parts,
             counters,
@@ -170,7 +170,6 @@ class _Wishes:
             management=partial(
                 ModelHooks, self.model, group=self._packing(store.tiers), cast=self.cast, accumulates=sums
             ),
-            stepping=stepping,
         )
         if self.optimizer is None:
             return engine, None
@@ -181,10 +180,14 @@ class _Wishes:
             stepping.use(made.settings)
         return engine, made
 
-    def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:
+    def _parts(
+        self, store: TierStore, packing: Grouping, counters: Counters, stepping: StepInBackward | None
+    ) -> Components:
         """Return the engine's components: for whole groups in one process, or for one rank's shards."""
         if self.collectives is None:
-            return single_process_components(store, packing.groups, counters, overwrites=self.overwrites)
+            return single_process_components(
+                store, packing.groups, counters, overwrites=self.overwrites, stepping=stepping
+            )
         return sharded_components(
             store,
             packing.groups,
@@ -258,7 +261,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
 def _is_managed(engine: Engine) -> Callable[[], bool]:
     """Return a function that tells whether the engine's model is still managed, and does not keep it alive."""
     reference = weakref.ref(engine)
-    return lambda: (found := reference()) is not None and not found.released
+    return lambda: (found := reference()) is not None and not found.usability.released
 
 
 _SPARSE_PARTS = {

@@ -47,16 +47,16 @@ class CompiledBlock:
         self.around = ModuleCallWrapper(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if self._running or self._engine.materializing:  # or its parameters are plain already
+        if self._running or self._engine.usability.materializing:  # or its parameters are plain already
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
-        engine.touch(self._records)
+        engine.access.touch(self._records)
         try:
             self._begin()
             result = call(*args, **kwargs)
         finally:
             self._end(depth)
-        engine.check_unchanged(self._records)
+        engine.access.check_unchanged(self._records)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 engine.passes.count(tensor)

@@ -11,6 +11,7 @@ from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
+from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
 
@@ -49,14 +50,25 @@ class Components:
     gradients: GradientStore
     updater: OnDemandStepper
     demand: OnDemandDriver
+    stepping: StepInBackward | None = None
+    """Steps groups while backward goes on; None: every step waits for ``optimizer.step()``."""
 
 
 def single_process_components(
-    store: TierStore, groups: list[ParamGroup], watcher: TransferObserver, *, overwrites: bool
+    store: TierStore,
+    groups: list[ParamGroup],
+    watcher: TransferObserver,
+    *,
+    overwrites: bool,
+    stepping: StepInBackward | None = None,
 ) -> Components:
     """Return the engine's components for a process that has all of the model."""
     residency = Residency(store, groups, watcher)
     gradients = GradientStore(residency, overwrites=overwrites)
     return Components(
-        residency, gradients, OnDemandStepper(residency, gradients, groups), OnDemandDriver(residency, gradients)
+        residency,
+        gradients,
+        OnDemandStepper(residency, gradients, groups),
+        OnDemandDriver(residency, gradients),
+        stepping,
     )

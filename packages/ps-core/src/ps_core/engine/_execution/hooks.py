@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
-from ps_core.engine._execution.engine import Engine, accept_gradient
+from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.late_parameters import take_in, train_frozen
+from ps_core.engine._execution.parameter_access import accept_gradient
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.protocols import Scheduler
 from ps_core.engine._parameters.aliased_storage import find_ties
@@ -25,6 +26,7 @@ from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.grouping import FLOATS, Grouping, named
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
+    accept_changes,
     plain_value,
     unmanage,
 )
@@ -142,16 +144,16 @@ class ModelHooks:
         model = self._model()
         if not self._owners and model is not None:
             self._watch(model)  # others may have taken the parameters over
-        if not self._owners and not self.engine.released:
+        if not self._owners and not self.engine.usability.released:
             forked = self.engine.store.forked  # then the disk tier is the parent's
-            self.engine.mark_released()
+            self.engine.usability.mark_released()
             self.engine.residency.exposed.clear()
             if not forked:
                 self.engine.store.end_work()
             for group in self.engine.groups:
                 for record in group.tensors:
                     record.mark_discarded()
-                    self.engine.forget_version(record)
+                    accept_changes(record)
                     self.engine.residency.unbind(record)
                 if not forked:
                     self._release_kept(group)
@@ -331,7 +333,7 @@ class ModelHooks:
         for record in dict.fromkeys(engine.residency.pop_tampered()):
             lost = changed_in_place(record.name)
             warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
-        engine.mark_released()
+        engine.usability.mark_released()
         self.remove()
         for group in engine.groups:
             for record in group.tensors:

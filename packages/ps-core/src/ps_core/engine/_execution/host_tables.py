@@ -21,10 +21,10 @@ from ps_core._plan import Queue
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._parameters.errors import graph_of_gradient
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
-from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 
 _DEVICE, HOST = 0, 1
@@ -39,13 +39,13 @@ class HostTables:
         passes: PassTracker,
         gradients: GradientStore,
         store: TierStore,
-        counters: Counters,
+        watcher: TransferObserver,
         *,
         check_usable: Callable[[], None],
         accept: Callable[[ParamState, Tensor], None],
     ) -> None:
         """``check_usable``: raise where nothing may be trained; ``accept``: take a table's gradient over."""
-        self._passes, self._gradients, self._store, self._counters = passes, gradients, store, counters
+        self._passes, self._gradients, self._store, self._watcher = passes, gradients, store, watcher
         self._check_usable, self._accept = check_usable, accept
         self.pending: dict[ParamState, tuple[int, Tensor]] = {}
         """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
@@ -61,8 +61,8 @@ class HostTables:
         slot = record.group.weight_chunk.home
         self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
         found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)
-        self._counters.moved(_DEVICE, HOST, ids.nbytes)
-        self._counters.moved(HOST, _DEVICE, found.nbytes)
+        self._watcher.moved(_DEVICE, HOST, ids.nbytes)
+        self._watcher.moved(HOST, _DEVICE, found.nbytes)
         return found
 
     @defer_interrupts
@@ -85,7 +85,7 @@ class HostTables:
             if before is not None and before[0] == task:
                 whole = before[1].add_(whole)
         self.pending[record] = task, whole
-        self._counters.moved(_DEVICE, HOST, gradient.nbytes)
+        self._watcher.moved(_DEVICE, HOST, gradient.nbytes)
 
     @defer_interrupts
     def deliver(self, record: ParamState) -> None:

@@ -40,6 +40,12 @@ class ParameterOwner(Protocol):
     def detached(self, record: ParamState) -> torch.Tensor | None:
         """Return a copy for the state dict that is being collected; None if none is."""
 
+    def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
+        """Store a gradient that autograd just made."""
+
+    def deliver(self, record: ParamState) -> None:
+        """Store the gradient of a table on the host, which autograd did not see."""
+
 
 def _descriptor(name: str) -> Any:
     """Return a tensor property itself (any: a C descriptor, which torch's stubs type as its value)."""
@@ -301,6 +307,12 @@ def version_of(parameter: nn.Parameter) -> int:
     """Return autograd's version counter of the parameter, which counts changes in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
+
+
+def accept_changes(record: ParamState) -> None:
+    """Note that the parameter's changes in place so far were meant, so that nothing refuses them."""
+    record.counted_version = version_of(record.parameter)
+    record.group.forget_moment()
 
 
 def plain_value(record: ParamState, read: Callable[[ParamState], torch.Tensor]) -> torch.Tensor:
