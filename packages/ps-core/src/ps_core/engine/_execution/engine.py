@@ -252,7 +252,7 @@ class Engine:
         if stepping is not None and stepping.groups and max_norm is not None:
             raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        if self.gradients.unplanned_sums or self.together is not None:  # several ranks promote shards into the room
+        if self.gradients.sums.unplanned or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:

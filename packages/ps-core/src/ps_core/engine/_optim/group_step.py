@@ -15,7 +15,8 @@ import torch
 
 import ps_kernels
 from ps_core._program import Kind
-from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate, measured
+from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
+from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Settings, StepRule
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
