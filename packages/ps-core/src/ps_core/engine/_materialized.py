@@ -76,7 +76,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         self._bring_in(engine, wanted)
         if len(wanted) == len(engine.records):  # then the model can be copied
             self._hooks = hooks
-            hooks.remove_state_dict_hooks()
+            hooks.state_dict_hooks.remove()
 
     @defer_interrupts
     def _finish(self) -> None:
@@ -109,7 +109,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         self._held.clear()
         engine.usability.mark_materialized(on=False)
         if self._hooks is not None:
-            self._hooks.install_state_dict_hooks()
+            self._hooks.state_dict_hooks.install()
         values = self._take_exchanged()
         found = {record: values.get(record.parameter, record.parameter).detach() for record in given}
         for record in given:

@@ -88,8 +88,6 @@ class Engine:
             lambda: str(self.management.name),
             speaks=together is None or together.process == 0,
         )
-        self.management = management(self)
-        """The owner of the hooks."""
         self.state_dicts = StateDicts(
             self.masters,
             read=self.read,
@@ -97,6 +95,8 @@ class Engine:
             end_pass=self.finish_pass,
             check_writes=self.check_writes,
         )
+        self.management = management(self)
+        """The owner of the hooks."""
 
     # Checks.
 

@@ -163,6 +163,13 @@ class Residency:
         self.transfers.watcher.evicted()
         return True
 
+    def release_chunks(self, group: ParamGroup) -> None:
+        """Release the home slot and the copies of every chunk of a group, which is not used any more."""
+        for chunk in group.chunks.values():
+            for slot in (chunk.home, *chunk.copies.values()):
+                self.transfers.release_slot(slot)
+        group.chunks.clear()
+
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Round the masters of these parameters to 16 bits, into the group's home slot."""
         chunk, master = group.weight_chunk, group.chunks[Kind.P32]
