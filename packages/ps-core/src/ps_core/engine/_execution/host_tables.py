@@ -59,7 +59,7 @@ class HostTables:
             with self._passes.nonmodel.paused(), torch.no_grad():
                 self._gradients.restore_weights(record.group)
         slot = record.group.weight_chunk.home
-        self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
+        self._store.device.declare_access(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
         found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)
         self._watcher.moved(_DEVICE, HOST, ids.nbytes)
         self._watcher.moved(HOST, _DEVICE, found.nbytes)

@@ -130,7 +130,7 @@ class InstructionExecutor:
             self._residency.unbind_elsewhere(group, slot)
         if not self._store.synchronous:
             memory = [self._slots[use.slot].memory for use in moment.uses]
-            self._device.work(Queue.COMPUTE, moment.name, memory, ())
+            self._device.declare_access(Queue.COMPUTE, moment.name, memory, ())
 
     def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
         """Use a slot for a group's gradients without fetching its weights; all other copies become stale."""
@@ -159,7 +159,7 @@ class InstructionExecutor:
             flat = self._flat[record.group] = slot.flat(record.dtype, record.group.chunk_numel)
         target = record.shaped(flat)
         if not self._store.synchronous:
-            self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+            self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         records.append(record)
         record.staged_factor = 1.0
@@ -290,7 +290,7 @@ class InstructionExecutor:
             work()
             return
         if self._worker is None or queue is not Queue.CPU:
-            self._device.work(queue, what, reads, writes)
+            self._device.declare_access(queue, what, reads, writes)
             work()
             return
         event = self._worker.launch(what, reads, writes, work)

@@ -88,7 +88,7 @@ class GradientStore:
         target = record.shaped(slot.memory.view(record.dtype))
         if not self._store.synchronous:
             queue = Queue.CPU if slot.tier else Queue.COMPUTE
-            self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
+            self._store.device.declare_access(queue, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         record.group.weight_chunk.mark_written(slot)
         record.mark_overwritten()
@@ -135,7 +135,7 @@ class GradientStore:
             chunk = record.group.chunks[Kind.ACC]
             slot = chunk.source()
             target = self._residency.part_of(slot, record, torch.float32)
-            self._store.device.work(Queue.CPU, f"factor of {record.name}", (target,), (target,))
+            self._store.device.declare_access(Queue.CPU, f"factor of {record.name}", (target,), (target,))
             target.mul_(factor)
             if slot.place is None:
                 chunk.mark_written(slot)

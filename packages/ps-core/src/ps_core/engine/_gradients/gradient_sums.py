@@ -114,7 +114,7 @@ class GradientSums:
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Copy a vector into the sums (``fresh``), or add it to them, on the CPU."""
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
+        self._store.device.declare_access(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
         if fresh:
             sums.copy_(flat)
         else:

@@ -151,7 +151,7 @@ class TierStore:
         """Release a slot, once the queue has come so far."""
         if slot.offset >= 0:
             if self.poison:
-                self.device.work(queue, "poison", (), (slot.memory,))
+                self.device.declare_access(queue, "poison", (), (slot.memory,))
                 with self.device.on(queue):
                     slot.memory.fill_(POISON)
             self.arena.remove(slot)
@@ -261,7 +261,7 @@ class Arena:
         self._slots.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
-        self._device.work(queue, "shift", (slot.memory,), (target,))
+        self._device.declare_access(queue, "shift", (slot.memory,), (target,))
         starts = range(0, slot.bytes, _PIECE_BYTES)
         with self._device.on(queue):
             for start in starts if offset < old else reversed(starts):

@@ -107,7 +107,7 @@ class Transfers:
         """Do work on the compute or CPU queue, behind everything that was launched on the others."""
         self.wait_for_other_queues(queue)
         if not self._store.synchronous:
-            self._device.work(queue, what, reads, writes)
+            self._device.declare_access(queue, what, reads, writes)
         work()
 
     def wait_for_other_queues(self, queue: Queue) -> None:
@@ -160,7 +160,7 @@ class Transfers:
     def _copy_within_tier(self, source: Slot, target: Slot, size: int) -> None:
         queue = Queue.CPU if target.tier else Queue.COMPUTE
         self.wait_for_other_queues(queue)
-        self._device.work(queue, "a copy within a tier", (source.memory,), (target.memory,))
+        self._device.declare_access(queue, "a copy within a tier", (source.memory,), (target.memory,))
         target.memory[:size].copy_(source.memory[:size])
 
     def _copy_via_host(self, source: Slot, target: Slot, size: int) -> None:

@@ -181,7 +181,7 @@ class Residency:
             return
         source, target = self.transfers.at_home(master), self.transfers.at_home(chunk)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
-        self.store.device.work(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
+        self.store.device.declare_access(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
         whole = target.flat(group.dtype, group.chunk_numel)
         values = source.flat(torch.float32, group.chunk_numel)
         for record in records:
@@ -231,7 +231,7 @@ class Residency:
         self.transfers.wait_for_other_queues(Queue.CPU)
         if chunk.home.place is None:
             target = chunk.home.flat(dtype, group.chunk_numel)[record.span]
-            self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
+            self.store.device.declare_access(Queue.CPU, f"write {record.name}", (), (target,))
             target.copy_(value)
         else:
             source = value.to("cpu", dtype).contiguous().view(torch.uint8)

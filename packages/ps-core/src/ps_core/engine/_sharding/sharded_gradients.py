@@ -145,7 +145,7 @@ class ShardedGradients(GradientStore):
         stage = slot if tier == slot.tier else self._down(slot, tier)
         source = stage.flat(kind, group.shard_numel)
         self._shards.transfers.wait_for_other_queues(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
+        self._store.device.declare_access(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
             for part in self._cut(chunk, record.piece):
@@ -228,7 +228,7 @@ class ShardedGradients(GradientStore):
     def _measure_all(self, records: list[ParamState], slot: Slot) -> None:
         """Measure a sum while it is on the compute tier."""
         group = records[0].group
-        self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
+        self._store.device.declare_access(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
         self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
 
     def _measure_pieces(self, records: list[ParamState], flat: torch.Tensor) -> None:
