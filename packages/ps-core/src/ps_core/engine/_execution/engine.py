@@ -1,8 +1,8 @@
 """The engine of one model: what parameters, hooks and the optimizer turn to.
 
-It leaves the work to others: uses of parameters to `_execution.parameter_access`, passes and their moments to
-`_execution.pass_tracker`, and moves to a driver (`_execution.on_demand_driver`, `_execution.plan_driver`). Gradients
-are left to `_gradients.gradient_store`, and steps to `_optim.group_step`.
+It leaves the work to others. Uses of parameters are in `_execution.parameter_access`, passes and their moments in
+`_execution.pass_tracker`. Moves are made by a driver (`_execution.on_demand_driver`, `_execution.plan_driver`).
+Gradients are in `_gradients.gradient_store`, and steps in `_optim.group_step`.
 """
 
 from __future__ import annotations

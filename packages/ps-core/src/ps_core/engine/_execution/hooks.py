@@ -39,8 +39,8 @@ from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, M
 class ModelHooks:
     """One model's hooks. Nothing of torch's or the user's classes is changed.
 
-    It holds no reference to a module. So a model without references is freed at once, although its optimizer is still
-    there, and the engine's memory with it (as when a notebook's cell is run again).
+    It holds no reference to a module. So a model without references is freed at once, and the engine's memory with it,
+    although its optimizer is still there. (A notebook's cell that is run again leaves such a model.)
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 
 [Note: tables on the host]
 A group of such tables has its home slots on the host for good. No plan or moment has it, and no parameter of it is ever
-bound. The host thread looks rows up in the home slot, which no other thread writes. Gradients of rows are made into one
-of the whole table by PyTorch's own operator, in its order, so that the bits are those of an ``nn.Embedding``. Where a
-table was looked up more than once, autograd would add these up in their type before the parameter sees any; so do we,
-until the hook of the parameter's gradient asks. The room for that gradient is set aside in the host's budget.
+bound. The host thread looks rows up in the home slot, which no other thread writes. PyTorch's own operator makes one
+gradient of the whole table of those of rows. So the bits are those of an ``nn.Embedding``. Where a table was looked up
+more than once, autograd would add these up in their type first. So do we, until the hook of the parameter's gradient
+asks. The room for that gradient is set aside in the host's budget.
 """
 
 from __future__ import annotations

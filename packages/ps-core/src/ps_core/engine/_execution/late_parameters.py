@@ -1,8 +1,8 @@
 """Take in what changed after `chunked`: frozen parameters that are to be trained, and parameters that were added.
 
-Between passes. A frozen group that holds a parameter which is to be trained is cut in two: a frozen one, and a trained
-one with masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so
-the next pass is foreseen, or recorded, and planned anew.
+Between passes. A frozen group with a parameter that is to be trained is cut in two. One stays frozen, the other gets
+masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so the next
+pass is foreseen, or recorded, and planned anew.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which threads are within a model's pass: one at a time, and the threads that autograd runs its backward pass on.
+"""Keep all threads but one out of a model's pass; autograd may run its backward pass on threads of its own.
 
 [Note: threads of a pass]
-For tensors on CUDA autograd runs backward on a thread of the device, while the thread that called ``backward()`` waits
-there. Users call ``backward()`` on threads of their own, too. So a backward pass is known by the number that autograd
-gives it, which every thread that works for it sees, and not by a thread. It is over when its end was reported, or when
-autograd has freed the callback that reports the end: after an exception nothing else says so.
+For tensors on CUDA autograd runs backward on a thread of the device. Meanwhile the thread that called ``backward()``
+waits there. Users call ``backward()`` on threads of their own, too. So a backward pass is known by its number, not by a
+thread. Autograd tells this number to every thread that works for the pass. It is over when its end was reported. After
+an exception nothing is reported, but autograd frees the callback that would have done so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_BACKWARD = -1
 """What autograd says where no backward pass runs."""
 FORWARD, BACKWARD = "forward", "backward"
 _FREED_WITHIN_S = 0.2
-"""After an exception a device's thread frees what is left of the pass a little later than the caller gets it."""
+"""After an exception a device's thread frees what is left of the pass a little later than the caller goes on."""
 
 
 class PassThreads:
@@ -39,7 +39,7 @@ class PassThreads:
         self.backward: dict[int, weakref.ref[object]] = {}
         """By the thread that first worked for the backward pass that is on: the callback at that pass's end.
 
-        The tracker of passes puts it in, and takes it out when it is called; empty: the last one was seen to end.
+        `PassTracker` puts the callback in, and takes it out when it is called. Empty: no backward pass is on.
         """
 
     @property

@@ -1,6 +1,6 @@
-"""Track where in training a model is: its pass, its moment and its driver; leave a plan that does not hold.
+"""Track a model's pass, its moment and its driver; leave a plan that does not hold.
 
-A *pass* begins with the first touch and ends with the end of backward, of an evaluation, or when something comes that
+A *pass* begins with the first use of a parameter. It ends with backward or an evaluation, or when something comes that
 cannot belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
 """
 
@@ -63,7 +63,7 @@ class PassTracker:
         """The backward pass that is on, as autograd numbers them."""
         self.threads = PassThreads()
         self._around = -1
-        """The backward pass in a hook of which the pass that is on began its forward; -1: it began in none."""
+        """The backward pass that the present pass began its forward in (in a hook); -1: it began in none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -122,8 +122,7 @@ class PassTracker:
     def end_open(self, inputs: Any) -> None:
         """End a pass that was left open, if a forward that comes now cannot belong to it.
 
-        ``inputs``, what that forward is called with, were made while the pass was open, and are counted as little as
-        between passes.
+        ``inputs`` are what that forward is called with. They were made while the pass was open, and are not counted.
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
@@ -403,8 +402,8 @@ def _has_saved(records: list[ParamState]) -> bool:
 def _free_broken_pass() -> None:
     """Free the activations that an exception left alive, if no object of the user's holds them.
 
-    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph, until the
-    thread's next backward pass: so run one. The frames of an exception may hold one another until they are collected.
+    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph. The thread's
+    next backward pass frees them, so run one. The frames of an exception may hold one another until they are collected.
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.inference_mode(False), torch.enable_grad():

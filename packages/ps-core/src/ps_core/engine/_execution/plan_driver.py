@@ -1,7 +1,7 @@
 """Carry out one segment of a plan, moment by moment, as the model gets there.
 
 Which instruction is issued when is in the note on issuing in `_execution.segment_queues`. What an instruction does is
-in `_execution.instruction_executor`, and there is the note on what happens when a plan does not hold.
+in `_execution.instruction_executor`. What happens when a plan does not hold is in the note there.
 """
 
 from __future__ import annotations

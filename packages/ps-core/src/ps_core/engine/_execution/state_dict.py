@@ -39,7 +39,7 @@ class StateDicts:
         self._loading: tuple[object, object] | None = None
         """The load that is on, by the module that it began with and PyTorch's list of its missing keys."""
         self.open = False
-        """True while a state dict is made or loaded, or if one was broken off: then `forget` has something to do."""
+        """True while a state dict is made or loaded, or if one was broken off: then call `forget`."""
 
     def begin_making(self) -> None:
         """Begin a module's state dict, perhaps within another one: parameters answer with copies."""

@@ -1,4 +1,4 @@
-"""Say what a managed model may not be used for now: it was released, or its values are not those to train with."""
+"""Refuse what a managed model may not be used for now: it was released, or has other values than its own."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Store gradients: in the weight slots, in fp32 sums, or for a while in the tensors that autograd made.
 
 [Note: over the weight]
-In 16-bit training without accumulation a gradient is written over its weight, so that it costs no memory. That is
-right only once nothing reads the weight again before the step: no saved tensor refers to it, and nothing aliases its
-memory. Until then the gradient stays in autograd's tensor. A forward pass may want the weight back before the step.
-Then the gradient moves into an fp32 sum, and the weight is rebuilt from its master, which is unchanged.
+In 16-bit training without accumulation a gradient is written over its weight, and so costs no memory. That is right
+only once nothing reads the weight before the step: no saved tensor, and no alias of its memory. Until then the gradient
+stays in autograd's tensor. A forward pass may want the weight back before the step. Then the gradient moves into an
+fp32 sum, and the weight is rebuilt from its master, which is unchanged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GradientStore:
     # Arrival.
 
     def accept(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """Store a gradient that autograd made; it can go into the weight slot if its group is on the compute tier."""
+        """Store a gradient that autograd made, in the weight slot if its group is on the compute tier."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"

@@ -1,4 +1,4 @@
-"""Add gradients to fp32 sums, which are in home slots: of the host as a rule, or of the disk or the compute tier."""
+"""Add gradients to fp32 sums, which are in home slots: on the host as a rule."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class GradientSums:
         record.norm_part = measured(total) if on_disk else None
 
     def add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
-        """Add a vector, which is on the tier that works on the home slot, to the parameter's part of the sums."""
+        """Add a vector to the parameter's part of the sums; the vector is on the tier that works on the home slot."""
         if chunk.home.place is None:
             queue = Queue.CPU if chunk.home.tier else Queue.COMPUTE
             self.add_run([record], flat, chunk.home, partial(self._residency.transfers.do_now, queue))

@@ -199,7 +199,7 @@ class TierStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the compute tier that no other allocation can use: all of an arena that has its memory for good."""
+        """Bytes of the compute tier that no other allocation can use: a whole arena, if it keeps its memory."""
         return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
     def fits_slots(self, sizes: list[int]) -> bool:
@@ -210,7 +210,7 @@ class TierStore:
 
     @property
     def forked(self) -> bool:
-        """True if there is a disk tier and this is a forked copy of its process: leave file and streams alone."""
+        """True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
         return self.file is not None and self.file.forked
 
     def check_process(self) -> None:

@@ -1,8 +1,8 @@
 """Copy chunks between tiers, one at a time, in an order that is always safe.
 
 Every copy waits for all queues, and every queue that computes waits for the copy. Residency uses this on demand, and
-between passes. A plan's own moves are launched in `_execution.instruction_executor`; both keep the same versions of
-chunks, so either can take over from the other between two moments.
+between passes. A plan's own moves are launched in `_execution.instruction_executor`. Both keep the same versions of
+chunks. So either can take over from the other between two moments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 
 _UNBUDGETED_BYTES = 2**16
-"""Bytes of the buffer between two files, or between a file and the device, where the host tier has no room for one."""
+"""Bytes of the buffer between a file and the device, or another file, where the host tier is full."""
 
 
 class Transfers:
@@ -64,7 +64,7 @@ class Transfers:
         return chunk.source()
 
     def near(self, chunk: Chunk) -> Slot:
-        """Return a slot with the current bytes of a chunk whose home slot is on the disk: there, or in host memory."""
+        """Return a slot on the disk or in host memory with a chunk's current bytes; its home slot is on disk."""
         source = self.source(chunk)
         if source.place is None and source.tier == 0 and self._store.tiers[0].name != "host":
             self.write_home(chunk)
@@ -140,7 +140,7 @@ class Transfers:
         self.watcher.waited(time.perf_counter() - started)
 
     def begin_segment(self) -> None:
-        """Join all queues but the worker's, where there is one: who touches a slot waits for the work on it alone."""
+        """Join all queues, except the worker's if there is one: its work is waited for slot by slot."""
         worker = self._device.worker
         if worker is None:
             self.join_queues()

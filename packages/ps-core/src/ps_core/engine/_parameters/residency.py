@@ -145,7 +145,7 @@ class Residency:
         return self.transfers.copy_to(chunk, chunk.copies[0])
 
     def evict(self, group: ParamGroup) -> bool:
-        """Release a group's copy on the compute tier once its home slot is current; False if a live alias keeps it."""
+        """Write a group's home slot, and release its copy on the compute tier; False if a live alias keeps that."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
@@ -192,7 +192,7 @@ class Residency:
 
     @defer_interrupts_installing
     def contents(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk's current bytes for the host thread: a view of a slot, or a copy read from the disk."""
+        """Return a chunk's current bytes for the host thread: a view of a slot, or read from the disk."""
         if chunk.home.place is None:
             return self.transfers.at_home(chunk).memory[: chunk.bytes]
         source = self.transfers.near(chunk)
@@ -218,7 +218,7 @@ class Residency:
         return self.part_of(self.transfers.near(chunk), record, group.dtype_of(kind))
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter's elements in a slot: a view, or for a slot on the disk a copy in host memory."""
+        """Return a parameter's elements in a slot: a view, or a copy in host memory of those on disk."""
         if slot.place is None:
             return slot.flat(dtype, record.group.chunk_numel)[record.span]
         return self.transfers.read(slot, record.offset * dtype.itemsize, record.numel * dtype.itemsize).view(dtype)

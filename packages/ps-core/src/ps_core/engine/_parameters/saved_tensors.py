@@ -62,8 +62,9 @@ class SavedParameterRef:
 
 
 Packed: TypeAlias = torch.Tensor | SavedParameterRef | tuple[torch.Tensor, int]
-"""Others are kept with their version, and not as themselves: a result that its own operator keeps would hold the
-operator, and that the result, for ever if no backward pass comes."""
+"""Other tensors are kept as ``(detached tensor, version)``. An operator that saved its own output would form a cycle
+with ``grad_fn``, and leak if backward never runs.
+"""
 
 
 class SavedTensors:

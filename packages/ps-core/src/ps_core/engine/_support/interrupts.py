@@ -4,14 +4,14 @@ A Python signal handler may run between any two instructions, and that for Ctrl-
 the engine does between two of the model's operations is over soon, so it is let finish first.
 
 [Note: whose handler]
-Ours asks whether a `defer_interrupts` function runs, and calls the one that was there at once or afterwards. It is put
-in when a pass begins (or something rare, as a step), and taken out when all that it was put in for has ended: notebooks
-set theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
+Ours calls the one that was there before: at once, or after the `defer_interrupts` function that runs. It is put in when
+a pass begins (or something rare, as a step). It is taken out when all that needs it has ended, because notebooks set
+theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
 
 [Note: when it waits]
-While a `defer_interrupts` function runs; at its very first instruction, where it does not count as running yet (so that
-what tidies up after one interrupt is not broken off by the next); and within a `callback`, whose exceptions Python
-prints and forgets: there an interrupt would be lost. It then comes at the end of the next `defer_interrupts` function.
+While a `defer_interrupts` function runs. At its very first instruction, where it does not count as running yet: what
+tidies up after one interrupt is not broken off by the next. Within a `callback`, whose exceptions Python prints and
+forgets, so that an interrupt would be lost. It then comes at the end of the next `defer_interrupts` function.
 """
 
 from __future__ import annotations
