@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -107,8 +107,9 @@ class StateDicts:
 class StateDictHooks:
     """The hooks on one model through which PyTorch makes and loads its state dicts."""
 
-    def __init__(self, model: nn.Module, state_dicts: StateDicts) -> None:
-        self._model, self._state_dicts = weakref.ref(model), state_dicts
+    def __init__(self, model: nn.Module, state_dicts: StateDicts, refuse_copy: Callable[[], NoReturn]) -> None:
+        """``refuse_copy``: raises, because a copy of the model would copy the hooks, and with them the engine."""
+        self._model, self._state_dicts, self._refuse_copy = weakref.ref(model), state_dicts, refuse_copy
         self._handles: list[RemovableHandle] = []
 
     @defer_interrupts_installing
@@ -126,10 +127,13 @@ class StateDictHooks:
 
     @defer_interrupts_installing
     def remove(self) -> None:
-        """Remove the hooks: a copy of the model would copy them, too, and with them the engine."""
+        """Remove the hooks, so that the model can be copied."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse_copy()
 
     def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:
