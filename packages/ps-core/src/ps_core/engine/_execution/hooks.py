@@ -62,7 +62,12 @@ class ModelHooks:
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
-        self.state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._refuse_copy)
+        self._no_copies = (
+            f"{engine.records[0].name!r} and all of this {self.name} is under management and "
+            "cannot be copied or pickled: save model.state_dict(), copy.deepcopy(model) inside "
+            "`with materialized(model):`, or release(model) first"
+        )
+        self.state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._no_copies)
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
         """The parameters that `_look_at` found the last time."""
@@ -143,14 +148,7 @@ class ModelHooks:
                 self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
-        raise UnsupportedParameter(
-            f"{self.engine.records[0].name!r} and all of this {self.name} is under management and "
-            "cannot be copied or pickled: save model.state_dict(), copy.deepcopy(model) inside "
-            "`with materialized(model):`, or release(model) first"
-        )
+        raise UnsupportedParameter(self._no_copies)
 
     # Forward.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._parameters.fp32_masters import Masters
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_dict_copies import StateCopies
@@ -107,9 +107,9 @@ class StateDicts:
 class StateDictHooks:
     """The hooks on one model through which PyTorch makes and loads its state dicts."""
 
-    def __init__(self, model: nn.Module, state_dicts: StateDicts, refuse_copy: Callable[[], NoReturn]) -> None:
-        """``refuse_copy``: raises, because a copy of the model would copy the hooks, and with them the engine."""
-        self._model, self._state_dicts, self._refuse_copy = weakref.ref(model), state_dicts, refuse_copy
+    def __init__(self, model: nn.Module, state_dicts: StateDicts, no_copies: str) -> None:
+        """``no_copies``: the error of who copies the model: that would copy the hooks, and with them the engine."""
+        self._model, self._state_dicts, self._no_copies = weakref.ref(model), state_dicts, no_copies
         self._handles: list[RemovableHandle] = []
 
     @defer_interrupts_installing
@@ -133,7 +133,7 @@ class StateDictHooks:
         self._handles.clear()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse_copy()
+        raise UnsupportedParameter(self._no_copies)
 
     def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:
