@@ -99,6 +99,11 @@ class ModelHooks:
         self._watch(model)
 
     @property
+    def shared(self) -> tuple[object, ...]:
+        """Return the objects that a fake copy of the model shares with it: the hooks refer to them."""
+        return self.engine, self, self.state_dict_hooks
+
+    @property
     def has_compiled_blocks(self) -> bool:
         """True if ``torch.compile`` compiled a part of the model."""
         return bool(self._blocks.blocks)

@@ -181,7 +181,7 @@ class PlanScheduler:
         say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
         try:
             recording = estimate_first_pass(
-                module, args, kwargs, records=engine.records, cast=self._cast, shared=(engine, engine.management)
+                module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
             )
         except NotForeseen as why:
             tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else log_line
