@@ -343,8 +343,8 @@ class TimedDevice(CudaDevice):
         stream.take(source.nbytes / rate + machine.latency_s, queue.name)
         super().copy(queue, target, source)
 
-    def work(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        super().work(queue, what, reads, writes)
+    def declare_access(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        super().declare_access(queue, what, reads, writes)
         machine, size = self._timed.machine, sum(each.nbytes for each in (*reads, *writes))
         if what.startswith(PRICED):
             if queue is Queue.CPU:

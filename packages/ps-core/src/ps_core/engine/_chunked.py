@@ -272,7 +272,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
 def _is_managed(engine: Engine) -> Callable[[], bool]:
     """Return a function that tells whether the engine's model is still managed, and does not keep it alive."""
     reference = weakref.ref(engine)
-    return lambda: (found := reference()) is not None and not found.released
+    return lambda: (found := reference()) is not None and not found.usability.released
 
 
 _SPARSE_PARTS = {

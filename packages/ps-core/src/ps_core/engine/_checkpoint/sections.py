@@ -177,7 +177,7 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
     chunk = group.chunks[kind]
     shard = residency.shard(chunk).view(group.dtype_of(kind))
     what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
-    engine.store.device.work(Queue.CPU, what, (shard,), (shard,) if write else ())
+    engine.store.device.declare_access(Queue.CPU, what, (shard,), (shard,) if write else ())
     try:
         yield shard
     finally:

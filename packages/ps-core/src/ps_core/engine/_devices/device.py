@@ -170,7 +170,9 @@ class Device(Protocol):
     def trim(self, memory: torch.Tensor) -> None:
         """Return the pages of an arena's unused bytes to the system, if the arena is host memory."""
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         """Declare which memory is touched by the work that is launched on a queue from here to its next event.
 
         ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.

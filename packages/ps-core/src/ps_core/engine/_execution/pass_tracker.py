@@ -1,6 +1,6 @@
-"""Track where in training a model is: its pass, its moment and its driver; leave a plan that does not hold.
+"""Track a model's pass, its moment and its driver; leave a plan that does not hold.
 
-A *pass* begins with the first touch and ends with the end of backward, of an evaluation, or when something comes that
+A *pass* begins with the first use of a parameter. It ends with backward or an evaluation, or when something comes that
 cannot belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.components import Components
@@ -36,6 +39,8 @@ from ps_core.engine._tracing.batch_shape import tensors_of
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
+_graph_task = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that this thread works for; -1: there is none."""
 
 
 class PassTracker:
@@ -59,7 +64,7 @@ class PassTracker:
         """The backward pass that is on, as autograd numbers them."""
         self.threads = PassThreads()
         self._around = -1
-        """The backward pass in a hook of which the pass that is on began its forward; -1: it began in none."""
+        """The backward pass that the present pass began its forward in (in a hook); -1: it began in none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -118,8 +123,7 @@ class PassTracker:
     def end_open(self, inputs: Any) -> None:
         """End a pass that was left open, if a forward that comes now cannot belong to it.
 
-        ``inputs``, what that forward is called with, were made while the pass was open, and are counted as little as
-        between passes.
+        ``inputs`` are what that forward is called with. They were made while the pass was open, and are not counted.
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
@@ -159,17 +163,14 @@ class PassTracker:
 
     def attach(self) -> None:
         """Find out which pass something belongs to that is touched now, or begin one."""
-        task, me = torch._C._current_graph_task_id(), get_ident()
+        task, threads = _graph_task(), self.threads
         if task == self._around:
             task = -1
-        if (
-            task == self._task
-            and self.recording is not None
-            and (task != -1 or self.threads.inside.get(FORWARD, me) == me)
-        ):
+        inside, same = threads.inside, task == self._task and self.recording is not None
+        if same and (task != -1 or not inside or inside.get(FORWARD) == get_ident()):
             return
-        if self.threads.inside or self.threads.reports_end is not None:
-            self.threads.check("use of a parameter") if task == -1 else self.threads.check_backward()
+        if inside or threads.backward:
+            threads.check("use of a parameter") if task == -1 else threads.check_backward()
         if task == -1:
             self._task = -1
         if self.recording is None:
@@ -180,7 +181,10 @@ class PassTracker:
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
-            self.threads.begin_backward(self._backward_done)
+            reports_end = partial(self._backward_done)
+            threads.backward.clear()
+            threads.backward[get_ident()] = weakref.ref(reports_end)
+            Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
         """End the moment that is on; begin one that reads these parameters, and gets gradients of these groups."""
@@ -224,22 +228,14 @@ class PassTracker:
         try:
             self.driver.begin(records, gains, name)
         except Diverged as why:
-            self._diverge(why)
+            self.diverge(why)
             if recorder is not None:
                 recorder.end_moment()
             self.driver.begin(records, gains, name)
         if recorder is not None:
             recorder.begin_moment(name)
 
-    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the driver has room for it; False: it has none."""
-        try:
-            return self.driver.place_gradient(record, gradient)
-        except Diverged as why:
-            self._diverge(why)
-            return False
-
-    def _diverge(self, why: Diverged) -> None:
+    def diverge(self, why: Diverged) -> None:
         """Leave the plan for the rest of the pass."""
         replay, self.driver = self.driver, self.demand
         assert isinstance(replay, PlanDriver), "only plans are left"
@@ -256,7 +252,10 @@ class PassTracker:
                 self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
-        """End the moment that is on; return the parameters with live aliases. ``strict``: keep to the budget."""
+        """End the moment that is on; return the parameters with live aliases, where the pass is recorded.
+
+        ``strict``: keep to the budget.
+        """
         moment = self.current
         if moment is None:
             return []
@@ -270,7 +269,9 @@ class PassTracker:
             self._check_budget(moment, strict=strict)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
-        held = []
+        held: list[ParamState] = []
+        if not self.counting:
+            return held  # nothing is learned from the pass
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
             groups[self._record_of[index].group.index] = None
@@ -289,7 +290,7 @@ class PassTracker:
                 raise self._too_large(moment, needed)
             if self.recording is not None:
                 self.recording.overrun = True
-            self._diverge(Diverged(f"{moment.name} takes more than was planned"))
+            self.diverge(Diverged(f"{moment.name} takes more than was planned"))
 
     def _measure_nonmodel(self, moment: MomentRecord) -> int:
         """Record the moment's peak of non-model bytes; return the most that it took of the compute tier."""
@@ -338,7 +339,7 @@ class PassTracker:
     @defer_interrupts
     def _backward_done(self) -> None:
         self._task = -1
-        self.threads.end_backward()
+        self.threads.backward.clear()
         if self.recording is None:
             return
         with torch.no_grad():
@@ -392,12 +393,12 @@ class PassTracker:
                 self.driver.finish()
             except Diverged as why:
                 recording.regular = False
-                self._diverge(why)
+                self.diverge(why)
                 self.driver.finish()
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if self.driver is not self.demand:
                     recording.regular = False
-                    self._diverge(Diverged(str(why)))
+                    self.diverge(Diverged(str(why)))
                     self.driver.finish()
                 raise
 
@@ -413,8 +414,8 @@ def _has_saved(records: list[ParamState]) -> bool:
 def _free_broken_pass() -> None:
     """Free the activations that an exception left alive, if no object of the user's holds them.
 
-    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph, until the
-    thread's next backward pass: so run one. The frames of an exception may hold one another until they are collected.
+    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph. The thread's
+    next backward pass frees them, so run one. The frames of an exception may hold one another until they are collected.
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.inference_mode(False), torch.enable_grad():

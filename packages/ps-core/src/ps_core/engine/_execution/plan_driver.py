@@ -1,15 +1,13 @@
 """Carry out one segment of a plan, moment by moment, as the model gets there.
 
 Which instruction is issued when is in the note on issuing in `_execution.segment_queues`. What an instruction does is
-in `_execution.instruction_executor`, and there is the note on what happens when a plan does not hold.
+in `_execution.instruction_executor`. What happens when a plan does not hold is in the note there.
 """
 
 from __future__ import annotations
 
 import time
 from functools import partial
-
-import torch
 
 from ps_core._plan import Instr, Queue, Reserve
 from ps_core._program import SegmentName
@@ -48,6 +46,8 @@ class PlanDriver:
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
         self._executor = InstructionExecutor(plan, self._segment, residency, gradients, counters)
+        self.place_gradient = self._executor.place_gradient
+        """Puts a gradient where the plan has room for it; returns False if it has none."""
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
@@ -101,10 +101,6 @@ class PlanDriver:
         self._running = moment.instr
         self._begun += 1
         self._store.ledger.begin_moment(moment.nonmodel_bytes)
-
-    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the plan has room for it; False: it has none."""
-        return self._executor.place_gradient(record, gradient)
 
     def finish(self) -> None:
         """End the segment: carry out what is left, after which every chunk is in its home slot."""

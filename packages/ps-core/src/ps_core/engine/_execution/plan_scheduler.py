@@ -171,7 +171,7 @@ class PlanScheduler:
         say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
         try:
             recording = estimate_first_pass(
-                module, args, kwargs, records=engine.records, cast=self._cast, shared=(engine, engine.management)
+                module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
             )
         except NotForeseen as why:
             tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else log_line
@@ -198,7 +198,7 @@ class PlanScheduler:
             return demand
         if self._served is None and not within_a_module():
             demand.expect(None)
-            self._homes.move_down(self._bytes_to_read())
+            self._homes.make_room_to_read()
             return demand
         if self._served != self._planned_for and not self._planned_for.covers(self._served):
             part = "a part of the model is called by itself"
@@ -240,16 +240,8 @@ class PlanScheduler:
         if known is None or not known[0].covers(self._served):
             self._homes.move_down()
             return
-        largest = max((group.weight_chunk.bytes for group in self._engine.groups if not group.on_host), default=0)
         self._engine.passes.demand.expect(known[1])
-        self._homes.move_down(known[1] + 2 * largest)
-
-    def _bytes_to_read(self) -> int:
-        """Return the compute tier's bytes for all weights whose home slots are elsewhere, and an fp32 copy of all."""
-        groups = self._engine.groups
-        return sum(
-            group.weight_chunk.bytes * (group.weight_chunk.home.tier > 0) + group.chunk_numel * 4 for group in groups
-        )
+        self._homes.make_room_beside(known[1])
 
     def _unready(self, training: bool) -> str:
         """Return why a segment cannot begin; an empty text if it can."""

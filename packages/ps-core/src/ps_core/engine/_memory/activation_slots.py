@@ -103,7 +103,7 @@ class ActivationSlots:
     def _make_compute_wait(self, queue: Queue, what: str) -> None:
         device = self._store.device
         device.wait(Queue.COMPUTE, device.record(queue))
-        device.work(Queue.COMPUTE, what, (), ())
+        device.declare_access(Queue.COMPUTE, what, (), ())
 
     def _slot(self, size: int) -> Slot:
         """Return the smallest free slot that is large enough; else release all free slots, and reserve a new one."""

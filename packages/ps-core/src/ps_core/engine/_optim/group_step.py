@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from ps_core._program import Kind
-from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate, measured
+from ps_core._program import STATES, Kind
+from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, concatenate
+from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -79,7 +80,9 @@ def step_group(
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
-    kept = [master, *(slots[kind].flat(torch.float32, numel) for kind in group.state_kinds)]
+    whole, kept = slice(0, numel), [master]
+    for kind in STATES[: group.states]:
+        kept.append(slots[kind].flat(torch.float32, numel))
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     calls: list[Callable[[], object]] = []
     checks: list[Callable[[], object]] = []
@@ -96,9 +99,12 @@ def step_group(
             target = None if weight is None else weight[span]
             if finite and isinstance(gradient, torch.Tensor):
                 checks.append(partial(_check_finite, group.name, gradient))
-            rows = [flat[span] for flat in kept]
-            factors = first.factor * factor
-            calls.append(partial(_step, run.settings, progress, rows, gradient, target, factors))
+            rows = kept if span == whole else [flat[span] for flat in kept]
+            scaled = first.factor * factor
+            if isinstance(gradient, list):
+                calls.append(partial(_step_together, run.settings, progress, rows, gradient, target, scaled))
+            else:
+                calls.append(partial(run.settings.step, progress, rows, gradient, target, scaled))
         scalars = run.settings.after(progress)
         for record in run.records:
             stepped[record] = scalars
@@ -164,15 +170,13 @@ def _gradient(
     return weight[span]
 
 
-def _step(
+def _step_together(
     settings: StepSettings,
     progress: Progress,
     rows: list[torch.Tensor],
-    gradient: torch.Tensor | list[ParamState],
+    records: list[ParamState],
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
-    """Step a run, whose gradient is put together first where it is in several tensors."""
-    if isinstance(gradient, list):
-        gradient = concatenate(gradient)
-    settings.step(progress, rows, gradient, target, factor)
+    """Step a run whose gradients are in several tensors."""
+    settings.step(progress, rows, concatenate(records), target, factor)

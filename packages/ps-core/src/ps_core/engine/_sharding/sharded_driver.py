@@ -114,7 +114,7 @@ class ShardedDriver(OnDemandDriver):
             self.fetched[group] = None
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
-            self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
+            self._store.device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
         self._advance()
 
     def _open(self, *, backward: bool) -> None:
@@ -269,7 +269,7 @@ class ShardedDriver(OnDemandDriver):
             self._negotiator.wait(step)
         staged = self._in_flight.staged.get(group) or self._stage(group)
         target = record.shaped(staged.slot.flat(group.dtype, group.chunk_numel))
-        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in staged.records:
             target.add_(gradient)
         else:

@@ -110,7 +110,9 @@ class CpuDevice:
 
     # Order.
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         """Check nothing; but wait for a disk queue that the host thread is about to work on."""
         if queue in DISK_QUEUES:
             self._disk.await_host_work(queue)

@@ -168,7 +168,9 @@ class CudaDevice:
         self._runtime.used_by(source, stream)
         self._given(queue)
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         """Check nothing; but notice here if PyTorch's current stream changed."""
         if queue is Queue.COMPUTE:
             self._stream(queue)
