@@ -13,10 +13,11 @@ import ps_kernels
 from ps_core._program import Kind
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
-from ps_core.engine._optim.clip_or_skip import clip_factor
+from ps_core.engine._optim.group_step import clip_factor
+from ps_core.engine._optim.kernel_rule import Settings, StepRule
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.rules import rule_of
-from ps_core.engine._optim.settings import Outcome, Settings, StepRule
+from ps_core.engine._optim.settings import Outcome
 
 
 class FakeParameter(nn.Parameter):

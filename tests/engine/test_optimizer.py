@@ -17,8 +17,8 @@ from _fake_engine import FakeEngine, gradients, model
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, AdamW, Group, InvalidInput
 from ps_core.engine._gradients.loss_scale import LossScale
-from ps_core.engine._optim.clip_or_skip import clip_factor
-from ps_core.engine._optim.settings import Settings, StepRule
+from ps_core.engine._optim.group_step import clip_factor
+from ps_core.engine._optim.kernel_rule import Settings, StepRule
 
 # ---- groups and settings ----
 

@@ -30,8 +30,9 @@ from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import roll_back_chunked
 from ps_core.engine._memory.suggestions import UserLimits
 from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._optim.kernel_rule import FIXED
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._optim.rules import FIXED, OptimizerRule, Spec, rule_of
+from ps_core.engine._optim.rules import OptimizerRule, Spec, rule_of
 from ps_core.engine._optim.step_in_backward import IN_BACKWARD, check_step_option
 from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory

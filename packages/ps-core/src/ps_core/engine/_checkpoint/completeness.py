@@ -17,7 +17,8 @@ import torch
 
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry
 from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, MASTERS, WEIGHTS
-from ps_core.engine._optim.rules import FIXED, rule_of
+from ps_core.engine._optim.kernel_rule import FIXED
+from ps_core.engine._optim.rules import rule_of
 
 MOMENTS = {kind.__name__: tuple(rule_of(kind()).states) for kind in FIXED}
 """The sections of the states of ps_core's own optimizers; a checkpoint of a `TorchOptimizer` names its own."""

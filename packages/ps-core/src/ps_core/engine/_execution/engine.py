@@ -23,8 +23,7 @@ from ps_core.engine._execution.user_gradients import UserGradients
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._memory.activation_slots import ActivationSlots
-from ps_core.engine._optim.clip_or_skip import StepDecision, StepDecisions
-from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecisions
 from ps_core.engine._optim.settings import Outcome
 from ps_core.engine._parameters.errors import changed_in_place, not_trained
 from ps_core.engine._parameters.fp32_masters import Masters

@@ -17,7 +17,7 @@ from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_tracker import PassTracker, moving
 from ps_core.engine._execution.usability import Usability
 from ps_core.engine._memory.chunk import SlotView
-from ps_core.engine._optim.clip_or_skip import StepDecisions
+from ps_core.engine._optim.group_step import StepDecisions
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
 from ps_core.engine._parameters.param_state import HOST, ParamState

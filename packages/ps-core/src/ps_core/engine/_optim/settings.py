@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-import ps_kernels
-from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 
 if TYPE_CHECKING:
@@ -56,81 +52,6 @@ class StepSettings(Protocol):
     def values_by_name(self) -> dict[str, Any]:
         """Return what the step goes by, to be compared between ranks. (Any: some settings are no numbers.)"""
         ...
-
-
-class StepRule(StrEnum):
-    """The arithmetic of a step."""
-
-    ADAM = "adam"
-    SGD = "sgd"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The numbers of one parameter's step. Neighbours with equal settings are stepped in one call.
-
-    What a rule does not use stays at its default, so that equal steps have equal settings.
-    """
-
-    kind: StepRule
-    lr: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.0, 0.0)
-    eps: float = 0.0
-    decoupled: bool = False
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "eps"):
-            _within(name, getattr(self, name), math.inf, "a finite number of at least 0")
-        for name, share in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
-            _within(name, share, 1, "a number of at least 0 and less than 1")
-
-    def step(
-        self,
-        progress: Progress,
-        rows: Sequence[torch.Tensor],
-        gradient: torch.Tensor,
-        target: torch.Tensor | None,
-        factor: float,
-    ) -> None:
-        """Make the step in one call of a kernel; see `StepSettings`."""
-        master, momentum, variance = rows
-        if self.kind is StepRule.SGD:
-            ps_kernels.sgd_step(
-                master,
-                momentum if self.momentum else None,
-                gradient,
-                target,
-                lr=self.lr,
-                momentum_decay=self.momentum,
-                weight_decay=self.weight_decay,
-                grad_scale=factor,
-            )
-            return
-        ps_kernels.adam_step(
-            master,
-            momentum,
-            variance,
-            gradient,
-            target,
-            step=progress.steps + 1,
-            lr=self.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
-            grad_scale=factor,
-        )
-
-    def after(self, progress: Progress) -> Scalars:
-        """Return no scalars: the count of steps is all."""
-        return ()
-
-    def values_by_name(self) -> dict[str, Any]:
-        """Return the numbers by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +104,3 @@ class OptimizerBackend(Protocol):
     def states_loaded(self) -> None:
         """Hear that a state dict was loaded whole."""
         ...
-
-
-def _within(name: str, value: float, end: float, meant: str) -> None:
-    if not 0 <= value < end:
-        raise InvalidInput(f"{name} must be {meant} when the optimizer steps, found {value!r}")

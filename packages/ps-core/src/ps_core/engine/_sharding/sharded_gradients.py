@@ -21,8 +21,7 @@ from ps_core.engine._gradients.gradient_store import GradientStore, measured_spa
 from ps_core.engine._gradients.gradient_sums import measured
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._memory.room import make_room
-from ps_core.engine._optim.clip_or_skip import numbers
-from ps_core.engine._optim.group_step import SettingsOf
+from ps_core.engine._optim.group_step import SettingsOf, numbers
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
