@@ -124,6 +124,17 @@ def test_how_near_steps_come_to_what_the_busiest_queue_takes(name: str, gib: int
     assert max(told.busy_s.values()) > part * told.step_time_s
 
 
+def test_an_evaluation_steps_nothing() -> None:
+    trace = analytic_trace(shape("gpt-10m"), Workload(batch=1, seq=64))
+    tiers = (Tier("device", 1 << 24), Tier("host", 1 << 32))
+    made = [
+        find_plan(trace, tiers, machine("h200"), setup=Setup(training=False, step_in_backward=early))
+        for early in (False, True)
+    ]
+    assert made[0].prediction == made[1].prediction
+    assert made[1].early == {}
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpt-24x2048", "--machine", "h200", "--gpus", "1", "--batch", "8", "--json"]
     words += ["--device-memory", "12GiB", "--host-memory", "256GiB"]

@@ -51,6 +51,22 @@ def test_without_a_plan_work_comes_after_all_that_ended_before() -> None:
     }
 
 
+def test_work_that_took_no_time_keeps_nobody() -> None:
+    pieces = [piece(COMPUTE, 0, 2), piece(H2D, 2, 4), piece(D2H, 4, 4), piece(COMPUTE, 5, 6)]
+    assert idle(pieces) == {"launch": 1, "fetch": 2}
+
+
+def test_what_is_said_of_a_step() -> None:
+    pieces = [piece(COMPUTE, 0, 2), piece(H2D, 2, 4), piece(COMPUTE, 4, 8)]
+    told = step_times(pieces, (), 4, 0.0, 8.0, 2)
+    assert told.idle_share == 0.25
+    assert str(told).startswith(
+        "2 steps in 8 s: the device worked for 6 s, and was idle 25.0% of the time, waiting for"
+    )
+    assert [line.split()[-2] for line in str(told).splitlines()[1:]].count("2") == 1
+    assert step_times([], (), 4, 0.0, 0.0, 1).idle_share == 0.0
+
+
 def test_a_plan_says_what_a_moment_waited_for() -> None:
     """A step of 4 seconds, then the fetch of what was stepped; the copy down beside them keeps nobody."""
     step = segment(SegmentName.STEP, (CPU, Step(0, (0, 1)), ()))
@@ -70,6 +86,8 @@ def test_a_plan_says_what_a_moment_waited_for() -> None:
     assert idle(pieces, (step, forward)) == {"host_step": 4, "fetch": 1}
     late = [*pieces[:-1], piece(COMPUTE, 7, 8, 2, forward, 1)]
     assert idle(late, (step, forward)) == {"host_step": 4, "fetch": 1, "launch": 2}
+    without = [pieces[0], pieces[4]]  # the profile began in between
+    assert idle(without, (step, forward)) == {"launch": 5}
 
 
 def test_memory_that_becomes_free_is_found_through_what_takes_no_time() -> None:

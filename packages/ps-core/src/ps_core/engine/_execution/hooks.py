@@ -20,7 +20,7 @@ from ps_core.engine._execution.late_parameters import take_in, train_frozen
 from ps_core.engine._execution.parameter_access import accept_gradient
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.protocols import Scheduler
-from ps_core.engine._execution.state_dict import StateDictHooks
+from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
 from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.grouping import FLOATS, Grouping
 from ps_core.engine._parameters.managed_parameter import (
@@ -62,12 +62,8 @@ class ModelHooks:
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
-        self._no_copies = (
-            f"{engine.records[0].name!r} and all of this {self.name} is under management and "
-            "cannot be copied or pickled: save model.state_dict(), copy.deepcopy(model) inside "
-            "`with materialized(model):`, or release(model) first"
-        )
-        self.state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._no_copies)
+        self._first = engine.records[0].name
+        self.state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._first)
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
         """The parameters that `_look_at` found the last time."""
@@ -153,7 +149,7 @@ class ModelHooks:
                 self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedParameter(self._no_copies)
+        raise no_copies(self._first, self.name)
 
     # Forward.
 

@@ -107,9 +107,10 @@ class StateDicts:
 class StateDictHooks:
     """The hooks on one model through which PyTorch makes and loads its state dicts."""
 
-    def __init__(self, model: nn.Module, state_dicts: StateDicts, no_copies: str) -> None:
-        """``no_copies``: the error of who copies the model: that would copy the hooks, and with them the engine."""
-        self._model, self._state_dicts, self._no_copies = weakref.ref(model), state_dicts, no_copies
+    def __init__(self, model: nn.Module, state_dicts: StateDicts, first: str) -> None:
+        """``first``: a parameter's name, for the error of who copies the model, and so these hooks and the engine."""
+        self._model, self._state_dicts = weakref.ref(model), state_dicts
+        self._first, self._name = first, type(model).__name__
         self._handles: list[RemovableHandle] = []
 
     @defer_interrupts_installing
@@ -133,7 +134,7 @@ class StateDictHooks:
         self._handles.clear()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedParameter(self._no_copies)
+        raise no_copies(self._first, self._name)
 
     def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:
@@ -157,3 +158,11 @@ class StateDictHooks:
 
     def _loaded(self, module: nn.Module, incompatible: Any) -> None:
         self._state_dicts.end_loading(module, incompatible.missing_keys)
+
+
+def no_copies(name: str, model: str) -> UnsupportedParameter:
+    """Return the error of who copies a model or its hooks, of which one parameter's ``name`` is told."""
+    return UnsupportedParameter(
+        f"{name!r} and all of this {model} is under management and cannot be copied or pickled: save "
+        "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first"
+    )
