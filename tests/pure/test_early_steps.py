@@ -55,6 +55,7 @@ def test_what_is_no_step_of_the_processor_alone_stays(row: Row) -> None:
 @pytest.mark.parametrize(("queue", "op"), [(Queue.D2H, Release(0)), (Queue.D2H, Reserve(0, 1, 0, 64))])
 def test_memory_that_the_pass_lends_is_left_alone(queue: Queue, op: Release | Reserve) -> None:
     assert found(forward(gradient(0), (queue, op, ()), gradient(1)), of(0), of(1)) == {2: [1]}
+    assert found(forward(gradient(0), (queue, op, ()), gradient(1)), of(1, 0)) == {}, "its other memory is lent"
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 
 def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
     """Return the steps that may begin within the last pass; ``homes``: number of home slots."""
-    last = _last_touches(last_pass)
+    last, lent = _last_touches(last_pass)
     found: dict[int, tuple[Instr, ...]] = {}
     touched: set[int] = set()
     for instr in step.instrs:
         slots = slots_of(instr.op)
         movable = isinstance(instr.op, Step) and instr.queue is Queue.CPU and not instr.after
-        if movable and max(slots) < homes and touched.isdisjoint(slots):
+        if movable and max(slots) < homes and touched.isdisjoint(slots) and lent.isdisjoint(slots):
             behind = max((last.get(slot, -1) for slot in slots), default=-1)
             if behind >= 0:
                 found[behind] = (*found.get(behind, ()), instr)
@@ -57,8 +57,8 @@ def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[flo
     return taken
 
 
-def _last_touches(segment: Segment) -> dict[int, int]:
-    """Map slots to the last instruction that names them; those that are lent have none."""
+def _last_touches(segment: Segment) -> tuple[dict[int, int], set[int]]:
+    """Map slots to the last instruction that names them; return those that are lent, too."""
     last: dict[int, int] = {}
     lent: set[int] = set()
     for place, instr in enumerate(segment.instrs):
@@ -66,4 +66,4 @@ def _last_touches(segment: Segment) -> dict[int, int]:
             last[slot] = place
             if isinstance(instr.op, Reserve | Release):
                 lent.add(slot)
-    return {slot: place for slot, place in last.items() if slot not in lent}
+    return last, lent
