@@ -58,6 +58,16 @@ def test_memory_that_the_pass_lends_is_left_alone(queue: Queue, op: Release | Re
     assert found(forward(gradient(0), (queue, op, ()), gradient(1)), of(1, 0)) == {}, "its other memory is lent"
 
 
+def test_a_weight_that_is_read_after_its_gradient_is_stepped_later() -> None:
+    fetch: Row = (Queue.H2D, Copy(Extent(Kind.P32, 0), 0, 1, 11, 64), ())
+    both: Row = (Queue.COMPUTE, Run(0, (10, 11), 0), ())
+    again: Row = (Queue.COMPUTE, Run(1, (11,), 0), ())
+    assert found(forward(fetch, both, gradient(0)), of(0, 1)) == {2: [0]}
+    assert found(forward(fetch, again, both, gradient(0)), of(0, 1)) == {3: [0]}
+    assert found(forward(fetch, both, again, gradient(0)), of(0, 1)) == {}
+    assert found(forward(fetch, both, gradient(0), again), of(0, 1)) == {}
+
+
 @pytest.mark.parametrize(
     ("seconds", "taken"),
     [(1.0, [0, 1, 2, 3, 4, 5]), (2.0, [0, 1, 2, 3, 4, 5]), (3.0, [0, 1, 3, 4, 5]), (5.0, [0, 2, 5]), (99.0, [0, 5])],

@@ -117,6 +117,8 @@ class Engine:
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function once these parameters are where it can read them."""
         self.touch(records)
+        if self.stepping.groups:
+            self._check_not_stepped(records, function)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and not self.saved.innermost:
                 result = self._call_with_hooks(function, args, kwargs)
@@ -132,6 +134,13 @@ class Engine:
                 return result
         self.check_unchanged(records)
         return result
+
+    def _check_not_stepped(self, records: list[ParamState], function: Function) -> None:
+        """Raise where a pass with gradients would compute with weights that were stepped within backward."""
+        if torch._C._current_graph_task_id() == -1 and (not torch.is_grad_enabled() or function in OPENING):
+            return
+        for record in records:
+            self.stepping.check_use(record.group, record.name)
 
     def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function under our pair of saved-tensor hooks; another pair finds nothing that may go away."""
@@ -180,6 +189,8 @@ class Engine:
         """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if isinstance(value, ManagedGrad) and value.is_whole and value.root is record.grad_proxy:
             return
+        if self.stepping.groups:
+            self.stepping.check_read(record.group, record.name)
         copy = None if value is None else self.user_gradients.to_store(record, value)
         scaled = self.user_gradients.replaces_scaled(record)
         self.discard_gradients([record])
@@ -433,6 +444,7 @@ class Engine:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         if self.stepping.groups:
             self.stepping.check_clipping(max_norm)
+            self.stepping.check_settings(settings)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         if self.gradients.unplanned_sums or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()
@@ -474,6 +486,7 @@ class Engine:
 
     def states_loaded(self) -> None:
         """Hear that an optimizer's state dict was loaded whole."""
+        self.stepping.end()
         self.masters.states_loaded()
 
     def read(self, record: ParamState) -> torch.Tensor:
