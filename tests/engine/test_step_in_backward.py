@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import _models as models
-from _cases import next_token, tokens
+from _cases import next_token, rows, square, tokens
 from _fake_cuda import FakeRuntime
 from _runs import HOST, let_go
 from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, InvalidInput, Options
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
+from ps_core.engine._execution.hooks import hooks_of
 from test_host_worker import late_device
+from test_late_parameters import Net, X, add_layer
 from test_virtual_clock import NEAR, check_profile, train
 
 SIZES = {"bf16": ("72KiB", "110KiB"), "fp32": ("144KiB", "200KiB")}
@@ -69,6 +72,80 @@ def test_the_same_bits(precision: str, size: str, device: str) -> None:
     assert all(map(torch.equal, right, got))
     assert (found.divergences, found.planned_passes) == (0, 5)
     assert found.steps == 6
+
+
+class ReadAgain(nn.Module):
+    """Layers whose weight is read in backward once more after its gradient was made, through an alias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = functional.linear(torch.sin(x), layer.weight.detach())
+            x = torch.tanh(layer(torch.cos(y))) + x
+        return x
+
+
+def rows_trained(build: Callable[[], nn.Module], device: Any, precision: str, size: str | None, step: str) -> Any:
+    torch.manual_seed(0)
+    budget = Budget(host=HOST) if size is None else Budget(device=size, host=HOST)
+    options = Options(group_bytes=2048, step=step)
+    model, optimizer = chunked(
+        build(), AdamW(lr=0.01), device=device, precision=precision, budget=budget, options=options
+    )
+    logs, within = [], 0
+    for index in range(4):
+        loss = square(model, *rows(index))
+        loss.backward()
+        within += len(stepped(model))
+        logs.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    logs += [value.clone() for value in model.state_dict().values()]
+    divergences = statistics(model).divergences
+    let_go(model)
+    return logs, within, divergences
+
+
+def stepped(model: nn.Module) -> Any:
+    return hooks_of(model).engine.stepping.groups
+
+
+@pytest.mark.parametrize(("build", "precision", "size"), [(ReadAgain, "fp32", "100KiB"), (ReadAgain, "bf16", "64KiB")])
+def test_a_group_is_not_stepped_before_its_weight_was_read_for_the_last_time(
+    build: Callable[[], nn.Module], precision: str, size: str
+) -> None:
+    right, *_ = rows_trained(build, "cpu", precision, None, "after_backward")
+    got, within, divergences = rows_trained(build, "emulated", precision, size, "in_backward")
+    assert all(map(torch.equal, right, got))
+    assert within > 0
+    assert divergences == 0
+
+
+def test_parameters_that_were_added_are_stepped_within_their_first_backward_pass() -> None:
+    found = []
+    for step in ("in_backward", "after_backward"):
+        model, optimizer = chunked(
+            Net(),
+            AdamW(lr=0.01),
+            device="emulated",
+            budget=Budget(device="80KiB", host=HOST),
+            options=Options(group_bytes=2**14, step=step),
+        )
+        within = []
+        for index in range(4):
+            if index == 2:
+                add_layer(model, 1)
+            model(X).backward()
+            within.append(len(stepped(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.clone() for value in model.state_dict().values()])
+        assert bool(within[2]) == (step == "in_backward")
+        let_go(model)
+    assert all(map(torch.equal, *found))
 
 
 def test_steps_begin_before_backward_has_ended() -> None:
@@ -128,9 +205,54 @@ def test_a_second_pass_before_the_step_is_refused() -> None:
     let_go(model)
 
 
+def test_rates_that_change_between_backward_and_the_step_are_refused() -> None:
+    (model, optimizer), (same, alone) = begun(), begun()
+    for each in (model, same):
+        next_token(each, *tokens(9)).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(InvalidInput, match=r"settings of '.*' were changed between backward and optimizer.step\(\)"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+    alone.step()
+    assert all(map(torch.equal, model.state_dict().values(), same.state_dict().values()))
+    let_go(model)
+    let_go(same)
+
+
+def test_a_part_that_was_stepped_is_not_trained_before_the_step() -> None:
+    model, optimizer = begun()
+    next_token(model, *tokens(9)).backward()
+    x = rows(0, 4, models.WIDTH)[0].to(torch.bfloat16)
+    with pytest.raises(InvalidInput, match=r"used after its group was stepped within backward"):
+        model.blocks[2](x)
+    with torch.no_grad():
+        model.blocks[2](x)  # an evaluation is none
+    optimizer.step()
+    optimizer.zero_grad()
+    model.blocks[2](x).sum().backward()
+    let_go(model)
+
+
+def test_nothing_is_saved_before_the_step_and_loaded_states_end_it(tmp_path: Path) -> None:
+    model, optimizer = begun()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict(masters=True)
+    next_token(model, *tokens(9)).backward()
+    with pytest.raises(InvalidInput, match=r"nothing can be saved before the others: call optimizer.step\(\) first"):
+        save_checkpoint(tmp_path / "amid", model, optimizer)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    optimizer.zero_grad()
+    assert all(map(torch.equal, model.state_dict().values(), kept[0].values()))
+    next_token(model, *tokens(9)).backward()
+    optimizer.step()
+    let_go(model)
+
+
 @pytest.mark.parametrize(
     "what",
     [
+        lambda model, _: setattr(model.blocks[2].narrow.weight, "grad", None),
         lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda model, _: model.blocks[0].narrow.weight.grad,
         lambda _, optimizer: optimizer.zero_grad(),
@@ -139,7 +261,7 @@ def test_a_second_pass_before_the_step_is_refused() -> None:
             model.blocks[0].narrow.weight, "grad", torch.ones_like(model.state_dict()["blocks.0.narrow.weight"])
         ),
     ],
-    ids=["clip", "grad", "optimizer.zero_grad", "model.zero_grad", "assign"],
+    ids=["none", "clip", "grad", "optimizer.zero_grad", "model.zero_grad", "assign"],
 )
 def test_gradients_are_neither_read_nor_changed_between_backward_and_step(what: Callable[[Any, Any], Any]) -> None:
     (model, optimizer), (same, alone) = begun(), begun()

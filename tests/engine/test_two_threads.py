@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +244,28 @@ def test_one_fake_pass_runs_at_a_time() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(len(each.moments) == 2 for each in pool.map(run, range(4)))
+
+
+def test_a_process_forked_amid_another_threads_fake_pass_runs_its_own() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert over.wait(WAIT_S)
+            return super().forward(x).sum()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(trace, Slow(2, 2), torch.ones(1, 2))
+        assert inside.wait(WAIT_S)
+        child = os.fork()
+        if not child:
+            signal.alarm(WAIT_S)  # ends it where it waits for ever
+            over.set()
+            os._exit(len(trace(Slow(2, 2), torch.ones(1, 2)).moments))
+        over.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        running.result()
 
 
 @contextmanager

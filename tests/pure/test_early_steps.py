@@ -55,6 +55,17 @@ def test_what_is_no_step_of_the_processor_alone_stays(row: Row) -> None:
 @pytest.mark.parametrize(("queue", "op"), [(Queue.D2H, Release(0)), (Queue.D2H, Reserve(0, 1, 0, 64))])
 def test_memory_that_the_pass_lends_is_left_alone(queue: Queue, op: Release | Reserve) -> None:
     assert found(forward(gradient(0), (queue, op, ()), gradient(1)), of(0), of(1)) == {2: [1]}
+    assert found(forward(gradient(0), (queue, op, ()), gradient(1)), of(1, 0)) == {}, "its other memory is lent"
+
+
+def test_a_weight_that_is_read_after_its_gradient_is_stepped_later() -> None:
+    fetch: Row = (Queue.H2D, Copy(Extent(Kind.P32, 0), 0, 1, 11, 64), ())
+    both: Row = (Queue.COMPUTE, Run(0, (10, 11), 0), ())
+    again: Row = (Queue.COMPUTE, Run(1, (11,), 0), ())
+    assert found(forward(fetch, both, gradient(0)), of(0, 1)) == {2: [0]}
+    assert found(forward(fetch, again, both, gradient(0)), of(0, 1)) == {3: [0]}
+    assert found(forward(fetch, both, again, gradient(0)), of(0, 1)) == {}
+    assert found(forward(fetch, both, gradient(0), again), of(0, 1)) == {}
 
 
 @pytest.mark.parametrize(

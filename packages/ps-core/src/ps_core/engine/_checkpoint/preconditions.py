@@ -46,6 +46,7 @@ def finish_pass_for(engine: Engine, what: str) -> None:
     check_outside(what)
     engine.finish_pass()
     engine.check_writes()
+    engine.stepping.check_saved(what)
     waiting = [record.name for record in engine.records if record.gradient is not GradientPlace.NONE]
     if waiting:
         raise InvalidInput(

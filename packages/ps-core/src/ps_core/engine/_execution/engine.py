@@ -133,6 +133,8 @@ class Engine:
         """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if isinstance(value, ManagedGrad) and value.is_whole and value.root is record.grad_proxy:
             return
+        if self.stepping.groups:
+            self.stepping.check_read(record.group, record.name)
         copy = None if value is None else self.user_gradients.to_store(record, value)
         scaled = self.user_gradients.replaces_scaled(record)
         self.discard_gradients([record])
@@ -249,6 +251,7 @@ class Engine:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         if self.stepping.groups:
             self.stepping.check_clipping(max_norm)
+            self.stepping.check_settings(settings)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         if self.gradients.sums.unplanned or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()
@@ -290,6 +293,7 @@ class Engine:
 
     def states_loaded(self) -> None:
         """Hear that an optimizer's state dict was loaded whole."""
+        self.stepping.end()
         self.masters.states_loaded()
 
     def read(self, record: ParamState) -> torch.Tensor:

@@ -168,7 +168,7 @@ class PlanDriver:
                 group = self._executor.step_early(step, settings_of)
             else:
                 group = recorder.record(step.queue, step, partial(self._executor.step_early, step, settings_of))
-            self._stepping.groups.add(group)
+            self._stepping.groups[group] = settings_of
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""

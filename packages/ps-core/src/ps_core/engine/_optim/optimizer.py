@@ -82,8 +82,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Update the parameters from the gradients that are there."""
         self._gradients.check_usable()
-        if len(self._source) > self._known:
-            self._take_in()
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
@@ -155,6 +153,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
+        if len(self._source) > self._known:
+            self._take_in()
         found: dict[ParamState, StepSettings] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)

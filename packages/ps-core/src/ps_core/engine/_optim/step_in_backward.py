@@ -24,8 +24,8 @@ class StepInBackward:
 
     def __init__(self) -> None:
         self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
-        self.groups: set[ParamGroup] = set()
-        """Those that were stepped within backward, until ``optimizer.step()``."""
+        self.groups: dict[ParamGroup, SettingsOf] = {}
+        """Those that were stepped within backward, until ``optimizer.step()``, and the settings of that step."""
 
     def use(self, settings: Callable[[], SettingsOf]) -> None:
         """Read settings by this method of the optimizer, which is made after the engine, and not kept alive here."""
@@ -49,6 +49,26 @@ class StepInBackward:
                 "option out (for several backward passes a step)"
             )
 
+    def check_use(self, group: ParamGroup, name: str) -> None:
+        """Raise if a pass with gradients computes with a parameter whose group was stepped."""
+        if group in self.groups:
+            raise InvalidInput(
+                f"{name!r} is used after its group was stepped within backward, and before optimizer.step(): call "
+                "optimizer.step() first; where backward itself does other than the recorded pass, leave out "
+                "Options(step='in_backward')"
+            )
+
+    def check_settings(self, settings: SettingsOf) -> None:
+        """Raise if param groups were changed since backward: some parameters would be stepped with other numbers."""
+        for group, used in self.groups.items():
+            for record in group.tensors:
+                if settings(record) != used(record):
+                    raise InvalidInput(
+                        f"the settings of {record.name!r} were changed between backward and optimizer.step(), and "
+                        f"Options(step='in_backward') has stepped its group with the old ones: "
+                        "change learning rates before backward, or leave that option out; to go on, set them back"
+                    )
+
     def check_gradient(self, group: ParamGroup, name: str) -> None:
         """Raise if a gradient comes for a group that was stepped."""
         if group in self.groups:
@@ -63,6 +83,14 @@ class StepInBackward:
             raise InvalidInput(
                 f"the gradient of {name!r} was used within backward, where its group was stepped: call "
                 "optimizer.step() first; to read, clip or change gradients, leave out Options(step='in_backward')"
+            )
+
+    def check_saved(self, what: str) -> None:
+        """Raise where a checkpoint is made amid a step, of groups that were stepped and others that were not."""
+        if self.groups:
+            raise InvalidInput(
+                f"Options(step='in_backward') has stepped some groups, and nothing can be {what} before the others: "
+                "call optimizer.step() first"
             )
 
     def check_discard(self) -> None:

@@ -146,12 +146,19 @@ class SavedTensors:
             return packed
         record = packed.record
         if packed.update_count != record.update_count:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
-            )
+            raise _was_stepped(record)
         bound = self._fetcher.fetch(record)
+        if packed.update_count != record.update_count:  # a plan may step a group while it goes on to the next moment
+            raise _was_stepped(record)
         return bound.view.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def _was_stepped(record: ParamState) -> RuntimeError:
+    """Return the error of a parameter that was stepped since it was saved, in PyTorch's words."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
+    )
 
 
 def active() -> bool:
