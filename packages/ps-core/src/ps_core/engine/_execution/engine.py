@@ -118,7 +118,7 @@ class Engine:
         """Call a function once these parameters are where it can read them."""
         self.touch(records)
         if self.stepping.groups:
-            self._check_not_stepped(records, function)
+            self.stepping.check_use(records, opening=function in OPENING)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and not self.saved.innermost:
                 result = self._call_with_hooks(function, args, kwargs)
@@ -134,13 +134,6 @@ class Engine:
                 return result
         self.check_unchanged(records)
         return result
-
-    def _check_not_stepped(self, records: list[ParamState], function: Function) -> None:
-        """Raise where a pass with gradients would compute with weights that were stepped within backward."""
-        if torch._C._current_graph_task_id() == -1 and (not torch.is_grad_enabled() or function in OPENING):
-            return
-        for record in records:
-            self.stepping.check_use(record.group, record.name)
 
     def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function under our pair of saved-tensor hooks; another pair finds nothing that may go away."""
@@ -181,16 +174,14 @@ class Engine:
         """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
-        if self.stepping.groups:
-            self.stepping.check_read(record.group, record.name)
+        self.stepping.check_read(record)
         return self.user_gradients.proxy(record)
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if isinstance(value, ManagedGrad) and value.is_whole and value.root is record.grad_proxy:
             return
-        if self.stepping.groups:
-            self.stepping.check_read(record.group, record.name)
+        self.stepping.check_read(record)
         copy = None if value is None else self.user_gradients.to_store(record, value)
         scaled = self.user_gradients.replaces_scaled(record)
         self.discard_gradients([record])
@@ -318,7 +309,7 @@ class Engine:
             self.check_usable()
         record.assigned = False
         if self.stepping.groups:
-            self.stepping.check_gradient(record.group, record.name)
+            self.stepping.check_gradient(record)
         passes, group = self.passes, record.group
         passes.attach()  # which asks whether gradients are made
         if torch.is_grad_enabled():
@@ -343,8 +334,7 @@ class Engine:
         """Raise where nothing may be trained; ``loading``: all values are about to be replaced."""
         if self.store.file is not None:  # asked here and not there: every use of a parameter comes by
             self.store.check_process()
-        if self.released:
-            self._check_kept()
+        self._check_kept()
         if self.materializing:
             raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
         if self.half_loaded and not loading:
@@ -425,10 +415,8 @@ class Engine:
     @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
-        if self._refuses:
-            self.check_usable()
-        if self.averaged:
-            self.check_not_averaged("step")
+        self.check_usable()
+        self.check_not_averaged("step")
         if self.masters.changed:
             self.masters.before_step()
         if self.state_dicts.open:
@@ -443,8 +431,7 @@ class Engine:
         if self.together is not None:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         if self.stepping.groups:
-            self.stepping.check_clipping(max_norm)
-            self.stepping.check_settings(settings)
+            self.stepping.check_step(settings, max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         if self.gradients.unplanned_sums or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()

@@ -142,20 +142,19 @@ class SavedTensors:
         if not isinstance(packed, SavedParameterRef):
             return packed
         record = packed.record
-        _check_not_stepped(packed)
+        if packed.update_count != record.update_count:
+            raise _stepped_since(record)
         bound = self._fetcher.fetch(record)
-        _check_not_stepped(packed)  # a plan may step a group while it goes on to the next moment
+        if packed.update_count != record.update_count:  # a plan may step groups on the way to the next moment
+            raise _stepped_since(record)
         return bound.view.as_strided(packed.shape, packed.stride, packed.offset)
 
 
-def _check_not_stepped(saved: SavedParameterRef) -> None:
-    """Raise if a parameter was stepped since it was saved."""
-    record = saved.record
-    if saved.update_count != record.update_count:
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
-        )
+def _stepped_since(record: ParamState) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
+    )
 
 
 def active() -> bool:
