@@ -86,6 +86,7 @@ class FolderTokenizer:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError("the tokenizer has no chat template; allowed is one with a template (chat_template.jinja)")
+        messages = _without_lone_surrogates(messages)
         try:
             if isinstance(template, str) and _MARK.search(template):
                 return self._marked(messages)
@@ -128,3 +129,12 @@ class FolderTokenizer:
                     "is not known; allowed is a template with {% generation %} marks, or conversations with one answer"
                 )
             yield len(before), len(after)
+
+
+def _without_lone_surrogates(found: Any) -> Any:
+    """Replace what is no character, which JSON can hold and no tokenizer takes. (Any: JSON.)"""
+    if isinstance(found, str):
+        return found.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(found, Mapping):
+        return {key: _without_lone_surrogates(value) for key, value in found.items()}
+    return [_without_lone_surrogates(each) for each in found] if isinstance(found, list | tuple) else found
