@@ -13,6 +13,7 @@ from _runs import HOST, let_go
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations
 
 
 def made(runtime: FakeRuntime | None, seed: int) -> tuple[Any, Any]:
@@ -60,3 +61,22 @@ def test_the_memory_of_one_is_no_activation_of_the_other() -> None:
     with runtime:
         got = trained(runtime)
     assert all(map(torch.equal, right, got))
+
+
+def test_a_model_may_come_on_another_thread_while_peaks_are_noted() -> None:
+    runtime = FakeRuntime(1)
+    owned = EngineAllocations.of(runtime)
+    came: list[AllocatorBytesTracker] = []
+
+    class Watching(AllocatorBytesTracker):
+        def note(self) -> None:
+            came.append(AllocatorBytesTracker(runtime, owned))
+            super().note()
+
+    with runtime:
+        first, second = Watching(runtime, owned), Watching(runtime, owned)
+        first.start()
+        assert len(came) == 2, "both noted the peak"
+        del second
+        first.take_peak()
+        assert len(came) == 3, "one that is gone does not"

@@ -77,6 +77,23 @@ def test_texts_begin_as_the_tokenizer_begins_them(tmp_path: Path) -> None:
     assert FolderTokenizer(tmp_path, "--tokenizer").decode(run) == "abc"
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "marked"])
+def test_half_a_character_in_a_conversation_is_replaced(tmp_path: Path, template: str) -> None:
+    halves = [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b\udfff"}]
+    _, answer = trained_text(tokenizer_of(tmp_path, template=template), Example(place="here", messages=tuple(halves)))
+    assert answer.startswith("b\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "marked"])
+def test_parts_are_refused_where_the_template_takes_texts(tmp_path: Path, template: str) -> None:
+    parts = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    document = Example(place="line 1", messages=tuple(parts))
+    with pytest.raises(InvalidInput, match="line 1: the chat template takes no parts for the content of message 2"):
+        encoded(document, tokenizer_of(tmp_path, template=template))
+    takes = template.replace("{{ message['content'] }}", "{{ message['content'][0].text or message['content'] }}")
+    assert trained_text(tokenizer_of(tmp_path, template=takes), document)[1].startswith("b<end>")
+
+
 TALK = Example(place="here", messages=tuple(TALKS[7]["messages"]))
 WHOLE = "<|user|>say 7<end>\n<|assistant|>7<end>\n<|user|>more<end>\n<|assistant|>7 7<end>\n"
 

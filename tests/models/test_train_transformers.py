@@ -326,6 +326,12 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path, capsys: Capture) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert main(words(tmp_path)) == 2
     assert "lacks 1 tensors of LlamaForCausalLM (model.norm.weight)" in capsys.readouterr().err
+    save_file({**weights, "model.norm.weight": torch.ones(31)}, folder / "model.safetensors", {"format": "pt"})
+    assert main(words(tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert "'model.norm.weight': shape (31,) in the files, (32,) in the model" in told
+    assert "--hf: " in told
+    assert "--out" not in told
     (folder / "model.safetensors").unlink()
     assert main(words(tmp_path)) == 2
     assert "--hf: cannot read the weights in" in capsys.readouterr().err

@@ -86,7 +86,9 @@ class FolderTokenizer:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError("the tokenizer has no chat template; allowed is one with a template (chat_template.jinja)")
+        messages = _without_lone_surrogates(messages)
         try:
+            self._check_contents(messages)
             if isinstance(template, str) and _MARK.search(template):
                 return self._marked(messages)
             text, spans = self._text(messages), list(self._answers(messages))
@@ -102,6 +104,16 @@ class FolderTokenizer:
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         answers = [any(start <= at < end for start, end in spans) for at, _ in coded["offset_mapping"]]
         return list(coded["input_ids"]), answers
+
+    def _check_contents(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `ValueError` if a list of parts would be trained as Python prints it, for the template takes texts."""
+        for number, message in enumerate(messages, 1):
+            content = message["content"]
+            if isinstance(content, list | dict) and str(content) in self._text(messages):
+                raise ValueError(
+                    f"the chat template takes no parts for the content of message {number}; allowed is a text, as in "
+                    '{"role": "user", "content": "Hello"}'
+                )
 
     def _marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         coded = self.tokenizer.apply_chat_template(
@@ -128,3 +140,12 @@ class FolderTokenizer:
                     "is not known; allowed is a template with {% generation %} marks, or conversations with one answer"
                 )
             yield len(before), len(after)
+
+
+def _without_lone_surrogates(found: Any) -> Any:
+    """Replace what is no character, which JSON can hold and no tokenizer takes. (Any: JSON.)"""
+    if isinstance(found, str):
+        return found.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(found, Mapping):
+        return {key: _without_lone_surrogates(value) for key, value in found.items()}
+    return [_without_lone_surrogates(each) for each in found] if isinstance(found, list | tuple) else found

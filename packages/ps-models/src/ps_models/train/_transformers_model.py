@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine import load_weights
 from ps_models.train._options import TrainOptions
 from ps_models.train._tokenizers import Tokenizer
@@ -164,7 +164,11 @@ class TransformersModel:
             return ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied tensors that differ, transformers takes the same one, silently
-            missing, unexpected = load_weights(self.names, self._weights, strict=False)
+            try:
+                missing, unexpected = load_weights(self.names, self._weights, strict=False)
+            except CheckpointMismatch as error:
+                told = str(error).partition("\n  try:")[0]
+                raise InvalidInput(f"--hf: {told}\nallowed is a folder whose files fit its config.json") from None
         if missing:
             self._refuse_missing(missing)
         some = ", ".join(unexpected[:3])

@@ -125,16 +125,14 @@ class Engine:
         """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
-        if self.stepping.groups:
-            self.stepping.check_read(record.group, record.name)
+        self.stepping.check_read(record)
         return self.user_gradients.proxy(record)
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if isinstance(value, ManagedGrad) and value.is_whole and value.root is record.grad_proxy:
             return
-        if self.stepping.groups:
-            self.stepping.check_read(record.group, record.name)
+        self.stepping.check_read(record)
         copy = None if value is None else self.user_gradients.to_store(record, value)
         scaled = self.user_gradients.replaces_scaled(record)
         self.discard_gradients([record])
@@ -250,8 +248,7 @@ class Engine:
         if self.together is not None:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)
         if self.stepping.groups:
-            self.stepping.check_clipping(max_norm)
-            self.stepping.check_settings(settings)
+            self.stepping.check_step(settings, max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
         if self.gradients.sums.unplanned or self.together is not None:  # several ranks promote shards into the room
             self.updater.free_sums()

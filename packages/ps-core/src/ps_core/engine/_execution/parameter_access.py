@@ -57,7 +57,7 @@ class ParameterAccess:
         """Call a function once these parameters are where it can read them."""
         self.touch(records)
         if self._stepping.groups:
-            self._check_not_stepped(records, function)
+            self._stepping.check_use(records, opening=function in OPENING)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and not self.saved.innermost:
                 result = self._call_with_hooks(function, args, kwargs)
@@ -73,13 +73,6 @@ class ParameterAccess:
                 return result
         self.check_unchanged(records)
         return result
-
-    def _check_not_stepped(self, records: list[ParamState], function: Function) -> None:
-        """Raise where a pass with gradients would compute with weights that were stepped within backward."""
-        if torch._C._current_graph_task_id() == -1 and (not torch.is_grad_enabled() or function in OPENING):
-            return
-        for record in records:
-            self._stepping.check_use(record.group, record.name)
 
     def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function under our pair of saved-tensor hooks; another pair finds nothing that may go away."""
@@ -198,7 +191,7 @@ class ParameterAccess:
             self._usability.check()
         record.assigned = False
         if self._stepping.groups:
-            self._stepping.check_gradient(record.group, record.name)
+            self._stepping.check_gradient(record)
         passes, group = self._passes, record.group
         passes.attach()  # which asks whether gradients are made
         if torch.is_grad_enabled():

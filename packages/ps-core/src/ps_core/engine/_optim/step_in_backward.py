@@ -7,14 +7,16 @@ the pass then steps the group, with the settings that the optimizer has at that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from weakref import WeakMethod
+
+import torch
 
 from ps_core._errors import InvalidInput
 from ps_core._options import Options
 from ps_core._program import Precision
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.param_state import ParamGroup
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 IN_BACKWARD = "in_backward"
 
@@ -49,17 +51,22 @@ class StepInBackward:
                 "option out (for several backward passes a step)"
             )
 
-    def check_use(self, group: ParamGroup, name: str) -> None:
-        """Raise if a pass with gradients computes with a parameter whose group was stepped."""
-        if group in self.groups:
-            raise InvalidInput(
-                f"{name!r} is used after its group was stepped within backward, and before optimizer.step(): call "
-                "optimizer.step() first; where backward itself does other than the recorded pass, leave out "
-                "Options(step='in_backward')"
-            )
+    def check_use(self, records: Iterable[ParamState], *, opening: bool) -> None:
+        """Raise if a pass with gradients computes with parameters that were stepped; ``opening``: it only reads."""
+        if torch._C._current_graph_task_id() == -1 and (opening or not torch.is_grad_enabled()):
+            return
+        for record in records:
+            if record.group in self.groups:
+                raise InvalidInput(
+                    f"{record.name!r} is used after its group was stepped within backward, and before "
+                    "optimizer.step(): call optimizer.step() first; where backward itself does other than the "
+                    "recorded pass, leave out Options(step='in_backward')"
+                )
 
-    def check_settings(self, settings: SettingsOf) -> None:
-        """Raise if param groups were changed since backward: some parameters would be stepped with other numbers."""
+    def check_step(self, settings: SettingsOf, max_norm: float | None) -> None:
+        """Raise if gradients are to be clipped of which some were used, or if param groups were changed since."""
+        if max_norm is not None:
+            raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
         for group, used in self.groups.items():
             for record in group.tensors:
                 if settings(record) != used(record):
@@ -69,19 +76,19 @@ class StepInBackward:
                         "change learning rates before backward, or leave that option out; to go on, set them back"
                     )
 
-    def check_gradient(self, group: ParamGroup, name: str) -> None:
+    def check_gradient(self, record: ParamState) -> None:
         """Raise if a gradient comes for a group that was stepped."""
-        if group in self.groups:
+        if record.group in self.groups:
             raise InvalidInput(
-                f"a gradient of {name!r} came after its group was stepped within backward: this backward pass does "
-                "other than the recorded one; leave out Options(step='in_backward') for such a model"
+                f"a gradient of {record.name!r} came after its group was stepped within backward: this backward pass "
+                "does other than the recorded one; leave out Options(step='in_backward') for such a model"
             )
 
-    def check_read(self, group: ParamGroup, name: str) -> None:
+    def check_read(self, record: ParamState) -> None:
         """Raise where ``grad`` is read of a parameter whose group was stepped: clipping would see no gradient."""
-        if group in self.groups:
+        if record.group in self.groups:
             raise InvalidInput(
-                f"the gradient of {name!r} was used within backward, where its group was stepped: call "
+                f"the gradient of {record.name!r} was used within backward, where its group was stepped: call "
                 "optimizer.step() first; to read, clip or change gradients, leave out Options(step='in_backward')"
             )
 
@@ -100,11 +107,6 @@ class StepInBackward:
                 "zero_grad() before optimizer.step(): Options(step='in_backward') has stepped some groups already; "
                 "call optimizer.step() first, which steps the others, or load a checkpoint"
             )
-
-    def check_clipping(self, max_norm: float | None) -> None:
-        """Raise where gradients are to be clipped, of which some were used."""
-        if max_norm is not None:
-            raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
 
     def check_skip(self) -> None:
         """Raise where a step is to be skipped of which a part was made."""

@@ -30,7 +30,7 @@ class EngineAllocations:
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self._count = itertools.count()
-        self._trackers: weakref.WeakSet[AllocatorBytesTracker] = weakref.WeakSet()
+        self._trackers: dict[int, weakref.ref[AllocatorBytesTracker]] = {}
 
     @staticmethod
     def of(runtime: CudaRuntime) -> EngineAllocations:
@@ -39,12 +39,16 @@ class EngineAllocations:
 
     def watch(self, tracker: AllocatorBytesTracker) -> None:
         """Let a tracker note the peak whenever it is reset, also for another model."""
-        self._trackers.add(tracker)
+        key = next(self._count)
+        self._trackers[key] = weakref.ref(tracker)
+        weakref.finalize(tracker, self._trackers.pop, key).atexit = False
 
     def before_reset(self) -> None:
         """Let all models note the allocator's peak, which is reset next."""
-        for tracker in list(self._trackers):
-            tracker.note()
+        for known in list(self._trackers.values()):  # another thread may put a model on the device meanwhile
+            tracker = known()
+            if tracker is not None:
+                tracker.note()
 
     @property
     def bytes(self) -> int:
