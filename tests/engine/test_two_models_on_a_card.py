@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -63,20 +65,17 @@ def test_the_memory_of_one_is_no_activation_of_the_other() -> None:
     assert all(map(torch.equal, right, got))
 
 
-def test_a_model_may_come_on_another_thread_while_peaks_are_noted() -> None:
+def test_models_may_come_on_other_threads_while_peaks_are_noted() -> None:
     runtime = FakeRuntime(1)
     owned = EngineAllocations.of(runtime)
-    came: list[AllocatorBytesTracker] = []
-
-    class Watching(AllocatorBytesTracker):
-        def note(self) -> None:
-            came.append(AllocatorBytesTracker(runtime, owned))
-            super().note()
-
-    with runtime:
-        first, second = Watching(runtime, owned), Watching(runtime, owned)
-        first.start()
-        assert len(came) == 2, "both noted the peak"
-        del second
-        first.take_peak()
-        assert len(came) == 3, "one that is gone does not"
+    known = [AllocatorBytesTracker(runtime, owned) for _ in range(5)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with runtime, ThreadPoolExecutor(2) as pool:
+            coming = [pool.submit(lambda: [AllocatorBytesTracker(runtime, owned) for _ in range(10_000)]) for _ in "12"]
+            while not all(each.done() for each in coming):
+                known[0].take_peak()
+    finally:
+        sys.setswitchinterval(before)
+    assert all(len(each.result()) == 10_000 for each in coming)

@@ -24,6 +24,7 @@ from _runs import HOST, chunked_model, managed
 from ps_core import SGD, Budget, InvalidInput, Trace
 from ps_core.engine import materialized
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._tracing import fake_isolation
 from ps_core.engine._tracing.fake_trace import trace
 
 WAIT_S = 60
@@ -244,6 +245,29 @@ def test_one_fake_pass_runs_at_a_time() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(len(each.moments) == 2 for each in pool.map(run, range(4)))
+
+
+def test_a_model_that_waits_for_the_first_pass_of_another_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one gives up its estimate, and runs on demand."""
+    monkeypatch.setattr(fake_isolation, "WAIT_S", 0.1)
+    told: list[float] = []
+
+    class Judged(nn.Module):
+        def __init__(self, judge: Callable[[], Tensor] | None) -> None:
+            super().__init__()
+            self.layers, self.judge = models.stack(4), judge
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.judge is not None:
+                told.append(on_a_thread(self.judge).item())
+            return self.layers(x).square().mean()
+
+    with chunked_model(Judged(None), budget=Budget(device="200KiB", host=HOST)) as (judge, _):
+        asked = partial(judge, *rows(1))
+        with chunked_model(Judged(asked), budget=Budget(device="200KiB", host=HOST)) as (model, optimizer):
+            model(*rows(0)).backward()
+            finish(optimizer)
+    assert len(set(told)) == 1
 
 
 def test_a_process_forked_amid_another_threads_fake_pass_runs_its_own() -> None:

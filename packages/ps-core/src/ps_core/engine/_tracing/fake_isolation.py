@@ -27,6 +27,8 @@ import torch
 
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 
+WAIT_S = 60.0
+"""Without an end, a model whose code waits for another thread's first pass would never go on."""
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 """Writes the traceback of every operator that refuses fake tensors, also where the caller handles it."""
 
@@ -50,7 +52,9 @@ class Isolation:
 
     def enter(self, *contexts: AbstractContextManager[Any]) -> None:
         """Wait for other threads' fake passes, save this thread's state, then enter the contexts in this order."""
-        self._exits.enter_context(self._one_at_a_time)
+        if not self._one_at_a_time.acquire(timeout=WAIT_S):
+            raise TimeoutError(f"a fake pass of another thread did not end within {WAIT_S} s; it may wait for this one")
+        self._exits.callback(self._one_at_a_time.release)
         self._exits.callback(_forget_casts)
         for restore in _random_states():
             self._exits.callback(restore)
