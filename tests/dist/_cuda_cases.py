@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,8 +19,7 @@ from _fake_cuda import FakeRuntime
 from _one_process import check_homes
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, RanksDiverged
-from ps_core._plan import Queue
-from ps_core.engine import chunked, profiled, release, statistics
+from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding import streams as beside
@@ -54,25 +52,20 @@ class Found:
     wire_bytes: dict[str, int]
 
 
-def trained(each: ps_dist.TorchCollectives, way: Way, *, profiles: bool = False) -> Found:
+def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
     """Some steps on this rank's parts of their batches, with an evaluation between."""
     before = each.statistics().wire_bytes
     model, optimizer = way.chunked(each, 1)
-    losses, norms, moved = [], [], Counter(statistics(model).moved_bytes)
-    with profiled(model) if profiles else nullcontext() as profile:
-        for step in range(RISING if way.room else STEPS):
-            parts = list(batches(step, each.mesh.size * way.accumulate))
-            losses += passes(model, optimizer, parts[each.mesh.rank :: each.mesh.size], len(parts))
-            if step:
-                with torch.no_grad():  # while gradients lie over the weights
-                    losses.append(float(model(parts[0][0]).float().sum()))
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(optimizer.last_norm)
-    if profile is not None:
-        fetched = sum(piece.bytes for piece in profile.measured if piece.queue is Queue.H2D)
-        assert fetched == statistics(model).moved_bytes["host->device"] - moved["host->device"]
-        assert any(piece.queue is Queue.COLL for piece in profile.measured)
+    losses, norms = [], list[float | None]()
+    for step in range(RISING if way.room else STEPS):
+        parts = list(batches(step, each.mesh.size * way.accumulate))
+        losses += passes(model, optimizer, parts[each.mesh.rank :: each.mesh.size], len(parts))
+        if step:
+            with torch.no_grad():  # while gradients lie over the weights
+                losses.append(float(model(parts[0][0]).float().sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.last_norm)
     check_memory(model, each, accumulates=way.accumulate > 1)
     assert bool(way.room) == bool(hooks_of(model).engine.store.ledger.promoted_bytes)
     rows = states(optimizer) | {name: value.clone() for name, value in model.state_dict().items()}
@@ -109,7 +102,7 @@ def as_emulated(
     if most_staging is not None:
         limit = mock.patch.object(beside, "MOST_STAGING_BYTES", most_staging)
     with runtime, limit, from_card_to_card(each, direct):
-        got = trained(each, on(way, CudaDevice(runtime)), profiles=True)
+        got = trained(each, on(way, CudaDevice(runtime)))
     assert (got.losses, got.norms) == (wanted.losses, wanted.norms)
     assert got.states.keys() == wanted.states.keys()
     for name, value in wanted.states.items():
