@@ -17,7 +17,8 @@ Match: TypeAlias = Callable[[str, Any], bool]
 """Told a parameter's name and the parameter (whatever the executor uses for one, hence `Any`)."""
 
 POLICIES = ("belady", "lru", "fifo", "static")
-STEPS = ("after_backward", "in_backward")
+IN_BACKWARD = "in_backward"
+STEPS = ("after_backward", IN_BACKWARD)
 
 
 class _ByName:
@@ -122,7 +123,7 @@ class TorchOptimizer:
     groups: tuple[Group, ...]
     kind: type
     settings: Mapping[str, Any]
-    """What the class is called with besides the parameters. (Any: each class has settings of its own.)"""
+    """The arguments of the class besides the parameters. (Any: each class has settings of its own.)"""
 
     def __init__(self, kind: type, /, *, groups: tuple[Group, ...] = (), **settings: Any) -> None:
         if not isinstance(kind, type):

@@ -140,7 +140,7 @@ class Program:
     nonmodel_overhead: float = field(default=0.0)
     """Added to every moment's non-model bytes, as a part of them (fragmentation)."""
     states: int = 2
-    """How many of `STATES` the optimizer has."""
+    """The number of `STATES` that the optimizer keeps for each parameter."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.states <= len(STATES):

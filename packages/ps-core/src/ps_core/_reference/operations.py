@@ -234,7 +234,7 @@ def _norm(process: Process, leg: Leg, op: Norm) -> None:
 
 
 _STEPPED = (Kind.P32, Kind.M, Kind.V)
-"""What a step of the optimizers here reads and writes."""
+"""The kinds that a step reads and writes: the master and the two moments of this reference's optimizers."""
 
 
 def _step(process: Process, leg: Leg, op: Step) -> None:

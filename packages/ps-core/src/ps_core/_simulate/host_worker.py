@@ -89,7 +89,7 @@ class HostWorker:
             self._now = then
 
     def _beside(self) -> tuple[float, float]:
-        """What copies take now, as a part of the worker's bandwidth, and when that changes."""
+        """Return the bandwidth that copies take now, as a part of the worker's, and the time at which that changes."""
         share, change = 0.0, math.inf
         for direction, copies in enumerate(self._copies):
             at = self._at[direction]

@@ -24,7 +24,7 @@ from ps_core._simulate.pieces import NOTES, Piece
 
 
 class Cause(StrEnum):
-    """What an idle accelerator waits for."""
+    """A reason why the accelerator is idle: the work that it waits for."""
 
     FETCH = "fetch"
     """A copy to it."""
@@ -58,7 +58,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """How long the device worked in one training step or several, and what it waited for."""
+    """The seconds that the device worked and was idle in one or several training steps, by cause."""
 
     steps: int
     seconds: float
@@ -127,7 +127,7 @@ def _causes(before: _Before, piece: Piece | None, reached: float, until: float) 
 
 
 class _Before:
-    """What pieces come after."""
+    """The pieces of work that each piece has to wait for."""
 
     def __init__(self, pieces: Sequence[Piece], segments: Sequence[Segment | None], homes: int) -> None:
         self._segments = segments

@@ -179,21 +179,21 @@ def _with_early_steps(timeline: Timeline, found: EarlySteps, step: Sequence[Pric
         _timed(priced, begin, until - begin, each)
         for priced, (begin, each), until in zip(passes, ran, begins[1:], strict=True)
     ]
-    every = [0.0] * len(last.segment.instrs)  # of what began within backward nobody asks
+    every = [0.0] * len(last.segment.instrs)  # zero for steps within backward, whose ends are not used
     for instr, end in zip(split.kept, ends, strict=True):
         every[instr.id] = end
     return [*timed, _timed(last, own, begins[0] - own, every)]
 
 
 class _Split:
-    """The step segment in two: what begins within the last pass, and the rest."""
+    """The step segment cut in two: steps that begin within the last pass, and the other instructions."""
 
     def __init__(self, steps: EarlySteps, step: Priced) -> None:
         seconds = step.work.seconds
         self.early: EarlySeconds = {behind: [(row, seconds[row.id]) for row in rows] for behind, rows in steps.items()}
         begun = {row.id for rows in steps.values() for row in rows}
         self.kept = [instr for instr in step.segment.instrs if instr.id not in begun]
-        """What is left."""
+        """The instructions that wait for the step segment."""
         places = {instr.id: place for place, instr in enumerate(self.kept)}
         rows = [replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in self.kept]
         self.rest, self.seconds = replace(step.segment, instrs=tuple(rows)), [seconds[row.id] for row in self.kept]

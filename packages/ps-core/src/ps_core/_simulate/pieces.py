@@ -65,7 +65,7 @@ class Piece:
 
 
 class Work(NamedTuple):
-    """What an instruction does, in words and bytes."""
+    """A description of an instruction: its name, its group and its bytes."""
 
     name: str
     group: str
@@ -130,7 +130,7 @@ class WorkNames:
 
 
 class PlannedPieces(NamedTuple):
-    """What a plan's simulation says of some segments in a row."""
+    """The simulated pieces of work of segments that follow each other."""
 
     pieces: list[Piece]
     segments: list[Segment]

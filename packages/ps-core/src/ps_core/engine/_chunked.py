@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
-from ps_core._options import Budget, Options, TorchOptimizer, check_unused, mark_used
+from ps_core._options import IN_BACKWARD, Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
 from ps_core._planner.policy import Policy
 from ps_core._planner.search import Setup
@@ -33,7 +33,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.kernel_rule import FIXED
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.rules import OptimizerRule, Spec, rule_of
-from ps_core.engine._optim.step_in_backward import IN_BACKWARD, check_step_option
+from ps_core.engine._optim.step_in_backward import check_step_option
 from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters

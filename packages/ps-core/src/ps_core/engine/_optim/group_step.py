@@ -90,7 +90,7 @@ def step_group(
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
     whole, kept = slice(0, numel), [master]
-    for kind in STATES[: group.states]:
+    for kind in STATES[: group.states]:  # a loop: before Python 3.12 a comprehension is a call for each group
         kept.append(slots[kind].flat(torch.float32, numel))
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     calls: list[Callable[[], object]] = []

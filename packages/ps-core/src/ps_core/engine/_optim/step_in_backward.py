@@ -13,12 +13,10 @@ from weakref import WeakMethod
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._options import Options
+from ps_core._options import IN_BACKWARD, Options
 from ps_core._program import Precision
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-
-IN_BACKWARD = "in_backward"
 
 
 class StepInBackward:
@@ -66,14 +64,17 @@ class StepInBackward:
     def check_step(self, settings: SettingsOf, max_norm: float | None) -> None:
         """Raise if gradients are to be clipped of which some were used, or if param groups were changed since."""
         if max_norm is not None:
-            raise InvalidInput("max_grad_norm was set, but Options(step='in_backward') has stepped groups already")
+            raise InvalidInput(
+                "max_grad_norm was set, but Options(step='in_backward') has stepped groups already: set "
+                "optimizer.max_grad_norm = None to go on; to clip, leave that option out"
+            )
         for group, used in self.groups.items():
             for record in group.tensors:
                 if settings(record) != used(record):
                     raise InvalidInput(
-                        f"the settings of {record.name!r} were changed between backward and optimizer.step(), and "
-                        f"Options(step='in_backward') has stepped its group with the old ones: "
-                        "change learning rates before backward, or leave that option out; to go on, set them back"
+                        f"the settings of {record.name!r} were changed between backward and optimizer.step(), but "
+                        "Options(step='in_backward') has stepped its group with the old ones: set them back to go on; "
+                        "change settings before backward, or leave that option out"
                     )
 
     def check_gradient(self, record: ParamState) -> None:

@@ -258,7 +258,7 @@ class ParamGroup:
     last_grad_moment: int = -1
     """Serial number of the last moment that brings gradients of the group."""
     states: int = 2
-    """How many of `STATES` the optimizer keeps."""
+    """The number of `STATES` that the optimizer keeps for each parameter."""
     gathered: bool = False
     """True if chunks hold one of ``ranks`` equal shards, and parameters are bound to a copy gathered from all ranks."""
     rank: int = 0
