@@ -123,7 +123,7 @@ def order() -> None:
             device.copy(Queue.H2D, part, source)
             arrived = device.record(Queue.H2D)
             device.wait(Queue.COMPUTE, arrived)
-            device.work(Queue.COMPUTE, "doubling", (part,), (part,))
+            device.declare_access(Queue.COMPUTE, "doubling", (part,), (part,))
             with torch.no_grad():
                 part.mul_(2)
             device.wait(Queue.D2H, device.record(Queue.COMPUTE))

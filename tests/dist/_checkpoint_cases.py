@@ -33,6 +33,7 @@ from ps_core import (
     Options,
     RanksDiverged,
     TierFailure,
+    TorchOptimizer,
 )
 from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, save_weights, statistics
 from ps_core.engine._checkpoint import atomic_folder as _folder
@@ -86,7 +87,7 @@ class Run:
             small = {"host": f"{120 * self.ranks}KiB", "disk": "256MiB", "disk_dir": tempfile.gettempdir()}
         self.model, self.optimizer = chunked(
             Net(),
-            AdamW(lr=1e-2, weight_decay=0.1) if rule == "adamw" else SGD(lr=0.1, momentum=0.9),
+            RULES[rule],
             device=CheckedDevice(name="emulated", check=True, seed=3) if device == "checked" else "cpu",
             budget=Budget(**{"host": "256MiB", **small}),
             precision=precision,
@@ -135,6 +136,13 @@ class Run:
 def digest(value: Tensor) -> str:
     plain = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     return f"{tuple(value.shape)} {blake2b(bytes(plain.tolist()), digest_size=8).hexdigest()}"
+
+
+RULES = {
+    "adamw": AdamW(lr=1e-2, weight_decay=0.1),
+    "sgd": SGD(lr=0.1, momentum=0.9),
+    "nadam": TorchOptimizer(torch.optim.NAdam, lr=1e-2),
+}
 
 
 @contextmanager

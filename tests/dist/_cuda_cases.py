@@ -56,7 +56,7 @@ def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
     """Some steps on this rank's parts of their batches, with an evaluation between."""
     before = each.statistics().wire_bytes
     model, optimizer = way.chunked(each, 1)
-    losses, norms = [], []
+    losses, norms = [], list[float | None]()
     for step in range(RISING if way.room else STEPS):
         parts = list(batches(step, each.mesh.size * way.accumulate))
         losses += passes(model, optimizer, parts[each.mesh.rank :: each.mesh.size], len(parts))

@@ -82,7 +82,10 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_homes(model: nn.Module, ranks: int, *, accumulates: bool) -> None:
-    """Over the ranks, 14 bytes a parameter in 16 bits (18 with accumulation) and 16 in fp32, with little padding."""
+    """Over the ranks, 14 bytes a parameter in 16 bits (18 with accumulation) and 16 in fp32, with little padding.
+
+    By AdamW; another optimizer's states are 4 bytes each.
+    """
     engine = hooks_of(model).engine
     for group in engine.groups:
         assert group.chunk_numel == group.shard_numel * ranks
@@ -91,7 +94,7 @@ def check_homes(model: nn.Module, ranks: int, *, accumulates: bool) -> None:
         if not group.trainable:
             each = group.dtype.itemsize
         elif group.weight is Kind.P32:
-            each = 16
+            each = 8 + 4 * group.states
         else:
-            each = 18 if accumulates else 14
+            each = (10 if accumulates else 6) + 4 * group.states
         assert sum(chunk.home.bytes for chunk in group.chunks.values()) == each * group.shard_numel, group.name

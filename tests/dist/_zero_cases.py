@@ -19,7 +19,7 @@ import ps_dist
 from _one_process import adds_like, check_homes, check_weights
 from _states import masters_of
 from checked_device.device import CheckedDevice
-from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, UnsupportedParameter
+from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, TorchOptimizer, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 
@@ -94,6 +94,8 @@ class Way:
         rules = {
             "adamw": AdamW(lr=1e-2, weight_decay=0.1, eps=self.eps, groups=groups),
             "sgd": SGD(lr=0.3, momentum=0.9, weight_decay=0.01, groups=groups),
+            "nadam": TorchOptimizer(torch.optim.NAdam, lr=1e-2, weight_decay=0.1, groups=groups),
+            "amsgrad": TorchOptimizer(torch.optim.AdamW, lr=1e-2, amsgrad=True, groups=groups),
         }
         return chunked(
             made(),

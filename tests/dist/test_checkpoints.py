@@ -24,7 +24,13 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @pytest.mark.parametrize(
     ("device", "precision", "rule"),
-    [("cpu", "fp32", "sgd"), ("checked", "bf16", "adamw"), ("cpu", "fp16", "adamw"), ("cpu, disk", "bf16", "adamw")],
+    [
+        ("cpu", "fp32", "sgd"),
+        ("checked", "bf16", "adamw"),
+        ("cpu", "fp16", "adamw"),
+        ("cpu, disk", "bf16", "adamw"),
+        ("checked", "bf16", "nadam"),
+    ],
 )
 def test_resumed_is_uninterrupted(two: Crew, tmp_path: Path, device: str, precision: str, rule: str) -> None:
     two.run(cases.resumes, tmp_path / "a", device, precision, rule)

@@ -17,9 +17,13 @@ MOST_ULPS = 4
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("device", "rule"), [("cpu", "sgd"), ("checked", "adamw")])
+@pytest.mark.parametrize(("device", "rule"), [("cpu", "sgd"), ("checked", "adamw"), ("checked", "nadam")])
 def test_two_ranks_are_one_process_bit_for_bit(two: Crew, device: str, precision: str, rule: str) -> None:
     two.run(cases.trains, Way(device=device, precision=precision, rule=rule), 2, True)
+
+
+def test_three_states_in_shards_over_a_disk(two: Crew, tmp_path: Path) -> None:
+    two.run(cases.trains, Way(device="disk", precision="bf16", rule="amsgrad", folder=str(tmp_path), room=16), 2, True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -79,10 +79,10 @@ class CheckedCuda(CudaDevice):
         self._launch(queue, "copy", (source,), (target,))
         super().copy(queue, target, source)
 
-    def work(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def declare_access(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         if queue is not Queue.COLL or threading.current_thread().name == LANE:  # else it only tells what is to come
             self._launch(queue, what, reads, writes)
-        super().work(queue, what, reads, writes)
+        super().declare_access(queue, what, reads, writes)
 
     def _launch(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         with self._check:

@@ -9,12 +9,14 @@ PyTorch's do for CUDA, where the runtime is made with ``device_thread=True``.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from random import Random
 from threading import RLock, current_thread, local
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -111,6 +113,19 @@ class FakeEvent:
     def synchronize(self) -> None:
         if not self.runtime.deaf:
             self.stream.catch_up(self.position)
+
+
+class TimingEvent(FakeEvent):
+    """Notes when its stream comes to it."""
+
+    time_s = math.nan
+
+    def record(self, stream: FakeStream) -> None:
+        stream.launch(self._note)
+        super().record(stream)
+
+    def _note(self) -> None:
+        self.time_s = perf_counter()
 
 
 class Allocator(TensorBytesTracker):
@@ -218,6 +233,16 @@ class FakeRuntime:
     def event(self) -> FakeEvent:
         self.events += 1
         return FakeEvent(self)
+
+    @property
+    def now_s(self) -> float:
+        return perf_counter()
+
+    def timing_event(self) -> TimingEvent:
+        return TimingEvent(self)
+
+    def elapsed_s(self, first: TimingEvent, second: TimingEvent) -> float:
+        return second.time_s - first.time_s
 
     def synchronize(self) -> None:
         for stream in self.streams:

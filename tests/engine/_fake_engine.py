@@ -13,9 +13,11 @@ import ps_kernels
 from ps_core._program import Kind
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
-from ps_core.engine._optim.clip_or_skip import clip_factor
+from ps_core.engine._optim.group_step import clip_factor
+from ps_core.engine._optim.kernel_rule import Settings, StepRule
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._optim.settings import Outcome, Settings, StepRule
+from ps_core.engine._optim.rules import rule_of
+from ps_core.engine._optim.settings import Outcome
 
 
 class FakeParameter(nn.Parameter):
@@ -41,10 +43,14 @@ class FakeRecord:
     name: str
     parameter: nn.Parameter
     steps: int = 0
+    scalars: tuple[tuple[str, float], ...] = ()
     gradient: torch.Tensor | None = None
     factor: float = 1.0
     assigned: bool = False
     states: dict[Kind, torch.Tensor] = field(default_factory=dict)
+
+    def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
+        self.steps, self.scalars = steps, scalars
 
     @property
     def shape(self) -> torch.Size:
@@ -73,7 +79,9 @@ class FakeEngine:
         self.steps: list[tuple[dict[str, Settings], float | None, float]] = []
 
     def optimizer(self, spec: object, max_grad_norm: float | None = None) -> ChunkedOptimizer:
-        return ChunkedOptimizer(self, self.records, spec, loss_scale=self.loss_scale, max_grad_norm=max_grad_norm)
+        return ChunkedOptimizer(
+            self, self.records, rule_of(spec), loss_scale=self.loss_scale, max_grad_norm=max_grad_norm
+        )
 
     def _take(self, parameter: FakeParameter) -> None:
         """What backward left, out of PyTorch's sight."""

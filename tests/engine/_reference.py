@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import ps_kernels
-from ps_core import SGD, Adam, AdamW, Options
+from ps_core import SGD, Adam, AdamW, Options, TorchOptimizer
 from ps_core._options import for_parameter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE, GROWTH_INTERVAL, BACKOFF = 2.0**16, 2000, 0.5
 CLIP_EPS = 1e-6
 SEED, GROUP_BYTES = 11, 2048
-Spec = Adam | AdamW | SGD
+Spec = Adam | AdamW | SGD | TorchOptimizer
+NAMES = {"step": "steps", "exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
+"""What is compared under another name than torch's."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class State:
     variance: Tensor
     gradient: Tensor | None = None
     steps: int = 0
+    torch: torch.optim.Optimizer | None = None
+    """Of a `TorchOptimizer`: PyTorch's own, of the master alone."""
 
     def collect(self, parameter: Tensor) -> None:
         """Take over the gradient of one backward pass; called by autograd."""
@@ -67,6 +71,7 @@ class Resident(torch.optim.Optimizer):
             each.parameter.register_post_accumulate_grad_hook(each.collect)
         super().__init__(_param_groups(states, spec), {})
         self._kind: type[Spec] = type(spec)
+        self._spec = spec
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale."""
@@ -100,6 +105,10 @@ class Resident(torch.optim.Optimizer):
     def _step_one(self, state: State, grad_scale: float) -> None:
         settings = next(group for group in self.param_groups if any(p is state.parameter for p in group["params"]))
         state.steps += 1
+        if isinstance(self._spec, TorchOptimizer):
+            self._step_by_torch(state, {key: value for key, value in settings.items() if key != "params"}, grad_scale)
+            state.parameter.copy_(state.master.view(state.parameter.shape))
+            return
         common = {"lr": settings["lr"], "weight_decay": settings["weight_decay"], "grad_scale": grad_scale}
         if self._kind is SGD:
             decay = settings["momentum"]
@@ -109,6 +118,16 @@ class Resident(torch.optim.Optimizer):
             numbers = {"step": state.steps, "beta1": beta1, "beta2": beta2, "eps": eps, "decoupled": decoupled}
             ps_kernels.adam_step(state.master, state.momentum, state.variance, state.gradient, **numbers, **common)
         state.parameter.copy_(state.master.view(state.parameter.shape))
+
+    def _step_by_torch(self, state: State, settings: dict[str, Any], grad_scale: float) -> None:
+        if state.torch is None:
+            made: Any = self._spec.kind
+            state.torch = made([state.master], **{**self._spec.settings, **settings})
+        assert state.gradient is not None
+        state.torch.param_groups[0].update(settings)
+        state.master.grad = state.gradient * grad_scale
+        state.torch.step()
+        state.master.grad = None
 
     def _adjust_scale(self, finite: bool) -> None:
         self.skipped += not finite
@@ -123,7 +142,13 @@ class Resident(torch.optim.Optimizer):
         found: dict[str, Tensor] = {}
         for each in self.states:
             flat = {"master": each.master}
-            if each.steps and self._kind is not SGD:
+            if each.torch is not None:
+                for key, value in each.torch.state[each.master].items():
+                    flat |= {NAMES.get(key, key): value} if value.dim() else {}
+                    found |= {} if value.dim() else {f"{each.name}/{NAMES.get(key, key)}": value.clone()}
+            elif isinstance(self._spec, TorchOptimizer):
+                assert not each.steps
+            elif each.steps and self._kind is not SGD:
                 flat |= {"momentum": each.momentum, "variance": each.variance}
                 found[f"{each.name}/steps"] = torch.tensor(float(each.steps))
             elif each.steps and any(group.get("momentum") for group in self.param_groups):
@@ -171,12 +196,7 @@ def _param_groups(states: list[State], spec: Spec) -> list[dict[str, Any]]:
     """Parameters with the same settings together, in the order of their first one."""
     groups: list[dict[str, Any]] = []
     for each in states:
-        chosen = for_parameter(spec, each.name, each.parameter)
-        values = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
-        if isinstance(chosen, SGD):
-            values["momentum"] = chosen.momentum
-        else:
-            values |= {"betas": chosen.betas, "eps": chosen.eps}
+        values = _settings(spec, each)
         for group in groups:
             if {key: group[key] for key in values} == values:
                 group["params"].append(each.parameter)
@@ -184,6 +204,17 @@ def _param_groups(states: list[State], spec: Spec) -> list[dict[str, Any]]:
         else:
             groups.append({"params": [each.parameter], **values})
     return groups
+
+
+def _settings(spec: Spec, state: State) -> dict[str, Any]:
+    if isinstance(spec, TorchOptimizer):
+        group = next((each for each in spec.groups if each.match(state.name, state.parameter)), None)
+        return {**spec.settings, **(group.overrides if group else {})}
+    chosen = for_parameter(spec, state.name, state.parameter)
+    values = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
+    if isinstance(chosen, SGD):
+        return values | {"momentum": chosen.momentum}
+    return values | {"betas": chosen.betas, "eps": chosen.eps}
 
 
 class Make(Protocol):

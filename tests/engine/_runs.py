@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from _budgets import near, record, this_test
-from _reference import SEED, Loop, Result, Settings, Spec, differences, plain
+from _reference import NAMES, SEED, Loop, Result, Settings, Spec, differences, plain
 from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, DoesNotFit, PatrickStarError
 from ps_core._units import align_up
@@ -67,14 +67,13 @@ def kept_by(names: dict[int, str], optimizer: Any) -> dict[str, Tensor]:
         return {}
     state = optimizer.state_dict(masters=True)
     every = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    kinds = {"step": "steps", "exp_avg": "momentum", "momentum_buffer": "momentum", "exp_avg_sq": "variance"}
     found = {}
     for index, entry in state["state"].items():
         if entry.get("step") == 0:  # filled up beside the master, for torch's optimizers; as if it were not there
             assert not any(bool(value.any()) for key, value in entry.items() if key != "master")
             entry = {"master": entry["master"]}
-        found |= {f"{every[index]}/{kinds.get(key, key)}": value for key, value in entry.items()}
-    return found
+        found |= {f"{every[index]}/{NAMES.get(key, key)}": value for key, value in entry.items()}
+    return found | {f"{every[index]}/master": master for index, master in state.get("masters", {}).items()}
 
 
 def tightest(attempt: Callable[[int], T], rounds: int = ROUNDS, name: str = "", floor: int = 0) -> tuple[int, T]:

@@ -27,6 +27,10 @@ from _fake_cuda import Allocator, FakeEvent, FakeRuntime, FakeStream
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._devices.cuda.timer import CudaTimer
+from ps_core.engine._devices.device import Mark
+from ps_core.engine._devices.disk.file import FileExtent
+from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
 from ps_core.engine._tracing.op_costs import amounts_of
 
 FREE = ("gradient of", "poison", "saved", "offloaded")
@@ -128,7 +132,8 @@ class TimedRuntime(FakeRuntime):
         when, left = begin, size_bytes
         for cut in [*cuts, float("inf")]:
             taken = sum(rate for first, last, rate in copies if first <= when < last)
-            rate = max(self.machine.host_bandwidth - taken, self.machine.host_bandwidth / 4)
+            left_over = self.machine.host_memory_bandwidth - taken
+            rate = min(self.machine.host_bandwidth, max(left_over, self.machine.host_bandwidth / 4))
             if when + left / rate <= cut:
                 return when + left / rate
             left -= (cut - when) * rate
@@ -160,6 +165,13 @@ class TimedRuntime(FakeRuntime):
         self.events += 1
         return TimedEvent(self)
 
+    def timing_event(self) -> TimedEvent:  # type: ignore[override]
+        return self.event()
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        seconds: float = second.time_s - first.time_s
+        return seconds
+
     def synchronize(self) -> None:
         super().synchronize()
         self.host_waits(max([self.compute.free_s, *(stream.free_s for stream in self.streams)]))  # type: ignore[attr-defined]
@@ -178,7 +190,10 @@ class TimedWorker:
         return self._last is not None and not self._last.done
 
     def wait(self, event: Any) -> None:
-        if event.raw is not None:
+        if isinstance(event, TimedDiskEvent):
+            event.happens()
+            self._after_s = max(self._after_s, event.time_s)
+        elif event.raw is not None:
             event.raw.stream.catch_up(event.raw.position)
             self._after_s = max(self._after_s, event.raw.time_s)
 
@@ -194,6 +209,11 @@ class TimedWorker:
         self._last = TimedWork(self._runtime, what, size, ready, self._last)
         work()
         return self._last
+
+    def mark(self) -> Mark:
+        """When work that is launched now can begin."""
+        ready, last = max(self._after_s, self._runtime.now_s), self._last
+        return lambda: max(ready, 0.0 if last is None else last.end_s(final=True))
 
     def synchronize(self) -> None:
         if self._last is not None:
@@ -234,8 +254,44 @@ class TimedWork:
         self._runtime.host_waits(self.end_s(final=True))
 
 
+@dataclass(frozen=True, slots=True)
+class TimedDiskEvent(DiskEvent):
+    """Knows when what is before it is done."""
+
+    runtime: TimedRuntime
+    time_s: float
+
+    @property
+    def done(self) -> bool:
+        return self.time_s <= self.runtime.now_s
+
+    def block(self) -> None:
+        self.runtime.host_waits(self.time_s)
+        self.happens()
+
+    def happens(self) -> None:
+        """Wait for the file, which has no part in the clock's time."""
+        if self.job is not None:
+            self.job.done.wait()
+
+
+class VirtualTimer(CudaTimer):
+    """Notes virtual times of the host and of the worker too."""
+
+    def mark(self, queue: Queue) -> Mark:
+        if queue is not Queue.CPU:
+            return super().mark(queue)
+        runtime: Any = self._runtime
+        now: float = runtime.now_s
+        return lambda: now
+
+    def mark_worker(self) -> Mark:
+        worker: Any = self._worker
+        return worker.mark()  # type: ignore[no-any-return]
+
+
 class TimedDevice(CudaDevice):
-    """Prices copies, and work on memory."""
+    """Prices copies, transfers of the disk, and work on memory."""
 
     def __init__(self, runtime: TimedRuntime) -> None:
         self._timed = runtime
@@ -243,16 +299,42 @@ class TimedDevice(CudaDevice):
         self._worker = TimedWorker(runtime)  # type: ignore[assignment]
         self.moments_s: list[float] = []
         """When each moment began on the device."""
+        self._disk_free_s = dict.fromkeys(DISK_QUEUES, 0.0)
+        """When each of the disk's two queues is free, with all that it waits for."""
 
     @property
     def machine(self) -> Machine:
         return self._timed.machine
 
+    def timer(self) -> VirtualTimer:
+        return VirtualTimer(self._timed, self._stream, self._timing_events, self._disk, self._worker)
+
     def wait(self, queue: Queue, event: Any) -> None:
-        if isinstance(event, TimedWork):
-            event.block()
-        else:
+        if queue in DISK_QUEUES:
+            self._disk_free_s[queue] = max(self._disk_free_s[queue], _end_s(event))
+        if not isinstance(event, TimedWork):
             super().wait(queue, event)
+        elif queue not in DISK_QUEUES:
+            event.block()
+
+    def record(self, queue: Queue) -> Any:
+        event = super().record(queue)
+        if not isinstance(event, DiskEvent):
+            return event
+        return TimedDiskEvent(event.queue, event.job, event.check, self._timed, self._disk_free_s[queue])
+
+    def read(self, target: Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
+        super().read(target, place, start, lost)
+        self._transfer(Queue.DISK_R, target.nbytes / self._timed.machine.disk_read_bandwidth)
+
+    def write(self, place: FileExtent, start: int, source: Tensor) -> None:
+        super().write(place, start, source)
+        self._transfer(Queue.DISK_W, source.nbytes / self._timed.machine.disk_write_bandwidth)
+
+    def _transfer(self, queue: Queue, seconds: float) -> None:
+        begin = max(self._disk_free_s[queue], self._timed.now_s)
+        self._disk_free_s[queue] = begin + seconds + self._timed.machine.latency_s
+        self._timed.note(queue.name, "transfer", begin, self._disk_free_s[queue])
 
     def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
         machine = self._timed.machine
@@ -261,8 +343,8 @@ class TimedDevice(CudaDevice):
         stream.take(source.nbytes / rate + machine.latency_s, queue.name)
         super().copy(queue, target, source)
 
-    def work(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        super().work(queue, what, reads, writes)
+    def declare_access(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        super().declare_access(queue, what, reads, writes)
         machine, size = self._timed.machine, sum(each.nbytes for each in (*reads, *writes))
         if what.startswith(PRICED):
             if queue is Queue.CPU:
@@ -272,3 +354,12 @@ class TimedDevice(CudaDevice):
         elif queue is Queue.COMPUTE and not what.startswith(FREE):
             self.moments_s.append(max(self._timed.compute.free_s, self._timed.now_s))
             self._timed.compute.take(machine.moment_overhead_s, what)
+
+
+def _end_s(event: Any) -> float:
+    """When everything is over that a queue of the disk waits for."""
+    if isinstance(event, TimedWork):
+        return event.end_s(final=True)
+    if isinstance(event, TimedDiskEvent):
+        return event.time_s
+    return 0.0 if event.raw is None else event.raw.time_s

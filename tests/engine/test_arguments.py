@@ -17,7 +17,7 @@ MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"optimizer": MODEL_SGD}, r"SGD\(...\) of ps_core, or None; found torch.optim.sgd.SGD"),
+        ({"optimizer": MODEL_SGD}, r"found torch.optim.sgd.SGD; try: TorchOptimizer\(torch.optim.sgd.SGD, lr=...\)"),
         ({"optimizer": torch.optim.AdamW}, "or None; found torch.optim.adamw.AdamW"),
         ({"optimizer": AdamW}, r"or None; found the class AdamW, not yet called: AdamW\(\)"),
         ({"optimizer": "adamw"}, "or None; found 'adamw'"),

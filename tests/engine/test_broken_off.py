@@ -67,9 +67,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Once:
     """In the way of each group's step."""
     once, plain = Once(MemoryError("no more")), on_demand_step.step_group
 
-    def beside(*args: Any) -> None:
+    def beside(*args: Any, **named: Any) -> None:
         once()
-        plain(*args)
+        plain(*args, **named)
 
     monkeypatch.setattr(on_demand_step, "step_group", beside)
     monkeypatch.setattr(instruction_executor, "step_group", beside)

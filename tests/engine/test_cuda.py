@@ -152,16 +152,16 @@ def test_a_stream_that_the_user_changes_waits_for_the_one_before() -> None:
     device = CudaDevice(runtime)
     other = runtime.stream()
     order: list[str] = []
-    device.work(Queue.COMPUTE, "before", (), ())
+    device.declare_access(Queue.COMPUTE, "before", (), ())
     runtime.compute.todo.append(lambda: order.append("old"))  # something slow
     with runtime.using(other):
-        device.work(Queue.COMPUTE, "after", (), ())
+        device.declare_access(Queue.COMPUTE, "after", (), ())
         other.launch(lambda: order.append("new"))
     other.catch_up(other.end)
     assert order == ["old", "new"]
     with runtime.using(other):
         before = other.end
-        device.work(Queue.COMPUTE, "again", (), ())
+        device.declare_access(Queue.COMPUTE, "again", (), ())
     assert other.end == before, "the stream is no other than before"
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock
-from time import sleep
 from typing import Any
 
 import pytest
@@ -446,32 +442,6 @@ def test_what_a_fake_operator_keeps_quiet_about() -> None:
     with pytest.raises(CannotTrace, match=r"what aten\.mkldnn_rnn_layer keeps for backward has no size in a fake pass"):
         trace(model, x)
     assert len(trace(model, x, training=False).moments) == 1
-
-
-def test_one_fake_pass_runs_at_a_time() -> None:
-    """Modes that two threads leave in the order in which they entered turn ``torch.compile`` off for good."""
-    alone = Lock()
-
-    class Alone(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with acquired(alone):
-                sleep(0.05)
-                return super().forward(x).sum()
-
-    def run(_: int) -> Trace:
-        return trace(Alone(2, 2), torch.ones(1, 2))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(len(each.moments) == 2 for each in pool.map(run, range(4)))
-
-
-@contextmanager
-def acquired(lock: Lock) -> Iterator[None]:
-    assert lock.acquire(blocking=False), "another thread is in a fake pass"
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def test_wrapper_subclasses_are_named() -> None:

@@ -128,10 +128,10 @@ class Device(CheckedDevice):
         self.launches.add(queue)
         super().copy(queue, target, source)
 
-    def work(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def declare_access(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Work, and remember where."""
         self.launches.add(queue)
-        super().work(queue, what, reads, writes)
+        super().declare_access(queue, what, reads, writes)
 
     def wait(self, queue: Queue, event: Event) -> None:
         """Wait, and remember who waited for whom."""

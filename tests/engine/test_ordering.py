@@ -132,7 +132,7 @@ class Runner:
         if op.kind == "copy":
             self.device.copy(op.queue, writes[0], reads[0])
         elif op.kind == "work":
-            self.device.work(op.queue, f"work {at}", reads, writes)
+            self.device.declare_access(op.queue, f"work {at}", reads, writes)
             total = sum(int(each.sum()) for each in reads)
             for each in writes:
                 each.fill_((total * 3 + at) % 251)
@@ -251,15 +251,15 @@ def test_a_read_of_the_whole_replaces_earlier_reads_of_parts() -> None:
 def test_launching_comes_after_the_host_and_the_host_after_waiting(queue: Queue) -> None:
     device = CheckedDevice(check=True)
     memory, other = device.arena(64), device.host(64)
-    device.work(Queue.CPU, "fill", [], [other])
+    device.declare_access(Queue.CPU, "fill", [], [other])
     device.copy(queue, memory, other)
     with pytest.raises(PlanMismatch, match=rf"CPU has waited for an event recorded on {queue.name}"):
-        device.work(Queue.CPU, "read", [memory], [])
+        device.declare_access(Queue.CPU, "read", [memory], [])
     device.wait(Queue.CPU, device.record(queue))
-    device.work(Queue.CPU, "read", [memory], [])
+    device.declare_access(Queue.CPU, "read", [memory], [])
     device.copy(queue, memory, other)
     device.synchronize()
-    device.work(Queue.CPU, "read", [memory], [other])
+    device.declare_access(Queue.CPU, "read", [memory], [other])
 
 
 def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
@@ -277,7 +277,7 @@ def test_waiting_takes_in_what_the_other_had_waited_for() -> None:
 def test_a_write_waits_for_every_reader(waited: Queue, forgotten: Queue) -> None:
     device = CheckedDevice(check=True)
     memory, other = device.arena(64), device.host(64)
-    device.work(Queue.COMPUTE, "forward", [memory], [])
+    device.declare_access(Queue.COMPUTE, "forward", [memory], [])
     device.copy(Queue.D2H, other, memory)
     device.wait(Queue.H2D, device.record(waited))
     with pytest.raises(
@@ -293,4 +293,4 @@ def test_an_event_does_not_cover_what_is_launched_after_it() -> None:
     device.copy(Queue.H2D, memory, other)
     device.wait(Queue.COMPUTE, event)
     with pytest.raises(PlanMismatch, match="waited for H2D up to operation 0"):
-        device.work(Queue.COMPUTE, "forward", [memory], [])
+        device.declare_access(Queue.COMPUTE, "forward", [memory], [])

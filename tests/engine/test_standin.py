@@ -89,7 +89,7 @@ class Training:
 
     def work(self, queue: Queue, what: str, reads: list[Slot], writes: list[Slot], body: Callable[[], object]) -> None:
         self.wait(queue, reads, writes)
-        self.device.work(queue, what, [each.memory for each in reads], [each.memory for each in writes])
+        self.device.declare_access(queue, what, [each.memory for each in reads], [each.memory for each in writes])
         body()
         self.done(queue, reads, writes)
 
@@ -248,7 +248,7 @@ def test_a_message_teaches() -> None:
     device.copy(Queue.H2D, arena[128:640], host)
     device.record(Queue.H2D)
     with pytest.raises(PlanMismatch) as caught:
-        device.work(Queue.COMPUTE, "forward of layer 3", [arena[256:512]], [])
+        device.declare_access(Queue.COMPUTE, "forward of layer 3", [arena[256:512]], [])
     assert str(caught.value).splitlines() == [
         "unordered: 'forward of layer 3' (operation 1 on COMPUTE) reads arena 0 [256:512] while 'copy' (operation 1 on "
         "H2D), launched earlier, perhaps still writes arena 0 [128:640]; both touch arena 0 [256:512]",
@@ -311,7 +311,7 @@ def test_what_is_remembered_does_not_grow() -> None:
         elif queue is Queue.D2H:
             device.copy(queue, host[part], arena[part])
         else:
-            device.work(queue, "use", [host[part]], [arena[part]] if queue is Queue.COMPUTE else [])
+            device.declare_access(queue, "use", [host[part]], [arena[part]] if queue is Queue.COMPUTE else [])
         if step % 1000 == 999:
             largest.append(len(history))
     assert 64 < max(largest) <= 64 * 2 * 4 * 2  # slots, memories, parts of a slot, a writer and a reader
@@ -323,36 +323,36 @@ def test_memory_that_is_given_back_is_forgotten() -> None:
     arena = device.arena(1 << 16)
     for _ in range(200):
         loose = torch.ones(1 << 12)  # the allocator gives the same address again and again
-        device.work(Queue.COMPUTE, "make a gradient", [], [loose])
+        device.declare_access(Queue.COMPUTE, "make a gradient", [], [loose])
         device.copy(Queue.COMPUTE, arena[: loose.nbytes], loose.view(torch.uint8))
         del loose
         on_host = torch.ones(1 << 12)
-        device.work(Queue.CPU, "use something else", [], [on_host])
+        device.declare_access(Queue.CPU, "use something else", [], [on_host])
         del on_host
     gc.collect()
-    device.work(Queue.COMPUTE, "tidy up", [], [])
+    device.declare_access(Queue.COMPUTE, "tidy up", [], [])
     assert len(device._ordering.history) == 1  # type: ignore[union-attr]
 
 
 def test_loose_memory_is_checked_while_it_lives() -> None:
     device, loose = CheckedDevice(check=True), torch.ones(8)
-    device.work(Queue.COMPUTE, "make a gradient", [], [loose])
+    device.declare_access(Queue.COMPUTE, "make a gradient", [], [loose])
     with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[4:12\] while 'make a gradient'"):
-        device.work(Queue.CPU, "read it", [loose[1:3]], [])
+        device.declare_access(Queue.CPU, "read it", [loose[1:3]], [])
     with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[0:28\]"):
-        device.work(Queue.CPU, "read every second element", [loose[0:7:2]], [])
+        device.declare_access(Queue.CPU, "read every second element", [loose[0:7:2]], [])
 
 
 def test_an_alias_that_is_seen_before_the_whole() -> None:
     device, loose = CheckedDevice(check=True), torch.ones(64)
     alias = torch.utils.dlpack.from_dlpack(loose[:16])
-    device.work(Queue.COMPUTE, "use an alias", [alias], [])
-    device.work(Queue.COMPUTE, "use the rest", [], [loose[32:]])
+    device.declare_access(Queue.COMPUTE, "use an alias", [alias], [])
+    device.declare_access(Queue.COMPUTE, "use the rest", [], [loose[32:]])
     with pytest.raises(PlanMismatch, match=r"reads tensor \d+ \[128:256\]"):
-        device.work(Queue.CPU, "read the rest", [loose[32:]], [])
+        device.declare_access(Queue.CPU, "read the rest", [loose[32:]], [])
     del alias, loose
     gc.collect()
-    device.work(Queue.COMPUTE, "tidy up", [], [])
+    device.declare_access(Queue.COMPUTE, "tidy up", [], [])
     assert device._places._starts == []
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -18,9 +21,11 @@ from _cases import finish, next_token, rows, square, tokens
 from _fake_cuda import FakeRuntime
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, chunked_model, managed
-from ps_core import SGD, Budget, InvalidInput
+from ps_core import SGD, Budget, InvalidInput, Trace
 from ps_core.engine import materialized
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._tracing import fake_isolation
+from ps_core.engine._tracing.fake_trace import trace
 
 WAIT_S = 60
 
@@ -223,3 +228,74 @@ def test_a_backward_pass_that_fails_leaves_its_thread(device: str) -> None:
             square(model, *rows(index)).backward()
             finish(optimizer)
             del error
+
+
+def test_one_fake_pass_runs_at_a_time() -> None:
+    """Modes that two threads leave in the order in which they entered turn ``torch.compile`` off for good."""
+    alone = threading.Lock()
+
+    class Alone(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with acquired(alone):
+                time.sleep(0.05)
+                return super().forward(x).sum()
+
+    def run(_: int) -> Trace:
+        return trace(Alone(2, 2), torch.ones(1, 2))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(len(each.moments) == 2 for each in pool.map(run, range(4)))
+
+
+def test_a_model_that_waits_for_the_first_pass_of_another_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one gives up its estimate, and runs on demand."""
+    monkeypatch.setattr(fake_isolation, "WAIT_S", 0.1)
+    told: list[float] = []
+
+    class Judged(nn.Module):
+        def __init__(self, judge: Callable[[], Tensor] | None) -> None:
+            super().__init__()
+            self.layers, self.judge = models.stack(4), judge
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.judge is not None:
+                told.append(on_a_thread(self.judge).item())
+            return self.layers(x).square().mean()
+
+    with chunked_model(Judged(None), budget=Budget(device="200KiB", host=HOST)) as (judge, _):
+        asked = partial(judge, *rows(1))
+        with chunked_model(Judged(asked), budget=Budget(device="200KiB", host=HOST)) as (model, optimizer):
+            model(*rows(0)).backward()
+            finish(optimizer)
+    assert len(set(told)) == 1
+
+
+def test_a_process_forked_amid_another_threads_fake_pass_runs_its_own() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert over.wait(WAIT_S)
+            return super().forward(x).sum()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(trace, Slow(2, 2), torch.ones(1, 2))
+        assert inside.wait(WAIT_S)
+        child = os.fork()
+        if not child:
+            signal.alarm(WAIT_S)  # ends it where it waits for ever
+            over.set()
+            os._exit(len(trace(Slow(2, 2), torch.ones(1, 2)).moments))
+        over.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        running.result()
+
+
+@contextmanager
+def acquired(lock: threading.Lock) -> Iterator[None]:
+    assert lock.acquire(blocking=False), "another thread is in a fake pass"
+    try:
+        yield
+    finally:
+        lock.release()

@@ -17,10 +17,11 @@ from torch.nn import functional
 from _models import VOCABULARY, Language
 from _runs import HOST
 from _virtual_clock import TimedDevice, TimedRuntime
-from ps_core import AdamW, Budget, Options
+from ps_core import AdamW, Budget, Machine, Options
+from ps_core._plan import Queue
 from ps_core._simulate.clock import Prediction
 from ps_core._simulate.machine import MACHINES
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import Profile, chunked, profiled, release, statistics
 
 ROWS, LENGTH, STEPS = 4, 8, 6
 _SMALLER = ROWS * LENGTH / 8192
@@ -41,6 +42,8 @@ class Timed(NamedTuple):
     step_s: float
     busy_s: dict[str, float]
     predicted: Prediction
+    profile: Profile
+    """Of the last three steps."""
 
 
 class Learner(Language):
@@ -54,6 +57,10 @@ def tokens(index: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(index))
 
 
+def over_disk(folder: Path, device: str, host: str, disk: str) -> Budget:
+    return Budget(device=device, host=host, disk=disk, disk_dir=str(folder))
+
+
 def train(
     folder: Path,
     budget: str,
@@ -62,13 +69,15 @@ def train(
     micro_batches: int = 1,
     clip: float | None = 1.0,
     step: str = "after_backward",
+    machine: Machine = MACHINE,
+    disk: tuple[str, str] | None = None,
 ) -> Timed:
     """Train a language model that recomputes its blocks; the last step is timed from first moment to first moment."""
     torch.manual_seed(0)
     model: Any = Learner(layers=8, checkpointing=True)
     file = folder / "machine.toml"
-    file.write_text(MACHINE.to_toml(), "utf-8")
-    runtime = TimedRuntime(MACHINE)
+    file.write_text(machine.to_toml(), "utf-8")
+    runtime = TimedRuntime(machine)
     device = TimedDevice(runtime)
     firsts = []
     with runtime:
@@ -76,18 +85,24 @@ def train(
             model,
             AdamW(lr=1e-2),
             precision=precision,
-            budget=Budget(device=budget, host=HOST),
+            budget=Budget(device=budget, host=HOST) if disk is None else over_disk(folder, budget, *disk),
             device=device,
             accumulation_steps=micro_batches,
             max_grad_norm=clip,
             options=Options(group_bytes=8192, machine=str(file), step=step),
         )
-        for index in range(STEPS):
-            firsts.append(len(device.moments_s))
-            for micro in range(micro_batches):
-                optimizer.scale(model(tokens(index * micro_batches + micro))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def train_steps(indices: range) -> None:
+            for index in indices:
+                firsts.append(len(device.moments_s))
+                for micro in range(micro_batches):
+                    optimizer.scale(model(tokens(index * micro_batches + micro))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train_steps(range(STEPS - 3))
+        with profiled(model) as profile:
+            train_steps(range(STEPS - 3, STEPS))
         found = statistics(model)
         assert found.planned_passes >= (STEPS - 1) * micro_batches
         predicted = model.table.weight._owner.passes.scheduler.planned.prediction
@@ -97,38 +112,87 @@ def train(
     for each in runtime.timeline:
         if begin <= each.begin < end:
             busy[each.queue] = busy.get(each.queue, 0.0) + each.end - each.begin
-    return Timed(end - begin, busy, predicted)
+    return Timed(end - begin, busy, predicted, profile)
 
 
-CASES = [
-    ("bf16", 1, 1.0, 0.002),
-    ("bf16", 1, None, 0.002),
-    ("fp16", 1, 1.0, 0.002),
-    ("bf16", 3, 1.0, 0.025),
-    ("fp32", 1, 1.0, 0.01),
-    ("fp32", 2, None, 0.01),
-]
-"""Precision, micro-batches, clipping, and how near the two must be.
-
-The last three have gradients added up in the host's memory, by the worker, beside copies.
-"""
+CASES = [("bf16", 1, 1.0), ("bf16", 1, None), ("fp16", 1, 1.0), ("bf16", 3, 1.0), ("fp32", 1, 1.0), ("fp32", 2, None)]
+"""Precision, micro-batches, clipping. The last three have gradients added up in the host's memory, beside copies."""
+NEAR = 0.001
+"""How near engine and simulator must be."""
 
 
 @pytest.mark.parametrize("budget_kib", [64, 160, 2048])
-@pytest.mark.parametrize(("precision", "micro_batches", "clip", "near"), CASES)
+@pytest.mark.parametrize(("precision", "micro_batches", "clip"), CASES)
 def test_a_step_takes_what_was_predicted(
-    budget_kib: int, precision: str, micro_batches: int, clip: float | None, near: float, tmp_path: Path
+    budget_kib: int, precision: str, micro_batches: int, clip: float | None, tmp_path: Path
 ) -> None:
     """The last budget holds everything, so nothing moves."""
     kib = budget_kib * (2 if precision == "fp32" else 1)
     got = train(tmp_path, f"{kib}KiB", precision=precision, micro_batches=micro_batches, clip=clip)
     predicted = got.predicted
-    assert got.step_s == pytest.approx(predicted.step_time_s, rel=near)
-    assert got.step_s - got.busy_s["compute"] == pytest.approx(predicted.stalled_s, abs=near * got.step_s)
+    assert got.step_s == pytest.approx(predicted.step_time_s, rel=NEAR)
+    assert got.step_s - got.busy_s["compute"] == pytest.approx(predicted.stalled_s, abs=NEAR * got.step_s)
     moves = {"copies 0": "host->device", "copies 1": "device->host"}
     for ours, theirs in {"compute": "compute", **moves}.items():
-        assert got.busy_s.get(ours, 0.0) == pytest.approx(predicted.busy_s[theirs], rel=0.01)
+        assert got.busy_s.get(ours, 0.0) == pytest.approx(predicted.busy_s[theirs], rel=NEAR)
     assert (got.busy_s.keys() == {"compute"}) is (budget_kib == 2048)
+    check_profile(got, NEAR)
+
+
+def check_profile(got: Timed, near: float) -> None:
+    """The step but one of the profile is the one that was timed."""
+    measured, planned = got.profile.summary(1), got.profile.summary(1, planned=True)
+    idle_s = sum(measured.idle_s.values())
+    assert measured.seconds == pytest.approx(got.step_s, rel=1e-9)
+    assert measured.busy_s == pytest.approx(got.busy_s["compute"], rel=1e-9)
+    assert idle_s == pytest.approx(measured.seconds - measured.busy_s, rel=1e-9, abs=1e-9 * got.step_s)
+    assert idle_s == pytest.approx(got.predicted.stalled_s, abs=near * got.step_s)
+    assert planned.seconds == pytest.approx(got.predicted.step_time_s, rel=1e-6)
+    assert measured.idle_s == pytest.approx(planned.idle_s, abs=near * got.step_s)
+    assert same_work(got.profile)
+
+
+def same_work(profile: Profile) -> bool:
+    """The plan's rows have the work of the measured ones, in its order; nothing else was done."""
+    rows: list[dict[Queue, list[str]]] = []
+    for pieces in (profile.measured, profile.planned):
+        rows.append({})
+        for piece in pieces:
+            rows[-1].setdefault(piece.queue, []).append(piece.name)
+    assert rows[0].keys() == rows[1].keys()
+    return rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("budget_kib", [64, 160])
+@pytest.mark.parametrize(("precision", "micro_batches"), [("bf16", 1), ("bf16", 3)])
+def test_memory_may_give_more_than_its_cores_take(
+    budget_kib: int, precision: str, micro_batches: int, tmp_path: Path
+) -> None:
+    few_cores = replace(MACHINE, host_bandwidth=MACHINE.host_bandwidth / 4, host_dram_bandwidth=MACHINE.host_bandwidth)
+    got, narrow = (
+        train(tmp_path, f"{budget_kib}KiB", precision=precision, micro_batches=micro_batches, machine=each)
+        for each in (few_cores, replace(few_cores, host_dram_bandwidth=0.0))
+    )
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=4 * NEAR)
+    assert got.step_s < narrow.step_s
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches", "device_kib", "host_kib"),
+    [("bf16", 1, 160, 400), ("bf16", 1, 64, 320), ("bf16", 3, 160, 400), ("fp32", 1, 160, 500)],
+)
+def test_steps_over_a_disk(precision: str, micro_batches: int, device_kib: int, host_kib: int, tmp_path: Path) -> None:
+    got = train(
+        tmp_path,
+        f"{device_kib}KiB",
+        precision=precision,
+        micro_batches=micro_batches,
+        disk=(f"{host_kib}KiB", "8MiB"),
+    )
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=10 * NEAR)
+    for ours, theirs in {"DISK_R": "disk->host", "DISK_W": "host->disk"}.items():
+        assert got.busy_s[ours] == pytest.approx(got.predicted.busy_s[theirs], rel=10 * NEAR)
+        assert got.busy_s[ours] > 0
 
 
 def test_streams_the_host_and_its_memory_by_hand() -> None:

@@ -6,6 +6,7 @@ With ``PS_FAKE_CUDA=1`` a device that the CPU plays stands in, which shows that 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 import _on_cuda as on
 from _states import masters_of
-from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
-from ps_core.engine import chunked, materialized, release, statistics
+from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options, TorchOptimizer
+from ps_core._plan import Queue
+from ps_core.engine import chunked, materialized, profiled, release, statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,6 +69,18 @@ def test_where_things_lie_changes_no_bit(precision: str, checkpointing: bool, mi
     assert roomy.on_device >= between.on_device >= tight.on_device
     assert roomy.on_device > tight.on_device, "with room the states are on the device, and it steps them"
     assert roomy.losses[-1] < roomy.losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "ASGD", "Rprop"])
+def test_optimizers_of_pytorch_on_either_tier(name: str, precision: str) -> None:
+    """A card may round their operations otherwise than the CPU does."""
+    spec = TorchOptimizer(getattr(torch.optim, name), lr=1e-3)
+    sizes = (ROOMY, on.tight(precision))
+    roomy, tight = (on.train(spec, size, precision=precision, max_grad_norm=0.5) for size in sizes)
+    assert roomy.on_device > tight.on_device
+    assert tight.losses == pytest.approx(roomy.losses, rel=1e-5 if precision == "fp32" else 1e-2)
+    assert not (on.FAKE and roomy.differs(tight))
 
 
 @pytest.mark.parametrize("roomy", [True, False])
@@ -275,3 +289,21 @@ def test_evaluation_and_generation_between_steps() -> None:
             with torch.no_grad():
                 assert torch.isfinite(model(on.batch(100 + index, rows=2)))
     assert losses == expected.losses
+
+
+def test_times_of_a_profile_are_within_its_block() -> None:
+    """Times of streams, by events, and of the worker's thread are of one clock."""
+    with on.managed(on.Model(), ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
+        for index in range(2):
+            on.train_step(model, optimizer, index)
+        before, began = statistics(model).moved_bytes["host->device"], time.perf_counter()
+        with profiled(model) as profile:
+            for index in range(2):
+                on.train_step(model, optimizer, index)
+        whole = time.perf_counter() - began
+        moved = statistics(model).moved_bytes["host->device"] - before
+    assert sum(piece.bytes for piece in profile.measured if piece.queue is Queue.H2D) == moved > 0
+    assert min(piece.begin_s for piece in profile.measured) >= 0
+    assert max(piece.end_s for piece in profile.measured) <= whole
+    found = profile.summary()
+    assert sum(found.idle_s.values()) == pytest.approx(found.seconds - found.busy_s)

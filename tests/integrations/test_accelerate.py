@@ -45,6 +45,10 @@ def optimizer_for(model: Any, kind: str) -> Any:
     if kind == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    if kind == "RMSprop":
+        return torch.optim.RMSprop([{**groups[0], "alpha": 0.9}, groups[1]], lr=0.01, momentum=0.9)
+    if kind == "amsgrad":
+        return torch.optim.AdamW(groups, lr=0.01, amsgrad=True, foreach=False)
     if kind == "decoupled Adam":
         return torch.optim.Adam(groups, lr=0.01, fused=True, decoupled_weight_decay=True)
     return torch.optim.AdamW(groups, lr=0.01, fused=True)
@@ -76,7 +80,7 @@ def run(accelerator: Any, kind: str, accumulation: int) -> tuple[list[tuple[floa
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "decoupled Adam"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "decoupled Adam", "RMSprop", "amsgrad"])
 def test_the_same_bits_as_accelerate(kind: str, accumulation: int) -> None:
     told = {"gradient_accumulation_steps": accumulation}
     expected, plain = run(accelerate.Accelerator(cpu=True, **told), kind, accumulation)
@@ -127,8 +131,12 @@ def test_what_is_refused() -> None:
     model = llama()
     with pytest.raises(InvalidInput, match=r"1 models and 0 optimizers .* hand model and optimizer to one prepare"):
         ours().prepare(model)
-    with pytest.raises(InvalidInput, match="param_groups\\[0\\]\\['amsgrad'\\] is True"):
-        ours().prepare(model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+    with pytest.raises(InvalidInput, match=r"param_groups\[0\]\['differentiable'\] is True"):
+        ours().prepare(model, torch.optim.RMSprop(model.parameters(), differentiable=True))
+    with pytest.raises(
+        InvalidInput, match=r"torch\.optim\.Adafactor cannot be managed: its state 'row_var' has neither"
+    ):
+        ours().prepare(model, torch.optim.Adafactor(model.parameters()))
     with pytest.raises(InvalidInput, match="requires a gradient, but the optimizer does not have it"):
         ours().prepare(model, torch.optim.AdamW(model.lm_head.parameters()))
     with pytest.raises(InvalidInput, match="the optimizer has 1 parameters that LlamaForCausalLM does not have"):

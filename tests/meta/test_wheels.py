@@ -71,6 +71,11 @@ EXTRAS = [
     ("ps-dist", "", {"ps-core=={}", "torch>=2.11"}),
     ("ps-models", "", {"ps-core[torch]=={}", "torch>=2.11"}),
     ("ps-models", "hf", {"ps-core[torch]=={}", "torch>=2.11", "transformers>=5", "safetensors>=0.5"}),
+    (
+        "ps-models",
+        "lora",
+        {"ps-core[torch]=={}", "torch>=2.11", "peft>=0.18", "transformers>=5", "safetensors>=0.5"},
+    ),
     ("ps-models", "train", {"ps-core[torch]=={}", "torch>=2.11", "tokenizers>=0.20"}),
     (
         "ps-models",

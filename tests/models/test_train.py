@@ -23,7 +23,7 @@ from _trainer import TINY, data, numbers, rows, train
 from ps_core import DeviceOutOfMemory
 from ps_core.engine._support.log import LOGGER
 from ps_models.train import _loop, main
-from ps_models.train._options import from_file
+from ps_models.train._option_files import from_file
 
 Capture = pytest.CaptureFixture[str]
 BUDGET = ("--device", "emulated", "--device-memory", "400KB")
@@ -199,6 +199,17 @@ def test_a_run_without_its_description_is_not_taken_for_a_new_one(tmp_path: Path
     (tmp_path / "run" / "run.json").write_text("[")
     assert train(tmp_path / "run", "--steps", 1) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_run_that_is_older_than_an_option_goes_on(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "--steps", 1) == 0
+    written = tmp_path / "run" / "run.json"
+    told = json.loads(written.read_text())
+    for name in ("hf", "lora", "lora_targets", "lora_alpha", "pack"):
+        del told["options"][name]
+    written.write_text(json.dumps(told))
+    assert train(tmp_path / "run", "--steps", 2) == 0
+    assert len(rows(tmp_path / "run")) == 2
 
 
 # ---------------------------------------------------------------- checkpoints

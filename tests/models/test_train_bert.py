@@ -15,8 +15,8 @@ from ps_core._workloads.named import names, shape
 from ps_models import build
 from ps_models.train import TrainOptions, main
 from ps_models.train._data import corpus
-from ps_models.train._objectives import MaskedTokenObjective, NextTokenObjective, objective_for
-from ps_models.train._setup import shape_of
+from ps_models.train._objectives import MaskedTokenObjective, NextTokenObjective
+from ps_models.train._setup import objective_for, shape_of
 from ps_models.train._tokenizers import Bytes
 from test_train import BUDGET, at_step, kill_softly
 

@@ -19,7 +19,9 @@ from _trainer import train
 from ps_core import InvalidInput
 from ps_models.train import TrainOptions, main
 from ps_models.train._command_line import make_parser, parse
-from ps_models.train._options import flag_of, from_text, merged, refusal, rule_for, table, usage
+from ps_models.train._option_files import from_text, merged
+from ps_models.train._option_tables import table, usage
+from ps_models.train._options import flag_of, refusal, rule_for
 from ps_models.train._schedule import learning_rate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"

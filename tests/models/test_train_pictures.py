@@ -158,9 +158,9 @@ def test_what_is_prepared_is_said_before_it_is(
     def noted(module: Any, name: str) -> Any:
         do = getattr(module, name)
 
-        def first(*args: Any) -> Any:
+        def first(*args: Any, **named: Any) -> Any:
             said[name] = capsys.readouterr().out
-            return do(*args)
+            return do(*args, **named)
 
         return first
 

@@ -185,3 +185,27 @@ def test_what_stops_the_first_is_told_by_the_others(crew: Ranks, tmp_path: Path)
     assert second.status == 1
     assert re.search(r"rank 0 on \S+ raised InvalidInput: --out: ", second.output)
     assert json.loads((out / "run.json").read_text("utf-8"))["options"]["seed"] == 0
+
+
+def test_a_model_of_transformers_in_two_processes(crew: Ranks, tmp_path: Path) -> None:
+    """Sequences with unequal numbers of trained tokens, adapters, and the export, which one process writes."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="peft is not installed")
+    from _transformers_folder import PAIRS, save_lines, save_model, save_tokenizer
+
+    save_model(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    lines = save_lines(tmp_path / "a.jsonl", PAIRS)
+    fixed = ("--hf", tmp_path / "model", "--data", lines, "--pack", "--seq", 48, "--precision", "fp32", "--clip", 0)
+    more = ("--lr", "1e-2", "--steps", 3, "--batch", 4, "--threads", 1, "--sample", 0, "--out")
+    for name, adapted in (("whole", ()), ("adapters", ("--lora", 2)), ("merged", ("--lora", 2, "--lora-merge"))):
+        given = [*map(str, (*fixed, *adapted, *more))]
+        two, parts = tmp_path / name, tmp_path / f"{name}-parts"
+        ends = crew.train(tmp_path, [*given, str(two)])
+        assert [end.status for end in ends] == [0, 0], ends
+        assert ends[1].output == ""
+        (end,) = crew.train(tmp_path, [*given, str(parts), "--batch", "2", "--accumulate", "2"], ranks=1)
+        assert end.status == 0, end.output
+        assert [row["loss"] for row in rows(two)] == [row["loss"] for row in rows(parts)]
+        exported = [next((each / "export").glob("*model*.safetensors")).read_bytes() for each in (two, parts)]
+        assert exported[0] == exported[1]

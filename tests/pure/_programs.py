@@ -223,6 +223,7 @@ def make_program(
         accumulate=choose(2, 3) if flag(choose, 35) else 1,
         training=not flag(choose, 12) if training is None else training,
         nonmodel_overhead=0.05 if flag(choose, 20) else 0.0,
+        states=pick(apart or choose, (2, 2, 2, 0, 1, 3, 4)),
     )
 
 

@@ -160,6 +160,8 @@ def test_a_table_s_bytes_and_seconds(each: int, micro: int, held: int, traffic: 
         dense = replace(table, numel=large).seconds(fast)[1] - table.seconds(fast)[1]
         new, old = large - 1000, micro * each
         assert dense == pytest.approx(large * old / rate + new * (traffic - old) / 1e12, rel=1e-3)
+    assert replace(table, states=3).held_bytes == 1024 * (held + 4)
+    assert replace(table, states=3).seconds(machine)[2] == pytest.approx(update + 8)
     late = table.seconds(replace(machine, latency_s=1.0))
     assert [b - a for a, b in zip(table.seconds(machine), late, strict=True)] == pytest.approx([2 * micro, micro, 1])
 
@@ -368,6 +370,10 @@ def test_the_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path
         1,
         0,
     )
+    for states in range(5):
+        words = ("plan", "gpt-10m", "--untied-head", "--cpu-embedding", "--optimizer-states", str(states), "--json")
+        told = json.loads(run(*words)[1])
+        assert (told["optimizer_states"], told["host_table_bytes"]) == (states, (8 + 4 * states) * 8192 * 256)
     status, out, err = run("plan", "gpt-10m", "--cpu-embedding")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "--untied-head" in err

@@ -59,6 +59,7 @@ def test_one_largest_extent_above_the_bound_there_is_always_a_plan(program, stac
             precision=program.precision,
             accumulate=program.accumulate,
             training=program.training,
+            states=program.states,
             nonmodel_overhead=program.nonmodel_overhead,
             group_numel=max(sum(program.trace.tensors[t].numel for t in g.tensors) for g in program.layout.groups),
         )

@@ -182,6 +182,9 @@ def test_plain_letters_where_nothing_else_can_be_written(monkeypatch: pytest.Mon
 
 
 def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, begin in (("timeline.svg", "<svg"), ("timeline.json", '{"traceEvents"')):
+        assert run(capsys, "plan", "gpt-10m", *SMALL, "--timeline", str(tmp_path / name))[0] == 0
+        assert (tmp_path / name).read_text(encoding="utf-8").startswith(begin)
     path = tmp_path / "tide.svg"
     assert run(capsys, "plan", "gpt-10m", *SMALL, "--svg", str(path))[0] == 0
     assert path.read_text(encoding="utf-8").startswith("<svg")
@@ -314,6 +317,7 @@ MISTAKES = [
     (("plan", "--trace", "binary"), "binary: "),
     (("plan", "gpt2", "--machine", "damaged.toml"), "damaged.toml: not TOML"),
     (("plan", "gpt-10m", *SMALL, "--svg", "no/such/folder.svg"), "cannot write"),
+    (("plan", "gpt-10m", *SMALL, "--timeline", "no/such/folder.svg"), "cannot write"),
     (("scale", "--min-tflops", "many"), "invalid float value: 'many'"),
     (("scale", "--min-tflops", "-3", *SMALL), "--min-tflops must be"),
     (("doctor", "--gpus", "1"), "unrecognized arguments"),

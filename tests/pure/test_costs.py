@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -54,7 +55,7 @@ DEVICE_HOST = (Tier("device", 2**20), Tier("host", 2**20))
 WEIGHT = Extent(Kind.P16, 0)
 
 
-def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate: int = 1) -> Program:
+def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate: int = 1, states: int = 2) -> Program:
     trace = Trace(
         model="one",
         tensors=(Tensor(name="w", numel=NUMEL * ranks),),
@@ -64,7 +65,7 @@ def program(*, ranks: int = 1, precision: Precision = Precision.BF16, accumulate
         ),
     )
     layout = lay_out(trace, group_numel=NUMEL * ranks, ranks=ranks)
-    return Program(trace=trace, layout=layout, precision=precision, accumulate=accumulate)
+    return Program(trace=trace, layout=layout, precision=precision, accumulate=accumulate, states=states)
 
 
 def seconds(
@@ -114,6 +115,20 @@ def test_a_copy_is_no_faster_than_its_share_of_host_memory() -> None:
         assert seconds(Copy(WEIGHT, 0, 0, 1, 512), queue, program(), machine=slow) == 512.25
 
 
+def test_links_may_get_what_cores_cannot_stream() -> None:
+    """Memory that gives more than its cores take slows neither copies nor, as far as it reaches, the cores."""
+    narrow = replace(MACHINE, host_bandwidth=16.0)
+    up = Instr(0, Queue.H2D, Copy(WEIGHT, 0, 0, 1, 512))
+    norm = Instr(1, Queue.CPU, Norm(0, 2))
+    took = [
+        Costs(program(), DEVICE_HOST, replace(narrow, host_dram_bandwidth=dram), 1).price((up, norm), {}).seconds
+        for dram in (0.0, 16.0, 1e9)
+    ]
+    alone = Costs(program(), DEVICE_HOST, narrow, 1).price((norm,), {}).seconds[0]
+    assert took[0] == took[1] == [512 / 16 + 0.25, alone + 512 / 16]
+    assert took[2] == [512 / MACHINE.h2d_bandwidth + 0.25, alone]
+
+
 def test_copies_up_and_down_share_host_memory() -> None:
     narrow = replace(MACHINE, host_bandwidth=16.0)
     up = Instr(0, Queue.H2D, Copy(WEIGHT, 0, 0, 1, 3072))
@@ -138,6 +153,11 @@ def test_collectives_cross_the_slower_link() -> None:
 def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:
     assert seconds(Decide(0), Queue.COLL, program()) == 0
     assert seconds(Decide(0), Queue.COLL, program(ranks=2)) == 0.25
+
+
+def test_a_step_counts_each_state() -> None:
+    bytes_of = [seconds(Step(0, (0,)), Queue.CPU, program(states=states)) for states in range(5)]
+    assert [later - sooner for sooner, later in pairwise(bytes_of)] == [8 * NUMEL / 128] * 4
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def test_precision_reaches_the_planner() -> None:
     assert {group.numel <= 500_000 for group in found.planned.program.layout.groups} == {True}
 
 
+@pytest.mark.parametrize("states", range(5))
+def test_states_of_the_optimizer_reach_the_planner(states: int) -> None:
+    found = forecast(MODEL, training(optimizer_states=states))
+    assert found.planned.program.states == states
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -119,6 +119,14 @@ def test_work_is_worked_out_as_far_as_it_is_known() -> None:
     assert worker.finish() == 10.25
 
 
+def test_copies_slow_it_only_beyond_what_the_memory_has_to_spare() -> None:
+    worker = HostWorker(spare=0.5)
+    first, second = worker.launch(0.0, 2.0), worker.launch(0.0, 2.0)
+    worker.copies(0, 0.0, 2.0, 0.5)
+    worker.copies(0, 2.0, 9.0, 1.0)
+    assert (worker.end(first), worker.end(second)) == (2.0, 6.0)
+
+
 def test_without_a_worker_the_thread_launches_nothing_while_it_works() -> None:
     # It waits for the first moment, until 4, and the copy of 2 s, works for 3 s, and only then launches the second
     # moment, which depends on nothing.

@@ -16,6 +16,7 @@ from ps_core._options import (
     Budget,
     Group,
     Options,
+    TorchOptimizer,
     check_unused,
     for_parameter,
     mark_used,
@@ -110,12 +111,36 @@ def test_a_match_that_tells_nothing_of_its_arguments_is_taken():
         (lambda: Budget(device_memory="8GB"), "Budget has no 'device_memory'; it has device, host, disk, disk_dir$"),
         (
             lambda: Options(eager_step=True),
-            "Options has no 'eager_step'; it has group_bytes, policy, prefetch, .*, machine$",
+            "Options has no 'eager_step'; it has group_bytes, policy, prefetch, .*, machine, step$",
         ),
+        (lambda: Options(step="soon"), "step must be one of after_backward, in_backward; found 'soon'"),
         (lambda: Adam(amsgrad=True), "Adam has no 'amsgrad'; it has lr, betas, eps, weight_decay, groups$"),
     ],
 )
 def test_values_are_given_by_their_names(make, words):
+    with pytest.raises(InvalidInput, match=words):
+        make()
+
+
+def test_a_class_of_pytorch_with_its_settings():
+    groups = (Group(match=is_bias, lr=0.1, settings={"alpha": 0.5}),)
+    optimizer = TorchOptimizer(dict, lr=1e-3, momentum=0.9, groups=groups)
+    assert (optimizer.kind, optimizer.settings, optimizer.groups) == (dict, {"lr": 1e-3, "momentum": 0.9}, groups)
+    assert groups[0].overrides == {"lr": 0.1, "alpha": 0.5}
+    assert repr(optimizer) == "TorchOptimizer(dict, lr=0.001, momentum=0.9)"
+    assert pickle.loads(pickle.dumps(TorchOptimizer(dict, lr=1))).settings == {"lr": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TorchOptimizer([]), r"as in TorchOptimizer\(torch.optim.RMSprop, lr=1e-3\); found a list"),
+        (lambda: TorchOptimizer(dict, groups=[]), r"groups must be a tuple of Group\(match=..., ...\), found \[\]"),
+        (lambda: TorchOptimizer(dict, groups=(Group(match=is_bias, settings=3),)), "Group.settings must be .* found 3"),
+        (lambda: AdamW(groups=(Group(match=is_bias, settings={"alpha": 1}),)), "AdamW has no 'alpha' for a Group to"),
+    ],
+)
+def test_a_class_of_pytorch_without_sense(make, words):
     with pytest.raises(InvalidInput, match=words):
         make()
 

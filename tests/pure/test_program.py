@@ -7,7 +7,7 @@ import pytest
 from ps_core._errors import InvalidInput
 from ps_core._layout import lay_out
 from ps_core._plan import TIER_STACKS, Queue, Tier, check_tiers, link, worker
-from ps_core._program import WIRE_BYTES, Extent, Kind, Precision, Program, SegmentName, Use
+from ps_core._program import STATES, WIRE_BYTES, Extent, Kind, Precision, Program, SegmentName, Use
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -117,6 +117,21 @@ def test_what_has_a_home(options, trainable, frozen):
     assert [made.home_kinds(group) for group in range(4)] == [trainable, trainable, frozen, trainable]
     size = sum(made.bytes_of(Extent(kind, 1)) for kind in trainable)
     assert size == 128 * {4: 14, 5: 18, 1: 2}[len(trainable)] + (256 if P16 not in trainable else 0)
+
+
+@pytest.mark.parametrize("states", range(5))
+def test_the_optimizer_has_any_number_of_states(states):
+    made = program(states=states)
+    assert made.home_kinds(0) == (P16, P32, *STATES[:states])
+    assert sum(made.bytes_of(Extent(kind, 1)) for kind in made.home_kinds(1)) == 128 * (6 + 4 * states)
+    assert made.exit(S.STEP)[Extent(P32, 0)] == 1
+    assert all(made.exit(S.STEP)[Extent(kind, 0)] == 1 for kind in STATES[:states])
+
+
+@pytest.mark.parametrize("states", [-1, 5])
+def test_no_other_number_of_states(states):
+    with pytest.raises(InvalidInput, match=f"states must be 0 to 4, found {states}"):
+        program(states=states)
 
 
 def states(version, groups=(0, 1, 3)):

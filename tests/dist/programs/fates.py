@@ -32,7 +32,7 @@ from ps_dist import _connect, _transport
 
 TIMEOUT_S = 600.0
 """Where the others are to end at once, or when all is well."""
-SHORT_S, MIDDLE_S, AWAY_S = 10.0, 30.0, 18.0
+SHORT_S, MIDDLE_S, AWAY_S = 20.0, 30.0, 18.0
 """Where they are to wait until it is over; where a rank is away for so long, and comes back."""
 MOST_PROCESSES = 48
 """At a time, or so."""

@@ -111,7 +111,9 @@ class CheckedDevice(CpuDevice):
 
     # Order.
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         self._launch(queue, what, reads, writes)
         if self.delays is not None:
             self.delays.stir()

@@ -19,7 +19,7 @@ from ps_core._errors import (
     TierFailure,
     UnsupportedParameter,
 )
-from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options
+from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options, TorchOptimizer
 from ps_core._plan import Plan, Tier
 from ps_core._planner.policy import Policy
 from ps_core._planner.search import Planned, Setup, find_plan
@@ -69,6 +69,7 @@ __all__ = [
     "Tensor",
     "Tier",
     "TierFailure",
+    "TorchOptimizer",
     "Trace",
     "TransformerShape",
     "UnsupportedParameter",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeAlias
@@ -17,7 +17,8 @@ Match: TypeAlias = Callable[[str, Any], bool]
 """Told a parameter's name and the parameter (whatever the executor uses for one, hence `Any`)."""
 
 POLICIES = ("belady", "lru", "fifo", "static")
-STEPS = ("after_backward", "in_backward")
+IN_BACKWARD = "in_backward"
+STEPS = ("after_backward", IN_BACKWARD)
 
 
 class _ByName:
@@ -52,12 +53,14 @@ class Group(_ByName):
     eps: float | None = None
     momentum: float | None = None
     weight_decay: float | None = None
+    settings: Mapping[str, Any] | None = None
+    """Of a `TorchOptimizer`: other settings, by the names that its class has for them."""
 
     @property
     def overrides(self) -> dict[str, Any]:
         """The values this group sets."""
-        names = (row.name for row in fields(self) if row.name != "match")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = (row.name for row in fields(self) if row.name not in ("match", "settings"))
+        return {name: value for name in names if (value := getattr(self, name)) is not None} | dict(self.settings or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,34 @@ class SGD(_ByName):
         _number("momentum", self.momentum, below=1.0)
 
 
+class TorchOptimizer:
+    """An element-wise optimizer class of PyTorch, with its settings: ``TorchOptimizer(torch.optim.RMSprop, lr=1e-3)``.
+
+    A `Group` may give some parameters other settings: ``Group(match=..., lr=1e-4, settings={"alpha": 0.9})``.
+    """
+
+    __slots__ = ("groups", "kind", "settings")
+    groups: tuple[Group, ...]
+    kind: type
+    settings: Mapping[str, Any]
+    """The arguments of the class besides the parameters. (Any: each class has settings of its own.)"""
+
+    def __init__(self, kind: type, /, *, groups: tuple[Group, ...] = (), **settings: Any) -> None:
+        if not isinstance(kind, type):
+            raise InvalidInput(
+                "TorchOptimizer expects an optimizer class and its settings, as in TorchOptimizer(torch.optim.RMSprop, "
+                f"lr=1e-3); found {_kind(kind)}"
+            )
+        _check_groups(groups)
+        self.kind, self.settings, self.groups = kind, settings, groups
+
+    def __repr__(self) -> str:
+        settings = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+        return f"TorchOptimizer({self.kind.__qualname__}{settings})"
+
+
 Optimizer: TypeAlias = Adam | AdamW | SGD
+"""The optimizers whose arithmetic is `ps_kernels`' and the reference's."""
 
 
 def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> Optimizer:
@@ -274,17 +304,24 @@ def _number(what: str, value: object, *, below: float = math.inf) -> None:
 def _check(optimizer: object, lr: object, weight_decay: object, groups: object) -> None:
     _number("lr", lr)
     _number("weight_decay", weight_decay)
-    if not isinstance(groups, tuple) or not all(isinstance(group, Group) for group in groups):
-        raise InvalidInput(f"groups must be a tuple of Group(match=..., ...), found {groups!r}")
     known = {row.name for row in fields(optimizer)}  # type: ignore[arg-type]  # one of the dataclasses above
-    for group in groups:
-        if not callable(group.match):
-            raise InvalidInput(f"Group.match must be a function of name and parameter, found {group.match!r}")
-        _check_takes_two(group.match)
+    for group in _check_groups(groups):
         for name in group.overrides:
             if name not in known:
                 raise InvalidInput(f"{type(optimizer).__name__} has no {name!r} for a Group to set")
         replace(optimizer, groups=(), **group.overrides)  # type: ignore[type-var]  # checks the values
+
+
+def _check_groups(groups: object) -> tuple[Group, ...]:
+    if not isinstance(groups, tuple) or not all(isinstance(group, Group) for group in groups):
+        raise InvalidInput(f"groups must be a tuple of Group(match=..., ...), found {groups!r}")
+    for group in groups:
+        if not callable(group.match):
+            raise InvalidInput(f"Group.match must be a function of name and parameter, found {group.match!r}")
+        _check_takes_two(group.match)
+        if not isinstance(group.settings, Mapping | None):
+            raise InvalidInput(f"Group.settings must be a dictionary of settings by name, found {group.settings!r}")
+    return groups
 
 
 def _check_takes_two(match: Match) -> None:

@@ -15,7 +15,7 @@ holds changes in a fixed order, so a whole number, its *version*, says exactly w
     RGRAD    without ``overwrites``: the sum of GRAD over processes, this one's shard of it in fp32; version K.
     ACC      the fp32 accumulator: micro_first (or a lone micro_last) takes it from nothing to 1, every later one from 1
              to 2; at the next segment's start 2 is called 1 again.
-    P32,M,V  0 before a step, 1 after it.
+    P32, M, V, S3, S4    0 before a step, 1 after it. The master, and what the optimizer keeps besides: `STATES`.
     ACT      0.
     WIRE     scratch of a reduce-scatter; has no version.
 
@@ -60,12 +60,18 @@ class Kind(StrEnum):
     P32 = "p32"
     M = "m"
     V = "v"
+    S3 = "s3"
+    S4 = "s4"
     ACC = "acc"
     FULL = "full"
     GRAD = "grad"
     RGRAD = "rgrad"
     WIRE = "wire"
     ACT = "act"
+
+
+STATES = (Kind.M, Kind.V, Kind.S3, Kind.S4)
+"""The kinds of an optimizer's states, of which a program has the first few: fp32, one element for each parameter."""
 
 
 class Extent(NamedTuple):
@@ -133,8 +139,12 @@ class Program:
     """False: no optimizer, no gradients; evaluation and generation only."""
     nonmodel_overhead: float = field(default=0.0)
     """Added to every moment's non-model bytes, as a part of them (fragmentation)."""
+    states: int = 2
+    """The number of `STATES` that the optimizer keeps for each parameter."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.states <= len(STATES):
+            raise InvalidInput(f"states must be 0 to {len(STATES)}, found {self.states}")
         if not 1 <= self.accumulate <= MOST_MICRO_BATCHES:
             raise InvalidInput(f"accumulate must be 1 to {MOST_MICRO_BATCHES}, found {self.accumulate}")
 
@@ -281,11 +291,16 @@ class Program:
             return min(size, WIRE_BYTES) if kind is Kind.WIRE else size
         return numel * (self.weight_bytes if kind is Kind.P16 else 4)
 
+    @property
+    def state_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the optimizer's states."""
+        return STATES[: self.states]
+
     def home_kinds(self, group: int) -> tuple[Kind, ...]:
         """The kinds of a group that have a home, computed weight first."""
         if not (self.training and self.layout.groups[group].trainable):
             return (self.weight,)
-        states = (Kind.P32, Kind.M, Kind.V)
+        states = (Kind.P32, *self.state_kinds)
         weights = states if self.weight is Kind.P32 else (Kind.P16, *states)
         return weights if self.overwrites else (*weights, Kind.ACC)
 

@@ -33,6 +33,7 @@ from ps_core._command.show import (
     scale_document,
     scale_text,
 )
+from ps_core._command.timeline import timeline_text
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._installing import how_to_install
 from ps_core._planner.policy import Policy
@@ -99,6 +100,8 @@ def _plan(options: argparse.Namespace) -> int:
         return DOES_NOT_FIT
     if options.svg is not None:
         _write(options.svg, tide_svg(tide(found.planned.program, found.planned.plan)))
+    if options.timeline is not None:
+        _write(options.timeline, timeline_text(found, options.timeline))
     told = advice(subject, found)
     if options.json:
         _print(fits_document(case, found, told))
@@ -266,6 +269,12 @@ def _place(options: argparse.Namespace) -> _Place:
 
 
 def _training(options: argparse.Namespace, place: _Place) -> Training:
+    decides = options.accumulate > 1 or options.precision == "fp16" or place.cluster.gpus > 1
+    if options.step_in_backward and decides:
+        raise InvalidInput(
+            "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step (--accumulate 1), and --precision "
+            "bf16 or fp32: a group is stepped before all gradients are known"
+        )
     return Training(
         cluster=place.cluster,
         machine=place.machine,
@@ -273,12 +282,14 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
         seq=options.seq,
         precision=Precision(options.precision),
         accumulate=options.accumulate,
+        optimizer_states=options.optimizer_states,
         checkpointing=options.checkpointing,
         offload_checkpoints=options.offload_checkpoints,
         chunked_loss=options.chunked_loss,
         untied_head=options.untied_head,
         cpu_embedding=options.cpu_embedding,
         head_tiles=options.head_tiles,
+        step_in_backward=options.step_in_backward,
         policy=Policy(options.policy),
         group_bytes=options.group_bytes,
     )

@@ -201,9 +201,9 @@ class TorchCollectives:
     def reduce_scatter(self, into: Tensor, source: Tensor, what: str = "") -> None:
         """Sum this process's shard of every process's ``source`` into ``into``.
 
-        Each process sends the others their shards as they are and adds what it receives in single precision, in rank
-        order, rounding once to the type of ``into``: the bits depend neither on who came first nor on the transport.
-        With ``replicate`` the sums of the copies are added likewise, in single precision and the order of the copies.
+        Each process sends the others their shards as they are. It adds what it receives in fp32 and in rank order, and
+        rounds once to the type of ``into``. So the bits depend neither on who came first nor on the transport. With
+        ``replicate`` the sums of the copies are added likewise, in fp32 and in the order of the copies.
         """
         self.start_reduce_scatter(into, source, what=what).wait()
 

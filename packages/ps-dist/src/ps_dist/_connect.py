@@ -56,11 +56,11 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None
     does so much sooner. ``replicate`` copies of the model are kept, each sharded over consecutive ranks: with as many
     copies as nodes, parameters are gathered within a node and only sums of gradients cross the network.
 
-    Where a computer has a CUDA device for each of its processes, and the program has used none yet, each gets its own
-    as its current device; no memory of a device is taken before something uses it. ``transport`` is what memory of CUDA
-    devices travels by: ``"nccl"``, between devices directly, where each process has its own, or ``"gloo"``, through the
-    host's memory. None: NCCL where it works on all ranks, which is tried when the first model is put on such devices;
-    else gloo, and a log line says why.
+    Where a computer has a CUDA device for each of its processes, each gets its own as its current device. It keeps one
+    that the program has used already. No memory of a device is taken before something uses it. ``transport`` is what
+    memory of CUDA devices travels by: ``"nccl"``, between devices directly, where each process has its own, or
+    ``"gloo"``, through the host's memory. None: NCCL where it works on all ranks, which is tried when the first model
+    is put on such devices; else gloo, and a log line says why.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
@@ -244,7 +244,7 @@ def _store_name(environment: Mapping[str, str]) -> str:
 
 
 def _raise_named(error: BaseException, environment: Mapping[str, str], stays_s: float) -> NoReturn:
-    """Raise the error with the name of what this rank could not reach, after others had time to miss the same."""
+    """Raise the error with the name of what this rank could not reach; first let others notice the same."""
     if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
         raise error
     reason = str(error).splitlines()[0]

@@ -23,8 +23,8 @@ def describe_exception(error: BaseException | None) -> str:
 class AtExit:
     """Closes a connection if the interpreter ends first.
 
-    An exception that the program catches concerns no other rank, and one in a notebook or an interactive session does
-    not end the process. So nothing is hooked: when the interpreter ends, it is known by which exception.
+    An exception that the program catches concerns no other rank. One in a notebook or an interactive session does not
+    end the process. So nothing is hooked: when the interpreter ends, it is known by which exception.
     """
 
     def __init__(self, close: Callable[[str], None]) -> None:

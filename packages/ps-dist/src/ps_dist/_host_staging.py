@@ -1,8 +1,9 @@
 """Collectives of a device's memory through the host's memory.
 
-What a rank sends is copied to the host, travels between processes like any host memory, and what arrives is copied to
-the device: in pieces, where the staging memory is too small for all. The processor takes the sums on the way, so their
-bits are those of collectives in host memory. It does not matter which device a process has; several may share one.
+What a rank sends is copied to the host, and travels between processes like any host memory. What arrives is copied to
+the device. Both go in pieces, where the staging memory is too small for all. The processor takes the sums on the way,
+so their bits are those of collectives in host memory. It does not matter which device a process has; several may share
+one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which processes share one copy of the model, and which hold the same part of it.
 
 [Note: the mesh]
-``torchrun`` numbers processes node by node. With ``replicate=r`` the ranks are cut into ``r`` equal runs, each of which
-has a whole copy of the model, one shard a process; those at the same place of each run hold the same shard. So gathers
-stay within a run (a node, or a few), and only sums of gradients go between them.
+``torchrun`` numbers processes node by node. With ``replicate=r`` the ranks are cut into ``r`` equal runs. Each run has
+a whole copy of the model, one shard a process. Ranks at the same place of each run hold the same shard. So gathers stay
+within a run (a node, or a few), and only sums of gradients go between them.
 """
 
 from __future__ import annotations

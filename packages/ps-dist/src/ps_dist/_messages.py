@@ -6,9 +6,9 @@ nothing to itself, so the scratch of a sum is one shard smaller than what is sum
 own, see [Note: fingerprints]. As many bytes are sent as by gloo's own collectives: every shard once to each rank.
 
 [Note: sends first]
-A send whose receiver waits already writes to the connection at once, and holds gloo's lock of the connection meanwhile.
-If this rank's own receive were begun before it, the other rank's bytes would come just then. Gloo's thread would be
-told of them again and again, could not take the lock, and would spin on a processor that training needs.
+If the receiver waits already, a send writes to the connection at once. It holds gloo's lock of the connection
+meanwhile. If this rank's own receive were begun before it, the other rank's bytes would come just then. Gloo's thread
+would be told of them again and again, and could not take the lock. It would spin on a processor that training needs.
 """
 
 from __future__ import annotations

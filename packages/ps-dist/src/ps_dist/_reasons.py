@@ -1,13 +1,13 @@
 """Decide why a collective will not end, from what one rank knows: no clock, no store, no thread.
 
 [Note: ended and silent]
-A rank *ended* if it said so, if its connection broke, or if the kernel says that its process is gone: the others are
-told at once. A rank that merely says nothing may be in a long C call, stopped, or on a paused machine, and may come
-back. It is *silent*, and has the whole timeout.
+A rank *ended* if it said so, its connection broke, or the kernel knows its process no more. The others are told at
+once. A rank that merely says nothing may come back: from a long C call, a stop, or a paused machine. It is *silent*,
+and has the whole timeout.
 
 [Note: who gave up]
 A rank that loses the store ends, and cannot tell the others why. So nobody names a rank that ended after the store was
-lost, or after the rank that keeps the store was silent for about the whole timeout.
+lost. The same holds after the rank that keeps the store was silent for about the whole timeout.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def pieces(numel: int, step: int) -> Iterator[slice]:
 def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor) -> None:
     """Sum the parts in their order and in fp32, and round once into ``into``; ``work``: fp32 memory for a piece.
 
-    Where one addition of two parts gives the same bits (it computes in fp32 and rounds once), it is used directly.
+    One addition of two parts is used directly where it gives the same bits: it computes in fp32 and rounds once.
     """
     two, single = len(parts) == 2, into.dtype is torch.float32
     fused = len(parts) > 1 and parts[0].dtype is into.dtype and (two or single)

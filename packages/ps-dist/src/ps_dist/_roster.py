@@ -7,7 +7,7 @@ number that was drawn just now. Rank 0 *calls* with a fresh number. The others a
 number, with a number of their own. So what answers rank 0's call was written after it; the others believe only the
 *roster* that has their own number. An old call is answered in vain; old answers and rosters are under other numbers.
 The keys of all that ranks write later begin with the number of the call.
-Rank 0 also counts its looks into the store, so that ranks that wait can tell whether rank 0 is the one that is missing.
+Rank 0 also counts its looks into the store. So ranks that wait can tell whether rank 0 is the one that is missing.
 """
 
 from __future__ import annotations

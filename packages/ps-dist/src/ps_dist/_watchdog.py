@@ -2,14 +2,14 @@
 
 [Note: an alarm]
 While all goes well a rank only reads one counter in the store, once in a while. A rank whose collective takes long, or
-fails, counts it up; then every rank writes down that it lives, what it does and its latest history entries, for as long
-as the counter goes on. From these `_reasons` decides whether the wait must end.
+fails, counts it up. Then every rank writes down that it lives, what it does and its latest history entries. They do so
+as long as the counter goes on. From these `_reasons` decides whether the wait must end.
 
 [Note: an exit message]
-A rank that ends by an exception, or whose wait ends in vain, writes down why before its connections break. The first
+A rank may end by an exception, or its wait may end in vain. It writes down why before its connections break. The first
 message stands: all ranks that wait, then or later, end with it, so all name the same cause. Who waits for nothing is
-not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks, because the store may
-end with its process. Whoever leaves because the store ended stays for two looks: the others then see this first.
+not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks: the store may end
+with its process. Whoever leaves because the store ended stays for two looks: the others then see this first.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ FLOATS = ("float32", "float16", "bfloat16")
 _ARRAY = attrgetter("array")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class View:
-    """One argument: the array, and what the checks need to know of it."""
+    """One argument: the array, and what the checks need to know of it. (Frozen, it takes twice as long to make.)"""
 
     name: str
     array: Array

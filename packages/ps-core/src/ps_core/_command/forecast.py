@@ -44,6 +44,8 @@ class Training:
     seq: int = 1024
     precision: Precision = Precision.BF16
     accumulate: int = 1
+    optimizer_states: int = 2
+    """Of each parameter, in fp32, besides its master."""
     checkpointing: bool = True
     offload_checkpoints: bool | None = False
     """None: whichever is faster, or fits."""
@@ -55,6 +57,8 @@ class Training:
     """Keep the token table in the host's memory; see `keeps_table_apart`."""
     head_tiles: int = 1
     policy: Policy = Policy.BELADY
+    step_in_backward: bool = False
+    """As ``Options(step="in_backward")``."""
     group_bytes: int | None = None
     """Of computed weights; None: searched."""
     quick: bool = False
@@ -104,7 +108,9 @@ class Training:
             ranks_per_node=self.cluster.ranks_per_node,
             precision=self.precision,
             accumulate=self.accumulate,
+            states=self.optimizer_states,
             policy=self.policy,
+            step_in_backward=self.step_in_backward,
             group_numel=None if self.group_bytes is None else self.group_bytes // self.weight_bytes,
             nonmodel_overhead=self.cluster.nonmodel_overhead,
             quick=self.quick,
@@ -305,6 +311,7 @@ def table_of(subject: Subject, training: Training) -> HostTable | None:
         tokens=training.batch * training.seq,
         element_bytes=training.weight_bytes,
         accumulate=training.accumulate,
+        states=training.optimizer_states,
     )
 
 
@@ -339,6 +346,7 @@ def _bound_program(subject: Subject, training: Training) -> Program:
         precision=setup.precision,
         accumulate=setup.accumulate,
         nonmodel_overhead=setup.nonmodel_overhead,
+        states=setup.states,
     )
 
 

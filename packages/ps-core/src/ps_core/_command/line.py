@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from ps_core._errors import InvalidInput
 from ps_core._names import did_you_mean
 from ps_core._planner.policy import Policy
-from ps_core._program import Precision
+from ps_core._program import STATES, Precision
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
 from ps_core._units import parse_bytes
 from ps_core._version import __version__
@@ -47,6 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--trace", metavar="FILE", help="a recorded trace")
     plan.add_argument("--brief", action="store_true", help="in a few lines, if it fits")
     plan.add_argument("--svg", metavar="FILE", help="draw the device's memory over a step to this file")
+    plan.add_argument(
+        "--timeline", metavar="FILE", help="draw when each queue works in a step to this file (.json: as a trace)"
+    )
     plan.add_argument("--tide", action="store_true", help="draw the device's memory over a step in characters")
     _add_where(plan)
     _add_how(plan)
@@ -103,6 +106,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--seq", type=_count, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
     add("--precision", choices=[each.value for each in Precision], default="bf16", help="default: bf16")
     add("--accumulate", type=_count, default=1, metavar="N", help="micro-batches of a step (default: 1)")
+    states = "fp32 states of the optimizer for each parameter, besides its master (default: 2, AdamW's)"
+    add("--optimizer-states", type=int, choices=range(len(STATES) + 1), default=2, metavar="N", help=states)
     add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
     auto = "move checkpoints off the GPU (default: where it helps)"
     add("--offload-checkpoints", action=flag, default=None, help=auto)
@@ -113,6 +118,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--head-tiles", type=_count, default=1, metavar="N", help="pieces of a head of its own (default: 1)")
     add("--vocab", type=_count, metavar="N", help="vocabulary (default: the model's)")
     add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
+    early = "step each group once its gradient is complete, without clipping (default: no)"
+    add("--step-in-backward", action=flag, default=False, help=early)
     add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")
     add("--json", action="store_true", help="print one JSON document")
 

@@ -120,6 +120,7 @@ def _setting(case: Case) -> Document:
         "batch": training.batch,
         "seq": training.seq,
         "accumulate": training.accumulate,
+        "optimizer_states": training.optimizer_states,
         "checkpointing": training.checkpointing,
         "chunked_loss": training.chunked_loss,
         "untied_head": training.untied_head,
@@ -127,6 +128,7 @@ def _setting(case: Case) -> Document:
         "head_tiles": training.head_tiles,
         "precision": training.precision.value,
         "policy": training.policy.value,
+        "step_in_backward": training.step_in_backward,
         "assumed": list(case.assumed),
     }
 

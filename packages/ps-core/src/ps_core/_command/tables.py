@@ -5,7 +5,8 @@ No plan knows of it, as in the engine: it is charged to the host from the start,
 for, so that bytes, seconds and its memory are added to what a plan promises. Per element, ``e`` bytes each:
 
     held            weight e, master and moments 12 (in fp32 the weight is the master), the gradient on its way e;
-                    4 more where gradients are summed (accumulation, fp32): 16, or 20
+                    4 more where gradients are summed (accumulation, fp32): 16, or 20; by other optimizers' states
+                    4 more or less for each
     a lookup        ids of 8 bytes down; rows gathered, copied for the link, and sent up
     its gradient    rows down and copied; a dense gradient emptied (e) and added to (rows three times), measured, and
                     written over the weight (e, 2e); or read and summed (e + 4, later 8), the sum measured once (4)
@@ -44,6 +45,8 @@ class HostTable:
     """Looked up in one micro-batch."""
     element_bytes: int
     accumulate: int
+    states: int = 2
+    """Of the optimizer, for each element."""
 
     @property
     def sums(self) -> bool:
@@ -53,7 +56,7 @@ class HostTable:
     @property
     def held_bytes(self) -> int:
         """In the host's memory, for good."""
-        return align_up(self.numel, SHARD_ALIGNMENT_NUMEL) * (20 if self.sums else 16)
+        return align_up(self.numel, SHARD_ALIGNMENT_NUMEL) * (8 + 4 * self.states + 4 * self.sums)
 
     @property
     def rows_bytes(self) -> int:
@@ -82,7 +85,9 @@ class HostTable:
         dense = self.accumulate * (each + 4) + 4 * more + 4 if self.sums else 3 * each
         gradients = self.accumulate * (rows / down + 5 * rows / host + wait + self.numel * each / empty)
         gradients += self.numel * dense / host
-        update = self.numel * (24 + (4 if self.sums else each) + (0 if each == 4 else 2)) / host + wait
+        update = (
+            self.numel * (8 * (1 + self.states) + (4 if self.sums else each) + (0 if each == 4 else 2)) / host + wait
+        )
         return lookups, gradients, update
 
     def added_to(self, told: Prediction, machine: Machine) -> Prediction:

@@ -14,7 +14,7 @@ from ps_core._plan import Held, Tier
 from ps_core._planner.arena import Arena
 from ps_core._planner.placement import Placement, lay_home
 from ps_core._planner.policy import Policy
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import STATES, Extent, Kind, Program, SegmentName
 from ps_core._units import align_up
 
 _SIZE_CLASSES = 32
@@ -86,7 +86,7 @@ class Frame:
     def slot_bytes(self, extent: Extent, tier: int) -> int:
         """Bytes of a slot for the extent outside home."""
         size = self.program.bytes_of(extent)
-        if tier or extent.kind in (Kind.ACT, Kind.WIRE, Kind.P32, Kind.M, Kind.V, Kind.ACC):
+        if tier or extent.kind in (Kind.ACT, Kind.WIRE, Kind.P32, *STATES, Kind.ACC):
             return size
         return align_up(size, self.classes[self.zone(extent, tier) is Zone.GATHERED])
 

@@ -7,7 +7,7 @@ between equals.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -23,6 +23,7 @@ from ps_core._planner.segments import make_plan
 from ps_core._planner.tight import tight_plan
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate
+from ps_core._simulate.early_steps import EarlySteps
 from ps_core._simulate.issued import Issuing
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
@@ -44,6 +45,8 @@ class Setup:
     precision: Precision = Precision.BF16
     accumulate: int = 1
     training: bool = True
+    states: int = 2
+    """Tensors in fp32 that the optimizer keeps for each parameter besides its master."""
     policy: Policy = Policy.BELADY
     group_numel: int | None = None
     """None: searched."""
@@ -70,6 +73,8 @@ class Planned:
     prediction: Prediction
     placement: Placement | None
     """None: the tight planner's, which keeps no fixed placement of work."""
+    early: EarlySteps = field(default_factory=dict)
+    """Steps that begin within backward."""
 
 
 def find_plan(
@@ -194,7 +199,12 @@ def _checked(program: Program, plan: Plan, machine: Machine, setup: Setup, place
     prediction = simulate(
         program, plan, machine, ranks_per_node=setup.ranks_per_node, step_in_backward=setup.step_in_backward
     )
-    return Planned(program=program, plan=plan, prediction=prediction, placement=placement)
+    early: EarlySteps = {}
+    if setup.step_in_backward:
+        issuing = Issuing(program, plan.tiers, machine, setup.ranks_per_node, in_backward=True)
+        step = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
+        early = issuing.early_steps(plan.home, step)
+    return Planned(program=program, plan=plan, prediction=prediction, placement=placement, early=early)
 
 
 # Layouts.
@@ -218,6 +228,7 @@ def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
         accumulate=setup.accumulate,
         training=setup.training,
         nonmodel_overhead=setup.nonmodel_overhead,
+        states=setup.states,
     )
 
 

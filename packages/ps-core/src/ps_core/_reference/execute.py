@@ -308,8 +308,8 @@ class _Reference:
                 pack(self._tensor(self.program.weight, index), self.program.precision) for index in range(len(tensors))
             ),
             masters=tuple(pack(self._tensor(Kind.P32, index), fp32) for index in learning),
-            momenta=tuple(pack(self._tensor(Kind.M, index), fp32) for index in learning),
-            variances=tuple(pack(self._tensor(Kind.V, index), fp32) for index in learning),
+            momenta=tuple(pack(self._state(Kind.M, index), fp32) for index in learning),
+            variances=tuple(pack(self._state(Kind.V, index), fp32) for index in learning),
         )
 
     def _losses(self, *, micro: bool) -> tuple[float, ...]:
@@ -320,6 +320,12 @@ class _Reference:
             for process in self.processes
             for loss in process.losses.get(leg.serial, ())
         )
+
+    def _state(self, kind: Kind, tensor: int) -> Floats:
+        """A tensor's optimizer state; zeros where the program has none of this kind."""
+        if kind in self.program.state_kinds:
+            return self._tensor(kind, tensor)
+        return array("f", bytes(4 * self.program.trace.tensors[tensor].numel))
 
     def _tensor(self, kind: Kind, tensor: int) -> Floats:
         """A tensor's values put together from every process's home."""

@@ -233,8 +233,16 @@ def _norm(process: Process, leg: Leg, op: Norm) -> None:
     process.parts[op.group] = measure(process.read(slot, extent))
 
 
+_STEPPED = (Kind.P32, Kind.M, Kind.V)
+"""The kinds that a step reads and writes: the master and the two moments of this reference's optimizers."""
+
+
 def _step(process: Process, leg: Leg, op: Step) -> None:
-    """Every element of the chunk by its own tensor's settings; padding stays zero."""
+    """Every element of the chunk by its own tensor's settings; padding stays zero.
+
+    The optimizers here have a momentum and a variance at most. What the program has less of is zeros before each step,
+    and what it has more of stays as it is.
+    """
     program, decision = process.program, leg.decision
     if decision is None or decision.skip:
         raise PlanMismatch("a step without a decision to take one")
@@ -247,17 +255,20 @@ def _step(process: Process, leg: Leg, op: Step) -> None:
     for kind, number in zip(kinds, op.slots, strict=True):
         expected = version if kind is gradient.kind else None if kind is Kind.P16 else 0
         slots[kind] = process.holding(leg, number, Extent(kind, op.group), expected, tier)
-    old = [process.read(slots[kind], Extent(kind, op.group)) for kind in (Kind.P32, Kind.M, Kind.V, gradient.kind)]
-    new = [array("f", row) for row in old[:3]]
+    kept = (Kind.P32, *program.state_kinds)
+    old = {kind: process.read(slots[kind], Extent(kind, op.group)) for kind in (*kept, gradient.kind)}
+    new = {kind: array("f", old[kind]) for kind in kept}
+    zeros = array("f", bytes(4 * len(new[Kind.P32])))
     for tensor, start, end in process.pieces(op.group):
         settings = for_parameter(process.training.optimizer, program.trace.tensors[tensor].name)
-        runs = step_run(settings, decision.step, decision.grad_scale, *(row[start:end] for row in old))
-        for row, run in zip(new, runs, strict=True):
-            row[start:end] = run
-    for kind, row in zip((Kind.P32, Kind.M, Kind.V), new, strict=True):
+        rows = (old.get(kind, zeros)[start:end] for kind in (*_STEPPED, gradient.kind))
+        for kind, run in zip(_STEPPED, step_run(settings, decision.step, decision.grad_scale, *rows), strict=True):
+            if kind in new:
+                new[kind][start:end] = run
+    for kind, row in new.items():
         process.write(leg, slots[kind], Extent(kind, op.group), 1, row)
     if Kind.P16 in slots:
-        process.write(leg, slots[Kind.P16], Extent(Kind.P16, op.group), program.rebuilt(op.group), new[0])
+        process.write(leg, slots[Kind.P16], Extent(Kind.P16, op.group), program.rebuilt(op.group), new[Kind.P32])
 
 
 def _cast(process: Process, leg: Leg, op: Cast) -> None:

@@ -82,7 +82,7 @@ class _Oracle:
             return
         for tensor, gradient in totals.items():
             optimizer = for_parameter(self.training.optimizer, self.network.trace.tensors[tensor].name)
-            self.masters[tensor], self.momenta[tensor], self.variances[tensor] = step_run(
+            stepped = step_run(
                 optimizer,
                 decision.step,
                 decision.grad_scale,
@@ -91,7 +91,11 @@ class _Oracle:
                 self.variances[tensor],
                 gradient,
             )
-            self.weights[tensor] = rounded(self.masters[tensor], precision)
+            self.masters[tensor] = stepped[0]
+            self.weights[tensor] = rounded(stepped[0], precision)
+            kept = zip((self.momenta, self.variances), stepped[1:], strict=True)
+            for rows, values in list(kept)[: self.program.states]:
+                rows[tensor] = values
 
     def _pass(self, iteration: int, micro: int, rank: int, losses: list[float]) -> dict[int, Floats]:
         """All moments (an evaluation's for micro-batch -1) of one process; the gradients."""

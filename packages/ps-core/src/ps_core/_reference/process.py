@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Plan
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.bank import Bank, Slot, SlotKey, Tag
 from ps_core._reference.floats import Floats, pack, unpack
 from ps_core._reference.learning import Decision, Network, Saved, Training, last_reads
@@ -74,7 +74,7 @@ class Process:
     def initial(self, extent: Extent) -> bytes:
         """What an extent holds before anything has run."""
         kind, index = extent
-        if kind in (Kind.M, Kind.V):
+        if kind in STATES:
             return bytes(self.program.bytes_of(extent))
         group = self.program.layout.groups[index]
         values = array("f")
@@ -86,7 +86,7 @@ class Process:
 
     def precision(self, kind: Kind) -> Precision:
         """What a kind of payload is stored in."""
-        return FP32 if kind in (Kind.P32, Kind.M, Kind.V, Kind.ACC, Kind.RGRAD) else self.program.precision
+        return FP32 if kind in (Kind.P32, *STATES, Kind.ACC, Kind.RGRAD) else self.program.precision
 
     def key(self, leg: Leg, slot: int) -> SlotKey:
         """A slot of a leg's segment among all slots."""

@@ -206,7 +206,7 @@ def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, el
         forward_s=forward,
         backward_s=backward,
         update_s=max(0.0, step - forward - backward),
-        stalled_s=step - busy[Queue.COMPUTE],
+        stalled_s=max(0.0, step - busy[Queue.COMPUTE]),
         elapsed_s=elapsed,
         busy_s={QUEUE_NAMES[queue]: busy[queue] for queue in Queue},
         moved_bytes=_links(plan, copied, sum(each.work.wire_bytes for each in timed)),

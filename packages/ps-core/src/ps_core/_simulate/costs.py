@@ -7,6 +7,7 @@ write and for each hyperbolic tangent; everything else is bytes over a bandwidth
 each way, per element (16-bit weights; fp32 in brackets):
 
     Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
+                (by two of `Program.states`; each more or less is 8)
     Norm        the gradient: 2, or 4 where it is an accumulator
     Cast        4 in, 2 out
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
@@ -14,9 +15,10 @@ each way, per element (16-bit weights; fp32 in brackets):
     Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
                 neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
 
-Ranks of a node divide host memory and disk bandwidth evenly. *Sharing a rank's part of host memory:* where a segment
-copies both up and down, each direction gets the part its bytes are of both, but at least half; and CPU work in a
-segment is slowed as though all of that segment's copies ran beside it, which is what they do when the step is
+Ranks of a node divide host memory and disk bandwidth evenly. *Sharing a rank's part of host memory:* cores stream at
+most ``host_bandwidth``; cores and links together get ``host_dram_bandwidth``, which may be more. Where a segment copies
+both up and down, each direction gets the part its bytes are of both, but at least half. CPU work in a segment takes at
+least as long as its bytes and those of all the segment's copies take together, which is what they do when the step is
 pipelined, and cautious otherwise.
 
 *Where the CPU plays the accelerator* one thread does everything, so nothing shares: copies take a link's time, and of
@@ -89,6 +91,7 @@ class Costs:
         """``beside``: the caller slows the processor's work while copies use the host's memory."""
         self._beside = beside
         host = machine.host_bandwidth / ranks_per_node
+        self._memory = memory = machine.host_memory_bandwidth / ranks_per_node
         disk_read = machine.disk_read_bandwidth / ranks_per_node
         disk_write = machine.disk_write_bandwidth / ranks_per_node
         fast = machine.device_bandwidth if tiers[0].name == "device" else host
@@ -101,10 +104,10 @@ class Costs:
         self._computing = [machine.computing_s(moment, fp32=fp32) for moment in program.trace.moments]
         self._rates = {
             Queue.COMPUTE: fast,
-            Queue.H2D: min(machine.h2d_bandwidth, host),
-            Queue.D2H: min(machine.d2h_bandwidth, host),
-            Queue.DISK_R: min(disk_read, host),
-            Queue.DISK_W: min(disk_write, host),
+            Queue.H2D: min(machine.h2d_bandwidth, memory),
+            Queue.D2H: min(machine.d2h_bandwidth, memory),
+            Queue.DISK_R: min(disk_read, memory),
+            Queue.DISK_W: min(disk_write, memory),
             Queue.COLL: fast,
             Queue.CPU: host,
         }
@@ -119,7 +122,7 @@ class Costs:
         self._gradient = gradient = program.weight_bytes
         accumulated = gradient if program.overwrites else 4
         self._around = list(self._around_products(program.trace)) if self._played else []
-        self._step = 24 + accumulated + (0 if fp32 else 2)
+        self._step = 8 * (1 + program.states) + accumulated + (0 if fp32 else 2)
         self._hops_s = ring_s(ranks, ranks_per_node)
         self._norm = accumulated
         self._accumulate = program.local_gradient_bytes + 4
@@ -197,7 +200,7 @@ class Costs:
         both = copied[Queue.H2D] + copied[Queue.D2H]
         slower = {}
         for queue in (Queue.H2D, Queue.D2H):
-            rate = self._rates[Queue.CPU] * max(0.5, copied[queue] / both) if both else self._rates[queue]
+            rate = self._memory * max(0.5, copied[queue] / both) if both else self._rates[queue]
             if rate < self._rates[queue]:
                 slower[queue] = rate
         if not slower:
@@ -209,7 +212,8 @@ class Costs:
     def _slow_cpu(self, instrs: tuple[Instr, ...], seconds: list[float], cpu_bytes: int, copied_bytes: int) -> None:
         if not cpu_bytes or not copied_bytes:
             return
-        more = copied_bytes / cpu_bytes
+        alone, together = cpu_bytes / self._rates[Queue.CPU], (cpu_bytes + copied_bytes) / self._memory
+        more = max(0.0, together / alone - 1)
         for place, instr in enumerate(instrs):
             if instr.queue is Queue.CPU and seconds[place]:
                 seconds[place] += (seconds[place] - self._latency) * more

@@ -2,25 +2,40 @@
 
 [Note: steps within backward]
 A plan has its steps in a segment of their own, behind the decision that needs the norm. Where nothing is decided (no
-clipping, no loss scale, one backward pass a step), a group can be stepped as soon as its gradient is complete. A step of
-the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last pass that
-touches one of them: nothing of that pass reads or writes them any more. Nothing else of the plan changes.
+clipping, no loss scale, one backward pass a step), a group can be stepped as soon as its gradient is complete. A step
+of the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last
+pass that touches one of them: nothing of that pass reads or writes them any more. Nothing else of the plan changes.
+A group whose weight is read once more after its gradient was made is left for the step segment: that read would come
+too late.
+
+[Note: the newest first]
+Backward ends with the groups that the next forward pass needs first. Where the processor cannot step as fast as
+gradients come, it takes the newest whenever it is free, and leaves the others for the step segment. There they are
+stepped in the order of the forward pass, beside it. With all steps in order of arrival, the next forward pass would
+begin by waiting for everything that had queued up.
 """
 
 from __future__ import annotations
 
-from ps_core._plan import Instr, Queue, Release, Reserve, Segment, Step, slots_of
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
+
+EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
+"""Steps that begin within a pass, by the place of the instruction that they begin behind."""
 
 
-def early_steps(homes: int, last_pass: Segment, step: Segment) -> dict[int, tuple[Instr, ...]]:
-    """Map instructions of the last pass to the steps that may begin behind them; ``homes``: number of home slots."""
-    last = _last_touches(last_pass)
+def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
+    """Return the steps that may begin within the last pass; ``homes``: number of home slots."""
+    last, lent = _last_touches(last_pass)
+    read_later = _read_after_gradients(last_pass)
     found: dict[int, tuple[Instr, ...]] = {}
     touched: set[int] = set()
     for instr in step.instrs:
-        slots = slots_of(instr.op)
-        movable = isinstance(instr.op, Step) and instr.queue is Queue.CPU and not instr.after
-        if movable and max(slots) < homes and touched.isdisjoint(slots):
+        op, slots = instr.op, slots_of(instr.op)
+        movable = isinstance(op, Step) and instr.queue is Queue.CPU and not instr.after and op.group not in read_later
+        if movable and max(slots) < homes and touched.isdisjoint(slots) and lent.isdisjoint(slots):
             behind = max((last.get(slot, -1) for slot in slots), default=-1)
             if behind >= 0:
                 found[behind] = (*found.get(behind, ()), instr)
@@ -29,8 +44,24 @@ def early_steps(homes: int, last_pass: Segment, step: Segment) -> dict[int, tupl
     return found
 
 
-def _last_touches(segment: Segment) -> dict[int, int]:
-    """Map slots to the last instruction that names them; those that are lent have none."""
+def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[float]) -> EarlySteps:
+    """Return those that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps."""
+    arrivals = sorted((ends[behind], behind, row.id, row) for behind, rows in steps.items() for row in rows)
+    taken: dict[int, tuple[Instr, ...]] = {}
+    free, place = 0.0, 0
+    while place < len(arrivals):
+        free = max(free, arrivals[place][0])
+        while place + 1 < len(arrivals) and arrivals[place + 1][0] <= free:
+            place += 1
+        _, behind, _, row = arrivals[place]
+        taken[behind] = (*taken.get(behind, ()), row)
+        free += seconds[row.id]
+        place += 1
+    return taken
+
+
+def _last_touches(segment: Segment) -> tuple[dict[int, int], set[int]]:
+    """Map slots to the last instruction that names them; return those that are lent, too."""
     last: dict[int, int] = {}
     lent: set[int] = set()
     for place, instr in enumerate(segment.instrs):
@@ -38,4 +69,21 @@ def _last_touches(segment: Segment) -> dict[int, int]:
             last[slot] = place
             if isinstance(instr.op, Reserve | Release):
                 lent.add(slot)
-    return {slot: place for slot, place in last.items() if slot not in lent}
+    return last, lent
+
+
+def _read_after_gradients(segment: Segment) -> set[int]:
+    """Return groups whose weight a moment reads behind the last moment that makes a gradient of theirs."""
+    weights, gradients = dict[int, int](), dict[int, int]()
+    for instr in segment.instrs:
+        if isinstance(instr.op, Copy):
+            if instr.queue is Queue.H2D:
+                weights[instr.op.target] = instr.op.extent.index
+            elif instr.queue is Queue.D2H:
+                gradients[instr.op.source] = instr.op.extent.index
+    read, made = dict[int, int](), dict[int, int]()
+    for place, instr in enumerate(segment.instrs):
+        if isinstance(instr.op, Run):
+            read.update({weights[slot]: place for slot in instr.op.slots if slot in weights})
+            made.update({gradients[slot]: place for slot in instr.op.slots if slot in gradients})
+    return {group for group, place in read.items() if place > made.get(group, -1)}

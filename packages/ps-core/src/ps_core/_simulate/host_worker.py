@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 
 _LEAST = 0.25
-"""The part of the host's bandwidth that work has in any case."""
+"""The part of its own bandwidth that work has in any case."""
 
 
 class HostWorker:
     """Pieces of work in order, and the copies beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, spare: float = 0.0) -> None:
+        """``spare``: what the memory gives besides what the worker can take, as a part of that."""
+        self._spare = spare
         self.ends: list[float] = []
         """Of the pieces that are over."""
         self.busy_s = 0.0
@@ -35,7 +37,7 @@ class HostWorker:
         return len(self._ready) - 1
 
     def copies(self, direction: int, begin: float, end: float, share: float) -> None:
-        """Add a copy, which takes this share of the host's bandwidth."""
+        """Add a copy, which takes as much of the host's memory as this part of the worker's bandwidth."""
         self._copies[direction].append((begin, end, share))
 
     def done(self, number: int, now: float) -> bool:
@@ -47,6 +49,11 @@ class HostWorker:
         """When a piece of work is over, if nothing else is launched before."""
         self._advance(number, math.inf)
         return self.ends[number]
+
+    def span(self, number: int) -> tuple[float, float]:
+        """When a piece of work begins and is over, if nothing else is launched before."""
+        end = self.end(number)
+        return max(self._ready[number], self.ends[number - 1] if number else 0.0), end
 
     def expected_end(self, number: int) -> float:
         """When a piece of work is over; where that was not asked for yet, if no copies come beside it."""
@@ -70,7 +77,7 @@ class HostWorker:
                     return
                 self._now, self._left = max(self._now, self._ready[place]), self._seconds[place]
             share, change = self._beside()
-            speed = max(1.0 - share, _LEAST)
+            speed = max(1.0 - max(0.0, share - self._spare), _LEAST)
             over = self._now + self._left / speed
             then = min(over, change, until)
             self.busy_s += then - self._now
@@ -82,7 +89,7 @@ class HostWorker:
             self._now = then
 
     def _beside(self) -> tuple[float, float]:
-        """What copies take of the bandwidth now, and when that changes."""
+        """Return the bandwidth that copies take now, as a part of the worker's, and the time at which that changes."""
         share, change = 0.0, math.inf
         for direction, copies in enumerate(self._copies):
             at = self._at[direction]

@@ -17,18 +17,18 @@ queue itself. Where the processor plays the accelerator one thread does almost e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
-from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Tier, slots_of
+from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._program import Program, SegmentName
 from ps_core._simulate.costs import Costs, Work
-from ps_core._simulate.early_steps import early_steps
+from ps_core._simulate.early_steps import EarlySteps, early_steps, newest_first
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.played import play
-from ps_core._simulate.timeline import Timeline
+from ps_core._simulate.played import LINKS, play
+from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
 
 _ROUNDS = 3
 """Steps that are timed until one follows the other steadily."""
@@ -76,6 +76,7 @@ class Issuing:
         self._in_backward = in_backward and self._worker
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
+        self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1
 
     def price(self, home: tuple[Held, ...], segment: Segment) -> Priced:
         """Price one segment of a plan with this home."""
@@ -87,9 +88,10 @@ class Issuing:
             return [_alone(priced, *play(priced.segment, priced.work.seconds, priced.work.thread_s)) for priced in step]
         if not self._worker and not any(_works_between_moments(priced.segment) for priced in step):
             return [_alone(priced, *_ends(priced)) for priced in step]
-        timeline = Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth)
-        if self._in_backward and step[-1].segment.name is SegmentName.STEP:
-            return _with_early_steps(timeline, len(home), step)
+        return self._time_choosing(home, step)[1] if self._in_backward else self._time_in_order(home, step)
+
+    def _time_in_order(self, home: tuple[Held, ...], step: Sequence[Priced]) -> list[Timed]:
+        timeline = self._timeline(home)
         order = sorted(range(len(step)), key=lambda place: step[place].segment.name is not SegmentName.STEP)
         ran = [timeline.run(step[place].segment, step[place].work.seconds) for place in order]
         begins = [*(begin for begin, _ in ran), timeline.finish()]
@@ -99,31 +101,105 @@ class Issuing:
         }
         return [found[place] for place in range(len(step))]
 
+    def early_steps(self, home: tuple[Held, ...], step: Sequence[Priced]) -> EarlySteps:
+        """Return the steps that begin within the last pass."""
+        return self._time_choosing(home, step)[0] if self._in_backward else {}
 
-def _with_early_steps(timeline: Timeline, homes: int, step: Sequence[Priced]) -> list[Timed]:
-    """Time the third of three steps, most of whose steps begin within backward and may go on in the next forward."""
+    def ran(
+        self, home: tuple[Held, ...], sequence: Sequence[Priced], steps: EarlySteps
+    ) -> list[tuple[Segment, list[Ran]]]:
+        """Return what each of these segments runs, and when, if they follow each other from a standing start.
+
+        ``steps``: those that begin within the last pass.
+        """
+        if self._played or not (self._worker or any(_works_between_moments(priced.segment) for priced in sequence)):
+            return list(self._ran_alone(sequence))
+        timeline, log = self._timeline(home), list[Ran]()
+        timeline.log = log
+        counts: list[tuple[Segment, int]] = []
+        last = next((each for each in sequence if each.segment.name is SegmentName.STEP), None)
+        split = _Split(steps, last) if steps and last is not None else None
+        before = None
+        for priced in sequence:
+            segment, name = priced.segment, priced.segment.name
+            if split is not None and name is SegmentName.MICRO_LAST:
+                timeline.run(segment, priced.work.seconds, split.early)
+            elif split is not None and before is SegmentName.MICRO_LAST:
+                segment = split.rest
+                timeline.run(segment, split.seconds, split.behind)
+            else:
+                timeline.run(segment, priced.work.seconds)
+            before = name
+            counts.append((segment, len(log)))
+        rows = timeline.ran()
+        starts = [0, *(count for _, count in counts)]
+        return [(segment, rows[start:end]) for (segment, end), start in zip(counts, starts, strict=False)]
+
+    def _ran_alone(self, sequence: Sequence[Priced]) -> Iterator[tuple[Segment, list[Ran]]]:
+        begin = 0.0
+        for priced in sequence:
+            segment, work = priced
+            ends, seconds = play(segment, work.seconds, work.thread_s) if self._played else _ends(priced)
+            rows = []
+            for instr, end in zip(segment.instrs, ends, strict=True):
+                of_thread = self._played and instr.queue not in LINKS
+                took = (work.thread_s if of_thread else work.seconds)[instr.id]
+                rows.append(Ran(instr, begin + end - took, begin + end))
+            yield segment, rows
+            begin += seconds
+
+    def _time_choosing(self, home: tuple[Held, ...], step: Sequence[Priced]) -> tuple[EarlySteps, list[Timed]]:
+        """Choose the steps that begin within the last pass: none, all, or as in [Note: the newest first]."""
+        *passes, last = step
+        none: EarlySteps = {}
+        choices = [(none, self._time_in_order(home, step))]
+        if last.segment.name is SegmentName.STEP:
+            timeline, ends = self._timeline(home), [0.0]
+            for priced in passes:
+                _, ends = timeline.run(priced.segment, priced.work.seconds)
+            every = early_steps(len(home), passes[-1].segment, last.segment)
+            for steps in (newest_first(every, ends, last.work.seconds), every):
+                choices.append((steps, _with_early_steps(self._timeline(home), steps, step)))
+        return min(choices, key=lambda choice: sum(timed.seconds for timed in choice[1]))
+
+    def _timeline(self, home: tuple[Held, ...]) -> Timeline:
+        return Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth, spare=self._spare)
+
+
+def _with_early_steps(timeline: Timeline, found: EarlySteps, step: Sequence[Priced]) -> list[Timed]:
+    """Time the third of three steps, some of whose steps begin within backward and may go on in the next forward."""
     *passes, last = step
-    found = early_steps(homes, passes[-1].segment, last.segment)
-    seconds = last.work.seconds
-    early = {behind: [(slots_of(row.op), seconds[row.id]) for row in rows] for behind, rows in found.items()}
-    begun = {row.id for rows in found.values() for row in rows}
-    kept = [instr for instr in last.segment.instrs if instr.id not in begun]
-    places = {instr.id: place for place, instr in enumerate(kept)}
-    instrs = tuple([replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in kept])
-    rest, taken = replace(last.segment, instrs=instrs), [seconds[instr.id] for instr in kept]
+    split = _Split(found, last)
     for _ in range(_ROUNDS):
-        own, ends = timeline.run(rest, taken, early={})
+        own, ends = timeline.run(split.rest, split.seconds, split.behind)
         ran = [timeline.run(priced.segment, priced.work.seconds) for priced in passes[:-1]]
-        ran.append(timeline.run(passes[-1].segment, passes[-1].work.seconds, early))
-    begins = [*(begin for begin, _ in ran), timeline.run(rest, taken, early={})[0]]
+        ran.append(timeline.run(passes[-1].segment, passes[-1].work.seconds, split.early))
+    begins = [*(begin for begin, _ in ran), timeline.run(split.rest, split.seconds, split.behind)[0]]
     timed = [
         _timed(priced, begin, until - begin, each)
         for priced, (begin, each), until in zip(passes, ran, begins[1:], strict=True)
     ]
-    every = [0.0] * len(seconds)  # of what began within backward nobody asks
-    for instr, end in zip(kept, ends, strict=True):
+    every = [0.0] * len(last.segment.instrs)  # zero for steps within backward, whose ends are not used
+    for instr, end in zip(split.kept, ends, strict=True):
         every[instr.id] = end
     return [*timed, _timed(last, own, begins[0] - own, every)]
+
+
+class _Split:
+    """The step segment cut in two: steps that begin within the last pass, and the other instructions."""
+
+    def __init__(self, steps: EarlySteps, step: Priced) -> None:
+        seconds = step.work.seconds
+        self.early: EarlySeconds = {behind: [(row, seconds[row.id]) for row in rows] for behind, rows in steps.items()}
+        begun = {row.id for rows in steps.values() for row in rows}
+        self.kept = [instr for instr in step.segment.instrs if instr.id not in begun]
+        """The instructions that wait for the step segment."""
+        places = {instr.id: place for place, instr in enumerate(self.kept)}
+        rows = [replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in self.kept]
+        self.rest, self.seconds = replace(step.segment, instrs=tuple(rows)), [seconds[row.id] for row in self.kept]
+        left = any(isinstance(row.op, Step) and row.queue is Queue.CPU for row in rows)
+        self.behind: EarlySeconds | None = None if left else {}
+        """None: the decision waits for norms of what is left on the host, and so for the worker."""
 
 
 def _alone(priced: Priced, ends: list[float], seconds: float) -> Timed:

@@ -96,6 +96,11 @@ class Machine:
         )
 
     @property
+    def host_memory_bandwidth(self) -> float:
+        """What the memory of one node gives to its cores and links together; that of its cores where not known."""
+        return max(self.host_bandwidth, self.host_dram_bandwidth)
+
+    @property
     def _16_bit(self) -> tuple[float, ...]:
         backward = self.query_backward_s
         return self.matmul_flops, self.element_s, self.attention_flops, self.query_s, backward, self.tanh_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
@@ -15,20 +15,30 @@ _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}
 _DISKS = (Queue.DISK_R, Queue.DISK_W)
 
 
-Early: TypeAlias = tuple[tuple[int, ...], float]
-"""A step that begins within backward: the slots that it works on, and its seconds."""
+EarlySeconds: TypeAlias = Mapping[int, Sequence[tuple[Instr, float]]]
+"""By instruction: steps that begin behind it within backward, and their seconds."""
+
+
+class Ran(NamedTuple):
+    """An instruction, and when it ran."""
+
+    instr: Instr
+    begin: float
+    end: float
+    work: int = -1
+    """The number of the worker's piece of work, which says when it ran; -1: the worker did not do it."""
 
 
 class Timeline:
     """One process."""
 
-    def __init__(self, homes: int, *, worker: bool, bandwidth: float) -> None:
+    def __init__(self, homes: int, *, worker: bool, bandwidth: float, spare: float = 0.0) -> None:
         """``homes``: how many slots every segment finds. ``worker``: a thread does the processor's queue.
 
-        ``bandwidth``: of the host's memory.
+        ``bandwidth``: what the worker streams of the host's memory. ``spare``: see `HostWorker`.
         """
         self._homes, self._bandwidth = homes, bandwidth
-        self.worker = HostWorker() if worker else None
+        self.worker = HostWorker(spare) if worker else None
         self.now = 0.0
         """How far the host thread is."""
         self.free = [0.0] * len(Queue)
@@ -37,9 +47,11 @@ class Timeline:
         """By home slot: the last piece of the worker's work that touches it."""
         self.leaving: list[int] = []
         """Pieces of work on slots that were released before it was over."""
+        self.log: list[Ran] | None = None
+        """What ran, in the order of launch; None: nobody asks."""
 
     def run(
-        self, segment: Segment, seconds: list[float], early: Mapping[int, Sequence[Early]] | None = None
+        self, segment: Segment, seconds: list[float], early: EarlySeconds | None = None
     ) -> tuple[float, list[float]]:
         """Run a segment; return when the streams are free for it, and when each of its instructions ends.
 
@@ -61,6 +73,14 @@ class Timeline:
         self.now = max(self.now, *self.free, 0.0 if self.worker is None else self.worker.finish())
         return self.now
 
+    def ran(self) -> list[Ran]:
+        """Finish; return what was logged, with the times of the worker's work too."""
+        self.finish()
+        return [
+            row if row.work < 0 or self.worker is None else Ran(row.instr, *self.worker.span(row.work))
+            for row in self.log or ()
+        ]
+
     def note_copy(self, queue: Queue, begin: float, end: float, count: int) -> None:
         """Take note of a copy, beside which the worker is slower."""
         if self.worker is not None and queue in _DIRECTIONS and end > begin:
@@ -70,9 +90,7 @@ class Timeline:
 class _Walk:
     """One segment on its way."""
 
-    def __init__(
-        self, timeline: Timeline, segment: Segment, seconds: list[float], early: Mapping[int, Sequence[Early]]
-    ) -> None:
+    def __init__(self, timeline: Timeline, segment: Segment, seconds: list[float], early: EarlySeconds) -> None:
         self._line, self._name, self._instrs = timeline, segment.name.value, segment.instrs
         self._seconds, self._early = seconds, early
         self._worker = timeline.worker
@@ -169,14 +187,23 @@ class _Walk:
         elif worker is not None and isinstance(instr.op, Release):
             self._release(instr.op)
         self._ends[place] = end
+        if line.log is not None:
+            line.log.append(Ran(instr, begin, end))
         self._begin_early(place, end)
 
     def _begin_early(self, place: int, end: float) -> None:
         """Launch the steps that may begin once an instruction is over."""
-        for slots, seconds in self._early.get(place, ()):
+        for step, seconds in self._early.get(place, ()):
             if self._worker is not None:
-                work = self._worker.launch(max(self._line.free[Queue.CPU], self._waited, end), seconds)
-                self.touching.update(dict.fromkeys(slots, work))
+                self._launch(self._worker, step, end, seconds)
+
+    def _launch(self, worker: HostWorker, instr: Instr, after: float, seconds: float) -> int:
+        """Launch a piece of the worker's work, behind what the worker waits for."""
+        work = worker.launch(max(self._line.free[Queue.CPU], self._waited, after), seconds)
+        self.touching.update(dict.fromkeys(slots_of(instr.op), work))
+        if self._line.log is not None:
+            self._line.log.append(Ran(instr, 0.0, 0.0, work))
+        return work
 
     def _to_worker(self, worker: HostWorker, place: int, instr: Instr) -> None:
         """Launch work; a stream that comes after it waits for its slot, and for what the worker waits for."""
@@ -186,9 +213,7 @@ class _Walk:
         if isinstance(instr.op, Release):
             self._release(instr.op)
         elif not isinstance(instr.op, Reserve):
-            work = worker.launch(max(line.free[Queue.CPU], self._waited), self._seconds[place])
-            self._works[place] = work
-            self.touching.update(dict.fromkeys(slots_of(instr.op), work))
+            self._works[place] = self._launch(worker, instr, self._waited, self._seconds[place])
         self._begin_early(place, self._waited)
 
     def _release(self, op: Release) -> None:

@@ -1,5 +1,6 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
+from ps_core._simulate.idle import StepTimes
 from ps_core.engine._checkpoint.check_files import check_checkpoint
 from ps_core.engine._checkpoint.export import export_checkpoint, save_weights
 from ps_core.engine._checkpoint.load_weights import load_weights
@@ -11,6 +12,7 @@ from ps_core.engine._execution.host_embedding import HostEmbedding
 from ps_core.engine._materialized import materialized, release
 from ps_core.engine._memory_measurement import MemoryMeasurement
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._profiling.profile import Profile, profiled
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 from ps_core.engine._weight_average import WeightAverage
@@ -20,7 +22,9 @@ __all__ = [
     "ChunkedOptimizer",
     "HostEmbedding",
     "MemoryMeasurement",
+    "Profile",
     "Statistics",
+    "StepTimes",
     "TierStatistics",
     "WeightAverage",
     "check_checkpoint",
@@ -31,6 +35,7 @@ __all__ = [
     "load_weights",
     "materialized",
     "offloaded",
+    "profiled",
     "release",
     "save_checkpoint",
     "save_weights",

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
-from ps_core._options import Budget, Optimizer, Options, check_unused, mark_used
+from ps_core._options import IN_BACKWARD, Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
+from ps_core._planner.policy import Policy
+from ps_core._planner.search import Setup
 from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
@@ -28,8 +30,11 @@ from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import roll_back_chunked
 from ps_core.engine._memory.suggestions import UserLimits
 from ps_core.engine._memory.tier_store import TierStore
-from ps_core.engine._optim.optimizer import FIXED, ChunkedOptimizer
-from ps_core.engine._optim.step_in_backward import step_in_backward
+from ps_core.engine._optim.kernel_rule import FIXED
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._optim.rules import OptimizerRule, Spec, rule_of
+from ps_core.engine._optim.step_in_backward import check_step_option
+from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
@@ -49,7 +54,7 @@ from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_g
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Spec | None,
     *,
     device: str | torch.device | Device = "cpu",
     budget: Budget | None = None,
@@ -68,7 +73,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
-    wishes = _Wishes(model, optimizer, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
+    rule = None if optimizer is None else rule_of(optimizer)
+    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
     ties = find_ties(model)
     if ties and collectives is not None:
@@ -81,7 +87,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     joining.check(where)
     tiers = tier_budgets(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
-    joining.share(packing, optimizer, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
+    joining.share(packing, rule, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
     given = UserLimits(budget, options, joining.sharers)
     shared = collectives is not None
     store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
@@ -105,7 +111,7 @@ class _Wishes:
     """The arguments of one `chunked` call, and what is made of them."""
 
     model: nn.Module
-    optimizer: Optimizer | None
+    rule: OptimizerRule | None
     mode: Precision
     max_grad_norm: float | None
     accumulation_steps: int
@@ -115,7 +121,7 @@ class _Wishes:
     @property
     def training(self) -> bool:
         """True if the model has an optimizer."""
-        return self.optimizer is not None
+        return self.rule is not None
 
     @property
     def overwrites(self) -> bool:
@@ -141,26 +147,25 @@ class _Wishes:
             group_parameters,
             options=self.options,
             precision=self.mode,
-            training=self.training,
+            states=None if self.rule is None else self.rule.kinds,
             device_bytes=largest_transient_group_bytes(tiers) if len(tiers) > 1 else None,
         )
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
         """Homes, the engine over them, and the optimizer's face."""
-        sums = self.training and not self.overwrites and not store.resident
-        reserve_homes(store, packing.groups, accumulates=sums)
-        loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
-        counters = Counters()
-        parts = self._parts(store, packing, counters)
-        stepping = None
-        if self.optimizer is not None:
-            stepping = step_in_backward(
+        if self.training:
+            check_step_option(
                 self.options,
                 self.mode,
                 max_grad_norm=self.max_grad_norm,
                 accumulation_steps=self.accumulation_steps,
                 alone=self.collectives is None,
             )
+        sums = self.training and not self.overwrites and not store.resident
+        reserve_homes(store, packing.groups, accumulates=sums)
+        loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
+        counters = Counters(by_torch=isinstance(self.rule, TorchRule))
+        parts = self._parts(store, packing, counters)
         engine = Engine(
             parts,
             counters,
@@ -171,15 +176,13 @@ class _Wishes:
             management=partial(
                 ModelHooks, self.model, group=self._packing(store.tiers), cast=self.cast, accumulates=sums
             ),
-            stepping=stepping,
         )
-        if self.optimizer is None:
+        if self.rule is None:
             return engine, None
         made = ChunkedOptimizer(
-            engine, engine.records, self.optimizer, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
+            engine, engine.records, self.rule, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
-        if stepping is not None:
-            stepping.use(made.settings)
+        engine.stepping.use(made.settings)
         return engine, made
 
     def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:
@@ -197,27 +200,21 @@ class _Wishes:
 
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Return the scheduler that chooses the driver of each pass."""
-        if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
-            if getattr(self.collectives, "follows_plans", False) and self.collectives is not None and self.training:
-                return RanksScheduler(
-                    engine,
-                    model_name=type(self.model).__name__,
-                    precision=self.mode,
-                    accumulate=self.accumulation_steps,
-                    options=self.options,
-                    cast=self.cast,
-                    demand=parts.demand,
-                )
-            return ShardedScheduler(parts.residency, parts.demand, training=self.training)
-        return PlanScheduler(
-            engine,
-            model_name=type(self.model).__name__,
+        setup = Setup(
+            ranks=1 if self.collectives is None else self.collectives.ranks,
             precision=self.mode,
             accumulate=self.accumulation_steps,
             training=self.training,
-            options=self.options,
-            cast=self.cast,
+            states=0 if self.rule is None else self.rule.kinds,
+            policy=Policy(self.options.policy),
+            step_in_backward=self.options.step == IN_BACKWARD,
         )
+        name, options, cast = type(self.model).__name__, self.options, self.cast
+        if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
+            if getattr(self.collectives, "follows_plans", False) and self.collectives is not None and self.training:
+                return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
+            return ShardedScheduler(parts.residency, parts.demand, training=self.training)
+        return PlanScheduler(engine, setup, model_name=name, options=options, cast=cast)
 
 
 def _precision(precision: str | Precision) -> Precision:
@@ -231,7 +228,12 @@ def _precision(precision: str | Precision) -> Precision:
 # Any: whatever was given in their place.
 def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) -> None:
     expected = [
-        ("optimizer", optimizer, type(optimizer) in FIXED, "AdamW(...), Adam(...) or SGD(...) of ps_core"),
+        (
+            "optimizer",
+            optimizer,
+            type(optimizer) in (*FIXED, TorchOptimizer),
+            "AdamW(...), Adam(...), SGD(...) or TorchOptimizer(...) of ps_core",
+        ),
         ("budget", budget, isinstance(budget, Budget), "a ps_core.Budget, as in Budget(device='8GiB')"),
         ("options", options, isinstance(options, Options), "a ps_core.Options, as in Options(prefetch=2)"),
         ("collectives", collectives, hasattr(collectives, "local_ranks"), "what ps_dist.connect() gives"),
@@ -240,8 +242,10 @@ def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) ->
         if given is not None and not right:
             kind = given if isinstance(given, type) else type(given)
             found = repr(given) if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
-            if given is kind and kind in FIXED:
+            if given is kind and kind in (*FIXED, TorchOptimizer):
                 found = f"the class {kind.__name__}, not yet called: {kind.__name__}()"
+            elif name == "optimizer" and issubclass(kind, torch.optim.Optimizer):
+                found += f"; try: TorchOptimizer({kind.__module__}.{kind.__qualname__}, lr=...)"
             raise InvalidInput(f"{name} must be {what}, or None; found {found}")
 
 
@@ -269,7 +273,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
 def _is_managed(engine: Engine) -> Callable[[], bool]:
     """Return a function that tells whether the engine's model is still managed, and does not keep it alive."""
     reference = weakref.ref(engine)
-    return lambda: (found := reference()) is not None and not found.released
+    return lambda: (found := reference()) is not None and not found.usability.released
 
 
 _SPARSE_PARTS = {

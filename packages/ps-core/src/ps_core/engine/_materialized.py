@@ -13,7 +13,14 @@ from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import ModelHooks, hooks_of
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, make_plain, plain_value, set_data, unmanage
+from ps_core.engine._parameters.managed_parameter import (
+    ManagedParameter,
+    accept_changes,
+    make_plain,
+    plain_value,
+    set_data,
+    unmanage,
+)
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, install, uninstall
 
@@ -69,7 +76,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         self._bring_in(engine, wanted)
         if len(wanted) == len(engine.records):  # then the model can be copied
             self._hooks = hooks
-            hooks.remove_state_dict_hooks()
+            hooks.state_dict_hooks.remove()
 
     @defer_interrupts
     def _finish(self) -> None:
@@ -95,20 +102,20 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
-        engine.mark_materialized(on=True)
+        engine.usability.mark_materialized(on=True)
 
     def _put_back(self, engine: Engine) -> None:
         given, self._given = self._given, {}
         self._held.clear()
-        engine.mark_materialized(on=False)
+        engine.usability.mark_materialized(on=False)
         if self._hooks is not None:
-            self._hooks.install_state_dict_hooks()
+            self._hooks.state_dict_hooks.install()
         values = self._take_exchanged()
         found = {record: values.get(record.parameter, record.parameter).detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
             set_data(record.parameter, record.placeholder)
-            engine.forget_version(record)
+            accept_changes(record)
         for record, before in given.items():
             if before is not None:
                 _check_shape(record, found[record])
@@ -135,7 +142,7 @@ def roll_back_chunked(engine: Engine) -> None:
 
     Their values are those they came with, too, but frozen ones were rounded to what is computed with.
     """
-    engine.mark_released()
+    engine.usability.mark_released()
     engine.management.remove()
     for record in engine.records:
         parameter: nn.Parameter = record.parameter

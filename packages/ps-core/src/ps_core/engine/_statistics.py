@@ -56,6 +56,8 @@ class Statistics:
     """Of the last step, by the host's clock: ``forward, backward, step`` and, as a part of these, ``stalled``."""
     planned_step_s: float
     """As the plan predicts it for the machine it was made for; 0 without a plan."""
+    idle_s: dict[str, float]
+    """By cause, the seconds a step that the device waited within the last ``profiled`` block; empty without one."""
 
     def as_dict(self) -> dict[str, int | float | str]:
         """Flat, for a logger."""
@@ -108,16 +110,19 @@ def statistics(model: nn.Module) -> Statistics:
         stalls_s=counters.stalled_s,
         step_time_s=dict(counters.last_step),
         planned_step_s=scheduler.planned_step_s,
+        idle_s=dict(counters.idle_s),
     )
 
 
 def _backend(engine: Engine) -> str:
     """Return the names of the backends of steps; on a card there are two if states are on both tiers."""
     states = ps_kernels.backends()
-    on_cpu = next(name for name, state in states.items() if state == "available" and name != "cuda")
+    by_torch = engine.counters.by_torch
+    kernels = (name for name, state in states.items() if state == "available" and name != "cuda")
+    on_cpu = "torch" if by_torch else next(kernels)
     if engine.store.device.name != "cuda":
         return on_cpu
-    on_card = "cuda" if states["cuda"] == "available" else "torch on CUDA"
+    on_card = "cuda" if states["cuda"] == "available" and not by_torch else "torch on CUDA"
     tiers = {
         group.chunks[Kind.P32].home.tier for group in engine.groups if Kind.P32 in group.chunks and group.trainable
     }

@@ -73,16 +73,16 @@ class WeightAverage:
             if not self.updates:
                 raise InvalidInput("there is no average yet: call update() after each optimizer step")
         if not on:
-            self._engine.mark_averaged(on=False)
+            self._engine.usability.mark_averaged(on=False)
         for record in self._averages:
             master = self._engine.read_state(record, Kind.P32)
             self._engine.write_state(record, Kind.P32, self._averages[record])
             self._averages[record] = master
         if on:
-            self._engine.mark_averaged(on=True)
+            self._engine.usability.mark_averaged(on=True)
 
     def _check_not_applied(self) -> None:
-        if self._engine.averaged:
+        if self._engine.usability.averaged:
             raise InvalidInput("inside applied() the model has averages for weights: do this after the block")
 
     def state_dict(self) -> dict[str, Any]:

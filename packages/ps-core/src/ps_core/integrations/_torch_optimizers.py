@@ -6,6 +6,7 @@ lets them, and then takes over what they made: the numbers of each param group, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options
+from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options, TorchOptimizer
 from ps_core.engine import ChunkedOptimizer, chunked
 
 _SPECS: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
@@ -22,8 +23,8 @@ _NUMBERS = {
     torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
     torch.optim.SGD: ("lr", "momentum", "weight_decay"),
 }
-_VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
-"""Settings of PyTorch's optimizers that change what a step computes, and that the engine's do not have."""
+_VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
+"""Settings that the engine's own AdamW, Adam and SGD do not have; with them a step is PyTorch's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,10 @@ class ManagedSettings:
 
 
 def manage(
-    model: nn.Module, optimizer: Adam | AdamW | SGD | None, settings: ManagedSettings, inputs: torch.device
+    model: nn.Module,
+    optimizer: Adam | AdamW | SGD | TorchOptimizer | None,
+    settings: ManagedSettings,
+    inputs: torch.device,
 ) -> ChunkedOptimizer | None:
     """Call `chunked` with these settings; return the optimizer, or None for a model that is only evaluated."""
     return chunked(
@@ -94,21 +98,17 @@ def manage_with(
 def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Return the engine's optimizer with the same numbers for the same parameters; `InvalidInput` if there is none."""
     kind = type(optimizer)
-    if kind not in _SPECS:
-        raise InvalidInput(
-            f"the optimizer is {kind.__module__}.{kind.__qualname__}; under a memory budget it can be torch.optim's "
-            "AdamW, Adam or SGD"
-        )
-    if optimizer.state:
+    if any(float(entry.get("step", 1)) for entry in optimizer.state.values()):  # Adagrad makes entries at once
         raise InvalidInput(
             f"this {kind.__name__} has stepped already, and its states would be lost: hand over a new one, and load "
             "its state_dict() into the optimizer that replaces it"
         )
     for index, group in enumerate(optimizer.param_groups):
-        for name in _VARIANTS:
-            if group.get(name):
-                raise InvalidInput(f"param_groups[{index}][{name!r}] is {group[name]!r}; the engine's has no {name}")
+        if group.get("differentiable"):
+            raise InvalidInput(f"param_groups[{index}]['differentiable'] is True: no gradient passes through a step")
     _check_parameters(model, optimizer)
+    if kind not in _SPECS or any(group.get(name) for group in optimizer.param_groups for name in _VARIANTS):
+        return _as_it_is(optimizer)
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise InvalidInput("decoupled_weight_decay differs between param_groups; the engine has one for all of them")
@@ -120,6 +120,20 @@ def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         for group, own in zip(optimizer.param_groups[1:], numbers[1:], strict=True)
     )
     return _SPECS[kind](**numbers[0], groups=groups)
+
+
+def _as_it_is(optimizer: torch.optim.Optimizer) -> TorchOptimizer:
+    """Return the optimizer's class with the settings of its param groups."""
+    known = inspect.signature(type(optimizer)).parameters
+    rows = [
+        {key: value for key, value in group.items() if key in known and key != "params"}
+        for group in optimizer.param_groups
+    ]
+    groups = tuple(
+        Group(match=_Members(group["params"]), settings=row)
+        for group, row in zip(optimizer.param_groups[1:], rows[1:], strict=True)
+    )
+    return TorchOptimizer(type(optimizer), **rows[0], groups=groups)
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ from ps_core._plan import (
     Segment,
     Step,
 )
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
 from ps_core._units import format_bytes
 
 
@@ -45,8 +45,7 @@ CATEGORIES = tuple(Category)
 _CATEGORY_OF = {
     Kind.P16: Category.WEIGHTS,
     Kind.P32: Category.STATES,
-    Kind.M: Category.STATES,
-    Kind.V: Category.STATES,
+    **dict.fromkeys(STATES, Category.STATES),
     Kind.ACC: Category.GRADIENTS,
     Kind.GRAD: Category.GRADIENTS,
     Kind.RGRAD: Category.GRADIENTS,

@@ -11,16 +11,8 @@ from typing import NoReturn
 
 from ps_core._errors import InvalidInput
 from ps_models._version import __version__
-from ps_models.train._options import (
-    COMMAND,
-    TrainOptions,
-    flag_of,
-    from_file,
-    merged,
-    nearest,
-    read,
-    rule_for,
-)
+from ps_models.train._option_files import from_file, merged
+from ps_models.train._options import COMMAND, TrainOptions, flag_of, nearest, read, rule_for
 
 STATUS = (
     "Exit status: 0 trained, or stopped by a signal and saved; 3 the model does not fit; 2 input that cannot be used; "

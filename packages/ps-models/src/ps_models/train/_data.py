@@ -2,7 +2,8 @@
 
 [Note: split] Which side a document is on depends on its own bytes only: it stays there when others come or go, and
 nothing of it is on both sides. Where there are few documents, or all would be on one side, the end of each is held
-back for validation instead. Of a token file, whose documents cannot be told apart, the end is.
+back for validation instead. Of a token file, whose documents cannot be told apart, the end is. Examples are held back
+as a whole, also where there are few. With ``--eval-data`` nothing of ``--data`` is.
 
 [Note: packing] The tokens of one side are one run, each document followed by the end token. An epoch cuts it into
 sequences from an offset of its own and goes through them in an order of its own, both drawn from the seed and the
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
+from ps_models.train._examples import Document, key_of
 from ps_models.train._options import TrainOptions
+from ps_models.train._samples import Samples
 from ps_models.train._text_sources import TOKENS, documents, standard_library
 from ps_models.train._token_files import digest_of, open_token_file
 from ps_models.train._tokenizers import Bytes, Tokenizer, tokenizer
@@ -49,6 +52,8 @@ class Corpus:
     train: tuple[TokenRun, ...]
     """Runs of tokens; a sequence lies within one."""
     validation: tuple[TokenRun, ...]
+    samples: tuple[Samples, Samples] | None = None
+    """Samples to train on and to validate with, in place of runs."""
     tokenizer: Tokenizer | None
     """None: the data are token numbers already."""
     digest: str
@@ -59,39 +64,75 @@ class Corpus:
 
 def corpus(options: TrainOptions, say: Callable[[str], None] = lambda _: None) -> Corpus:
     """Read, encode and split what the options name; ``say`` is told before that begins."""
-    paths = [Path(name) for name in options.data]
+    paths, held = _paths("--data", options.data), _paths("--eval-data", options.eval_data)
+    files = [path for path in (*paths, *held) if path.suffix in TOKENS]
+    others = [path for path in (*paths, *held) if path not in files]
+    if files and others:
+        option = "--data" if others[0] in paths else "--eval-data"
+        raise InvalidInput(f"{option}: found {str(others[0])!r} beside token files; allowed is one kind or the other")
+    if files and options.pack:
+        raise InvalidInput("--pack: found with token files, whose samples cannot be told apart; allowed with text")
+    chosen = None if files else tokenizer(options.tokenizer, options.hf)
+    say(f"reading {source_of(options)}")
+    found = _of_tokens(paths, held, options) if chosen is None else _of_text(paths, held, options, chosen)
+    _check_enough(found, options)
+    return found
+
+
+def _paths(option: str, names: Sequence[str]) -> list[Path]:
+    paths = [Path(name) for name in names]
     for path in paths:
         if not path.exists():
-            raise InvalidInput(f"--data: found {str(path)!r}, which does not exist; allowed are files and folders")
-    files = [path for path in paths if path.suffix in TOKENS]
-    if files and len(files) < len(paths):
-        other = next(path for path in paths if path not in files)
-        raise InvalidInput(f"--data: found {str(other)!r} beside token files; allowed is one kind or the other")
-    chosen = None if files else tokenizer(options.tokenizer)
-    say(f"reading {source_of(options)}")
-    found = _of_tokens(files, options) if chosen is None else _of_text(paths, options, chosen)
-    for side, runs in (("train", found.train), ("validation", found.validation)):
+            raise InvalidInput(f"{option}: found {str(path)!r}, which does not exist; allowed are files and folders")
+    return paths
+
+
+def _check_enough(found: Corpus, options: TrainOptions) -> None:
+    """Raise `InvalidInput` if there is no sequence to train on, or none to validate with."""
+    for number, side in enumerate(("train", "validation")):
+        option = "--eval-data" if number and options.eval_data else "--data"
+        if found.samples is not None:
+            if not len(found.samples[number]):
+                raise InvalidInput(
+                    f"{option}: no samples for {side} with an answer in their first {options.seq} tokens; allowed is "
+                    "more data, or a larger --seq"
+                )
+            continue
+        runs = found.validation if number else found.train
         if not any(map(len, runs)) or PackedTokens(runs, options.seq).sequences < 1:
             raise InvalidInput(
-                f"--data: {sum(map(len, runs)):,} tokens for {side} are no sequence of {options.seq}; allowed is more "
-                f"data, a smaller --seq, or {'a larger' if side == 'validation' else 'another'} --validation"
+                f"{option}: {sum(map(len, runs)):,} tokens for {side} are no sequence of {options.seq}; allowed is "
+                f"more data, a smaller --seq, or {'a larger' if number else 'another'} --validation"
             )
-    return found
 
 
 def source_of(options: TrainOptions) -> str:
     """Return what the data are read from, in words."""
-    return ", ".join(options.data) or "the standard library's source"
+    return ", ".join((*options.data, *options.eval_data)) or "the standard library's source"
 
 
-def _of_text(paths: Sequence[Path], options: TrainOptions, chosen: Tokenizer) -> Corpus:
+def _of_text(paths: Sequence[Path], held_paths: Sequence[Path], options: TrainOptions, chosen: Tokenizer) -> Corpus:
     every = [document for path in paths for document in documents(path)] if paths else list(standard_library())
-    train, held = split(every, options.validation)
+    apart = [document for path in held_paths for document in documents(path, "--eval-data")]
+    texts = [document for document in (*every, *apart) if isinstance(document, bytes)]
     digest = hashlib.sha256(f"{chosen.digest} {options.validation}".encode())
-    for document in every:
-        digest.update(hashlib.sha256(document).digest())
+    for document in (*every, *([b"--eval-data"] if held_paths else []), *apart):
+        digest.update(hashlib.sha256(key_of(document)).digest())
+    if options.pack or len(texts) < len(every) + len(apart):
+        sides = (every, apart) if held_paths else split_whole(every, options.validation)
+        samples = Samples(sides[0], chosen, options.seq), Samples(sides[1], chosen, options.seq)
+        return Corpus(
+            train=(),
+            validation=(),
+            samples=samples,
+            tokenizer=chosen,
+            digest=digest.hexdigest(),
+            told=f"{source_of(options)}: {_told_of_samples(*samples, options.seq)}",
+        )
+    cut = len(every)
+    train, held = (texts[:cut], texts[cut:]) if held_paths else split(texts, options.validation)
     runs = pack(train, chosen), pack(held, chosen)
-    counted = f"{len(every):,} documents, {len(runs[0]):,} tokens to train on, {len(runs[1]):,} held back"
+    counted = f"{len(texts):,} documents, {len(runs[0]):,} tokens to train on, {len(runs[1]):,} held back"
     return Corpus(
         train=(runs[0],),
         validation=(runs[1],),
@@ -101,19 +142,32 @@ def _of_text(paths: Sequence[Path], options: TrainOptions, chosen: Tokenizer) ->
     )
 
 
-def _of_tokens(files: Sequence[Path], options: TrainOptions) -> Corpus:
+def _told_of_samples(train: Samples, held: Samples, length: int) -> str:
+    told = (
+        f"{len(train):,} samples of {train.tokens:,} tokens, {train.trained:,} of which are trained; {len(held):,} "
+        "samples to validate with"
+    )
+    cut, left_out = train.cut + held.cut, train.left_out + held.left_out
+    told += f"; {cut:,} longer than {length} tokens were cut" if cut else ""
+    return told + (f"; {left_out:,} left out, with no answer in their first {length} tokens" if left_out else "")
+
+
+def _of_tokens(paths: Sequence[Path], held_paths: Sequence[Path], options: TrainOptions) -> Corpus:
     if options.tokenizer != "bytes":
         raise InvalidInput(f"--tokenizer: found {options.tokenizer!r} with token files; allowed is to leave it out")
-    runs = [open_token_file(path) for path in files]
-    cuts = [len(run) - int(len(run) * options.validation) for run in runs]
-    digest = hashlib.sha256(b"".join(digest_of(path) for path in files) + str(options.validation).encode())
-    told = f"{sum(cuts):,} tokens to train on, {sum(map(len, runs)) - sum(cuts):,} held back"
+    runs, apart = [open_token_file(path) for path in paths], [open_token_file(path) for path in held_paths]
+    cuts = [len(run) - (0 if apart else int(len(run) * options.validation)) for run in runs]
+    train = tuple(run.part(0, cut) for run, cut in zip(runs, cuts, strict=True))
+    held = tuple(apart) or tuple(run.part(cut, len(run)) for run, cut in zip(runs, cuts, strict=True))
+    told = b"".join(digest_of(path) for path in paths) + str(options.validation).encode()
+    digest = hashlib.sha256(told + b"".join(digest_of(path) for path in held_paths))
+    counted = f"{sum(map(len, train)):,} tokens to train on, {sum(map(len, held)):,} held back"
     return Corpus(
-        train=tuple(run.part(0, cut) for run, cut in zip(runs, cuts, strict=True)),
-        validation=tuple(run.part(cut, len(run)) for run, cut in zip(runs, cuts, strict=True)),
+        train=train,
+        validation=held,
         tokenizer=None,
         digest=digest.hexdigest(),
-        told=f"{', '.join(map(str, files))}: {told}",
+        told=f"{', '.join(map(str, (*paths, *held_paths)))}: {counted}",
     )
 
 
@@ -130,6 +184,16 @@ def split(every: Sequence[bytes], part: float) -> tuple[list[bytes], list[bytes]
     )
 
 
+def split_whole(every: Sequence[Document], part: float) -> tuple[list[Document], list[Document]]:
+    """Return the documents to train on and those held back; of few documents the last ones are, at least one."""
+    held = [document for document in every if _draw(key_of(document)) < part]
+    train = [document for document in every if not _draw(key_of(document)) < part]
+    if len(every) >= FEW and train and held:
+        return train, held
+    cut = len(every) - max(1, int(len(every) * part))
+    return list(every[:cut]), list(every[cut:])
+
+
 def _draw(document: bytes) -> float:
     """Return a number from 0 to 1 that looks random and follows from the document alone."""
     return int.from_bytes(hashlib.sha256(document).digest()[:6], "big") / 2**48
@@ -137,12 +201,11 @@ def _draw(document: bytes) -> float:
 
 def pack(every: Iterable[bytes], chosen: Tokenizer) -> Tensor:
     """Return all documents that are not empty as one run, with the end token after each."""
-    pieces = [piece for document in every if document for piece in (chosen.encode(document), None)]
-    if not pieces:
+    coded = [chosen.encode(document) for document in every if document]
+    if not coded:
         return Bytes().encode(b"")
-    first = next(piece for piece in pieces if piece is not None)
-    end = torch.tensor([chosen.end], dtype=first.dtype)
-    return torch.cat([end if piece is None else piece for piece in pieces])
+    start, end = (torch.tensor(each, dtype=coded[0].dtype) for each in (chosen.start, [chosen.end]))
+    return torch.cat([piece for document in coded for piece in (start, document, end)])
 
 
 class PackedTokens:

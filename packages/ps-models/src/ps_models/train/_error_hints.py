@@ -64,6 +64,8 @@ def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str
 
 def _apart(suggestion: str, options: TrainOptions) -> list[str]:
     """Return options for parts of the model that need not be on the accelerator whole: token table and head."""
+    if options.hf is not None:
+        return []
     found = shape(options.model)
     if found.family is Family.BERT:
         return []  # whose head is its table, and has no tiles

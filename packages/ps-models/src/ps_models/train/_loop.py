@@ -49,8 +49,8 @@ class Loop:
     ) -> None:
         self.options, self.folder, self.rates = options, folder, rates
         self.model, self.optimizer, self._inputs = managed.model, managed.optimizer, managed.inputs
-        self._objective, self._ranks = objective, managed.ranks
-        self._held = managed.ranks.share(objective.validation)
+        self.objective, self._ranks = objective, managed.ranks
+        self._held = managed.ranks.share(objective)
         self._loggers, self._remaining = loggers, RemainingTime()
         self.step = 0
         """The number of steps done, those of earlier calls included."""
@@ -226,9 +226,10 @@ class Loop:
     def _passes(self) -> float:
         options, ranks, total = self.options, self._ranks, 0.0
         count = options.batch // ranks.size
+        whole = self.objective.counted(self.sequences, options.batch * options.accumulate)
         for micro in range(options.accumulate):
-            batch = self._objective.batch(self.sequences + micro * options.batch + ranks.rank * count, count)
-            loss = self._loss(batch) / (options.accumulate * ranks.size)
+            first = self.sequences + micro * options.batch + ranks.rank * count
+            loss = self._loss(self.objective.batch(first, count)) / (whole / self.objective.counted(first, count))
             self.optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         return total

@@ -12,20 +12,21 @@ from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarErr
 from ps_core._streams import tell
 from ps_core.engine import statistics
 from ps_models.train._command_line import parse
-from ps_models.train._data import corpus
+from ps_models.train._data import Corpus, corpus
 from ps_models.train._error_hints import hint_for, in_options
+from ps_models.train._export import export
 from ps_models.train._loggers import check_installed, loggers
-from ps_models.train._loop import Loop
-from ps_models.train._objectives import objective_for
+from ps_models.train._loop import Loop, ManagedModel
 from ps_models.train._options import COMMAND, TrainOptions
 from ps_models.train._pictures import draw
 from ps_models.train._ranks import StopCheck, join_ranks
 from ps_models.train._run_folder import open_folder
 from ps_models.train._sample import sample
-from ps_models.train._setup import device_of, manage, shape_of, told
+from ps_models.train._setup import Found, device_of, fitted, manage, model_of, objective_for, prepare, told
 from ps_models.train._step_metrics import Rates
 from ps_models.train._stop_signal import StopSignal
 from ps_models.train._summary import summary
+from ps_models.train._transformers_model import TransformersModel
 
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -62,12 +63,12 @@ def _fail(status: int, told: str) -> int:
 def train(options: TrainOptions) -> int:
     """Train as the options say, from the newest checkpoint if there is one; return the exit status."""
     check_installed(options)
-    shape_of(options)
+    found = model_of(options)
     with ExitStack() as stack:
         ranks = stack.enter_context(join_ranks())
         stop = stack.enter_context(StopSignal())
         data = corpus(options, lambda text: tell(text, sys.stdout if ranks.leads else None))
-        found = shape_of(options, data)
+        found = fitted(found, options, data)
         objective = objective_for(options, data, found)
         ranks.check(options, data.digest)
         folder = stack.enter_context(open_folder(options, data.digest, ranks))
@@ -77,8 +78,10 @@ def train(options: TrainOptions) -> int:
         rates = Rates(found, ranks.own(options), device_of(options))
         for each in watching:
             each.say(f"{told(found, options, ranks)}\n{data.told}\nmaking its weights and optimizer states")
-        managed = manage(options, found, ranks)
+        fresh = not folder.steps()
+        managed = manage(options, found, ranks, fresh=fresh)
         loop = Loop(options, objective, managed, folder, rates, watching)
+        prepare(options, found, managed, loop.say, fresh=fresh)
         if loop.resume():
             ended = loop.step >= options.steps or loop.out_of_patience
             rest = "nothing is left to train" if ended else "going on from there"
@@ -98,14 +101,21 @@ def train(options: TrainOptions) -> int:
         if halt():
             loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
             return DONE
-        if loop.out_of_patience and loop.step < options.steps:
-            loop.say(
-                f"step {loop.step}: the validation loss has not fallen for {options.patience} validations, so training "
-                "ends here (--patience)"
-            )
-        if loop.val_loss is not None:
-            loop.say(f"validation loss {loop.val_loss:.4f} {objective.measured_in}")
-        if options.sample:
-            loop.say(f"making a sample of {options.sample} tokens")
-            loop.say(sample(options, data, managed, objective))
+        _finish(options, found, data, managed, loop)
     return DONE
+
+
+def _finish(options: TrainOptions, found: Found, data: Corpus, managed: ManagedModel, loop: Loop) -> None:
+    """Say what training came to, make the sample, and export a model that came from a folder."""
+    if loop.out_of_patience and loop.step < options.steps:
+        loop.say(
+            f"step {loop.step}: the validation loss has not fallen for {options.patience} validations, so training "
+            "ends here (--patience)"
+        )
+    if loop.val_loss is not None:
+        loop.say(f"validation loss {loop.val_loss:.4f} {loop.objective.measured_in}")
+    if options.sample:
+        loop.say(f"making a sample of {options.sample} tokens")
+        loop.say(sample(options, data, managed, loop.objective))
+    if isinstance(found, TransformersModel):
+        loop.say(export(options, found, managed, data.tokenizer))

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.shapes import Family, TransformerShape
+from ps_core._workloads.shapes import TransformerShape
 from ps_models._loss import IGNORED
 from ps_models.train._data import Corpus, PackedTokens, generator_of
+from ps_models.train._model_facts import ModelFacts
 from ps_models.train._options import TrainOptions
+from ps_models.train._tokenizers import Bytes
 
 Batch: TypeAlias = dict[str, Tensor]
 """A model's inputs by name, the first dimension of each counts sequences."""
@@ -41,29 +43,39 @@ class Objective(Protocol):
     def batch(self, position: int, count: int) -> Batch:
         """Return the sequences from that position on; the data repeat without end."""
 
+    def counted(self, position: int, count: int) -> int:
+        """Return how much the loss of these sequences counts, beside those of others of the same step."""
 
-def objective_for(options: TrainOptions, data: Corpus, shape: TransformerShape) -> Objective:
-    """Return the objective of a model of this shape; ``shape`` has the data's vocabulary."""
-    if shape.family is Family.BERT:
-        return MaskedTokenObjective(options, data, shape)
-    if options.mask_token is not None:
-        raise InvalidInput(f"--mask-token: found {options.mask_token} with {options.model}; allowed with a BERT only")
-    return NextTokenObjective(options, data, shape)
+    def counted_in(self, batch: Batch) -> int:
+        """Return how much the loss of a batch of ``validation``, or of a part of it, counts."""
 
 
-def _unit(options: TrainOptions, data: Corpus) -> str:
-    return "byte" if options.tokenizer == "bytes" and data.tokenizer is not None else "token"
+class _EachSequence:
+    """Counts each sequence alike."""
+
+    def counted(self, position: int, count: int) -> int:
+        """See `Objective`."""
+        return count
+
+    def counted_in(self, batch: Batch) -> int:
+        """See `Objective`."""
+        return len(batch["input_ids"])
 
 
-class NextTokenObjective:
+def unit_of(data: Corpus) -> str:
+    """Return what a token of the data is, in a word."""
+    return "byte" if isinstance(data.tokenizer, Bytes) else "token"
+
+
+class NextTokenObjective(_EachSequence):
     """Predicts the token after each one."""
 
-    def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
+    def __init__(self, options: TrainOptions, data: Corpus, shape: ModelFacts) -> None:
         self._train = PackedTokens(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
         held = PackedTokens(data.validation, options.seq, vocabulary=shape.vocabulary)
         rows = torch.split(held.spread(options.batch * options.eval_batches), options.batch)
         self.validation: Sequence[Batch] = [{"input_ids": ids, "labels": ids} for ids in rows]
-        self.measured_in = f"nats a {_unit(options, data)}"
+        self.measured_in = f"nats a {unit_of(data)}"
 
     def batch(self, position: int, count: int) -> Batch:
         """See `Objective`."""
@@ -102,7 +114,7 @@ def special_tokens(options: TrainOptions, data: Corpus, vocabulary: int) -> Spec
     return SpecialTokens(mask=mask, first=chosen.first, end=chosen.end)
 
 
-class MaskedTokenObjective:
+class MaskedTokenObjective(_EachSequence):
     """Predicts hidden tokens, and whether one part follows another; see [Note: hidden tokens]."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
@@ -117,7 +129,7 @@ class MaskedTokenObjective:
         self.validation: Sequence[Batch] = [
             self._stacked(rows[at : at + options.batch]) for at in range(0, len(rows), options.batch)
         ]
-        self.measured_in = f"nats a masked {_unit(options, data)}" + (" and next sentence" if self._pairs else "")
+        self.measured_in = f"nats a masked {unit_of(data)}" + (" and next sentence" if self._pairs else "")
 
     def batch(self, position: int, count: int) -> Batch:
         """See `Objective`."""

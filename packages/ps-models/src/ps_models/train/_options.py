@@ -8,17 +8,13 @@ so a run is resumed only if they are the same. The others say where it runs, how
 from __future__ import annotations
 
 import json
-import re
-import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput
-from ps_core._installing import how_to_install
 from ps_core._names import did_you_mean
 from ps_models.train import _option_rules as rules
+from ps_models.train._option_conflicts import check_together
 
 COMMAND = "pstar-train"
 
@@ -40,6 +36,31 @@ class TrainOptions:
         rules.text("NAME"),
         MODEL,
         "a named size, or gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN, as for `pstar plan`",
+        identity=True,
+    )
+    hf: str | None = _option(
+        None,
+        rules.text("DIR"),
+        MODEL,
+        "in place of `--model`: a folder with a causal language model of transformers (`config.json`, safetensors, "
+        "tokenizer), which is trained further",
+        identity=True,
+    )
+    lora: int | None = _option(
+        None, rules.whole(1, 2**16), MODEL, "train adapters of this rank (LoRA) in place of the weights", identity=True
+    )
+    lora_targets: tuple[str, ...] = _option(
+        (),
+        rules.texts("NAME"),
+        MODEL,
+        "modules that get adapters, or `all-linear` (default: PEFT's choice for the model)",
+        identity=True,
+    )
+    lora_alpha: float | None = _option(
+        None,
+        rules.number(0, above=True),
+        MODEL,
+        "adapters are scaled by this over their rank (default: twice the rank)",
         identity=True,
     )
     vocab: int | None = _option(
@@ -86,11 +107,26 @@ class TrainOptions:
         (),
         rules.texts("PATH"),
         DATA,
-        "text, JSON lines (`.jsonl`), token files (`.bin`, `.npy`), or folders of text "
-        "(default: the source of Python's standard library here)",
+        "text, JSON lines (`.jsonl`), tables (`.parquet`, `.arrow`), token files (`.bin`, `.npy`), or folders of these "
+        "but token files (default: the source of Python's standard library here)",
+    )
+    eval_data: tuple[str, ...] = _option(
+        (), rules.texts("PATH"), DATA, "likewise, for validation only (default: the part `--validation` of the data)"
     )
     tokenizer: str = _option(
-        "bytes", rules.text("FILE"), DATA, "`bytes`, or a Hugging Face `tokenizer.json`", identity=True
+        "bytes",
+        rules.text("FILE"),
+        DATA,
+        "`bytes`, a Hugging Face `tokenizer.json`, or a folder with a tokenizer of transformers (default with `--hf`: "
+        "the model's)",
+        identity=True,
+    )
+    pack: bool = _option(
+        False,
+        rules.flag(),
+        DATA,
+        "put several short samples into a sequence, none of which sees another",
+        identity=True,
     )
     mask_token: int | None = _option(
         None,
@@ -152,40 +188,16 @@ class TrainOptions:
     keep_best: bool = _option(
         False, rules.flag(), SAVING, "also save, and keep, the checkpoint of the least validation loss"
     )
+    lora_merge: bool = _option(
+        False, rules.flag(), SAVING, "export the whole model with the adapters merged, not the adapters"
+    )
 
     def __post_init__(self) -> None:
         for row in fields(self):
             value, rule = getattr(self, row.name), rule_for(row)
             if not (value is None and row.default is None) and not rule.good(value):
                 raise InvalidInput(refusal(row, value))
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if self.device == "cpu" and self.device_memory is not None:
-            raise InvalidInput(
-                f"--device-memory: found {self.device_memory!r} with --device cpu, which has --host-memory only; "
-                "allowed with --device emulated, cuda or auto"
-            )
-        if self.device == "emulated" and self.device_memory is None:
-            raise InvalidInput(
-                "--device: found 'emulated' without --device-memory, which says how large the accelerator is to be"
-            )
-        if self.offload_checkpoints and not self.checkpointing:
-            raise InvalidInput(
-                "--offload-checkpoints: found with --no-checkpointing, which makes none; allowed without it"
-            )
-        if self.offload_checkpoints and self.disk is not None:
-            raise InvalidInput(
-                f"--offload-checkpoints: found with --disk {self.disk}, where the computer's memory is full already; "
-                "allowed is one of them"
-            )
-        if self.patience is not None and not self.eval_every:
-            raise InvalidInput(
-                f"--patience: found {self.patience} with --eval-every 0, which validates at the end only; allowed "
-                "with --eval-every of at least 1"
-            )
-        if self.disk_dir is not None and self.disk is None:
-            raise InvalidInput(f"--disk-dir: found {self.disk_dir!r} without --disk, which says how much of it")
+        check_together(self)
 
     @property
     def warmup_steps(self) -> int:
@@ -199,8 +211,9 @@ class TrainOptions:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The options that cannot change within a run; see [Note: what a run is]."""
-        return {row.name: getattr(self, row.name) for row in fields(self) if row.metadata["identity"]}
+        """The options that cannot change within a run, as JSON has them; see [Note: what a run is]."""
+        values = {row.name: getattr(self, row.name) for row in fields(self) if row.metadata["identity"]}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def to_toml(self) -> str:
         """Return the text of a file for ``--config`` with these options."""
@@ -241,101 +254,7 @@ def read(row: Field[Any], words: str | list[str]) -> Any:
         raise InvalidInput(refusal(row, words)) from None
 
 
-def from_file(path: Path) -> dict[str, Any]:
-    """Return the options that a TOML file sets, or a YAML file by its ending; only their names are checked."""
-    kind = "YAML" if path.suffix in (".yaml", ".yml") else "TOML"
-    try:
-        text = path.read_text("utf-8")
-        return from_text(text, str(path)) if kind == "TOML" else _from_yaml(text, str(path))
-    except InvalidInput:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        told = " ".join(str(error).split())
-        raise InvalidInput(f"--config: cannot read {str(path)!r}: {told}; allowed is a {kind} file") from error
-
-
-def _from_yaml(text: str, source: str) -> dict[str, Any]:
-    try:
-        import yaml
-    except ImportError:
-        raise InvalidInput(
-            f"--config: {source!r} needs the package yaml; allowed without it is a TOML file; to have it: "
-            f"{how_to_install('pyyaml')}"
-        ) from None
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-    if found is not None and not (isinstance(found, dict) and all(isinstance(key, str) for key in found)):
-        raise InvalidInput(f"--config: {source!r} holds no options by name; allowed are lines like `batch: 8`")
-    # YAML 1.1 takes 1e-3, which has no point, for a text.
-    return _by_name(
-        {key: _number(value) if isinstance(value, str) else value for key, value in (found or {}).items()}, source
-    )
-
-
-def _number(text: str) -> str | float:
-    return float(text) if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", text) else text
-
-
-def from_text(text: str, source: str) -> dict[str, Any]:
-    """Return the options that the text of a TOML file sets; only their names are checked."""
-    return _by_name(tomllib.loads(text), source)
-
-
-def _by_name(given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the options under the names of the fields; `InvalidInput` for a name that is none or is there twice."""
-    known = {row.name for row in fields(TrainOptions)}
-    found = {}
-    for key, value in given.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise InvalidInput(f"--config: {source!r} sets {key!r}, which is not an option; {nearest(key)}")
-        if name in found:
-            raise InvalidInput(f"--config: {source!r} sets {name!r} twice; allowed is once")
-        found[name] = tuple(value) if isinstance(value, list) else value
-    return found
-
-
-def merged(config: Mapping[str, Any], line: Mapping[str, Any]) -> TrainOptions:
-    """Return the file's options, replaced by the command line's."""
-    return TrainOptions(**{**config, **line})
-
-
 def nearest(name: str) -> str:
     """Return a hint at the option with the most similar name."""
     known = [row.name.replace("_", "-") for row in fields(TrainOptions)]
     return did_you_mean(name.lstrip("-").replace("_", "-"), known, f"{COMMAND} --help lists the options", most=1)
-
-
-def table() -> str:
-    """Return every option as Markdown, a table for each section."""
-    return "\n".join(_tables())
-
-
-def _tables() -> Iterator[str]:
-    sections = dict.fromkeys(row.metadata["section"] for row in fields(TrainOptions))
-    for section in sections:
-        yield f"### {section}\n"
-        yield "| option | default | what it says |\n|---|---|---|"
-        for row in fields(TrainOptions):
-            if row.metadata["section"] == section:
-                yield f"| `{usage(row)}` | {_default(row)} | {row.metadata['what']} |"
-        yield ""
-
-
-def usage(row: Field[Any]) -> str:
-    """Return an option and what follows it on the command line."""
-    rule, name = rule_for(row), flag_of(row)
-    if isinstance(row.default, bool):
-        return f"{name}`, `--no-{name[2:]}"
-    return f"{name} {rule.metavar}" + ("..." if rule.several else "")
-
-
-def _default(row: Field[Any]) -> str:
-    if isinstance(row.default, bool):
-        return "yes" if row.default else "no"
-    if row.default is None or row.default == ():
-        return ""
-    shown = f"{row.default:g}" if isinstance(row.default, float) else str(row.default)
-    return f"`{shown}`"

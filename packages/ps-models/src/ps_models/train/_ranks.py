@@ -11,16 +11,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from ps_core._errors import InvalidInput
-from ps_models.train._objectives import Batch
+from ps_models.train._objectives import Batch, Objective
 from ps_models.train._options import PLACE, TrainOptions, flag_of
 from ps_models.train._stop_signal import StopSignal
 
-_OWN = frozenset({"data", "log_every"})
+_OWN = frozenset({"data", "eval_data", "log_every"})
 """Options that may differ between ranks, besides where they run; of the data the digest is compared."""
 
 
@@ -79,14 +78,17 @@ class TrainingRanks:
         """Return the value of rank 0."""
         return self.any(value and self.leads)
 
-    def share(self, batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
-        """Return this rank's sequences of each batch, and how many count; every rank has at least one to run."""
+    def share(self, objective: Objective) -> list[tuple[Batch, int]]:
+        """Return this rank's part of each batch for validation, and how much it counts.
+
+        Every rank has at least one sequence to run, which may count nothing."""
         found = []
-        for batch in batches:
+        for batch in objective.validation:
             count = len(batch["input_ids"])
             start, end = (count * place // self.size for place in (self.rank, self.rank + 1))
             part = slice(start, end) if end > start else slice(0, 1)
-            found.append(({name: each[part] for name, each in batch.items()}, end - start))
+            mine = {name: each[part] for name, each in batch.items()}
+            found.append((mine, objective.counted_in(mine) if end > start else 0))
         return found
 
 

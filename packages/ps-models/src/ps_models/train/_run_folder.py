@@ -4,6 +4,7 @@
       options.toml            the options of the last call, for --config
       run.json                what the run is: options that cannot change, the data's digest
       metrics.jsonl           a row a step
+      export/                 a model of transformers, or its adapters, once training has ended
       loss.svg, tide.svg      pictures of the loss, and of the last step's memory
       checkpoints/
         step-00000100/        complete, or not there under this name; damaged-step-... is one that broke later,
@@ -33,6 +34,8 @@ from ps_models.train._options import TrainOptions, flag_of
 from ps_models.train._ranks import TrainingRanks
 
 _STEP = re.compile(r"step-(\d{8,})")
+UNFINISHED_EXPORT = ".export"
+"""The folder that an export is written to, before it takes the place of an older one."""
 _REMOVED = ".removed-"
 """What the name of a folder begins with while it is removed."""
 
@@ -213,8 +216,9 @@ class RunFolder:
 
 
 def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    defaults = TrainOptions().identity  # of options that are newer than the run
     for name, value in own["options"].items():
-        before = found["options"].get(name)
+        before = found["options"].get(name, defaults[name])
         if before != value:
             yield f"{flag_of(name)} {before} there, {value} now"
     if found["data"] != own["data"]:
@@ -284,7 +288,7 @@ def _remove(folder: Path) -> None:
 
 def _clear(parent: Path) -> None:
     """Finish removals that were cut short, and remove half-written files and checkpoints."""
-    for pattern in (f"{_REMOVED}*", ".step-*.ps-partial"):
+    for pattern in (f"{_REMOVED}*", ".step-*.ps-partial", UNFINISHED_EXPORT):
         for each in parent.glob(pattern):
             shutil.rmtree(each, ignore_errors=True)
     for each in parent.glob(f".*{UNFINISHED}"):

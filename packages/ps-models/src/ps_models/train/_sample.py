@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ps_core import DeviceOutOfMemory, DoesNotFit
 from ps_models.train._data import Corpus
@@ -34,23 +35,45 @@ def written(options: TrainOptions, data: Corpus, managed: ManagedModel) -> str:
     """Return the prompt and its continuation; of token files, which have no tokenizer, the numbers."""
     chosen = data.tokenizer
     start = data.validation[0][:1].tolist() if chosen is None else chosen.encode(options.prompt.encode()).tolist()
-    if not start and chosen is not None:
-        start = [chosen.end]
-    generator = torch.Generator(managed.inputs).manual_seed(options.seed)
-    model: Any = managed.model  # `generate` is not nn.Module's
+    if chosen is not None:
+        start = [*chosen.start, *start] or [chosen.end]
     ids = torch.tensor([start], device=managed.inputs)
+    model: Any = managed.model  # `generate` is not nn.Module's
     model.eval()
     with torch.no_grad():
-        if not model(ids, logits_to_keep=1).logits.isfinite().all():
+        if not model(input_ids=ids).logits[:, -1].isfinite().all():
             return _NOTHING
-    tokens = model.generate(
-        ids,
-        options.sample,
-        temperature=options.temperature,
-        end_token=None if chosen is None else chosen.end,
-        generator=generator,
-    )[0].tolist()
+    end = None if chosen is None else chosen.end
+    tokens = _by_transformers(options, model, ids, end) if options.hf else _by_ours(options, model, ids, end)
     return f"sample:\n{_text(data, tokens)}"
+
+
+def _by_ours(options: TrainOptions, model: Any, ids: Tensor, end: int | None) -> list[int]:
+    generator = torch.Generator(ids.device).manual_seed(options.seed)
+    found: list[int] = model.generate(
+        ids, options.sample, temperature=options.temperature, end_token=end, generator=generator
+    )[0].tolist()
+    return found
+
+
+def _by_transformers(options: TrainOptions, model: Any, ids: Tensor, end: int | None) -> list[int]:
+    """Sample as transformers does, which draws from PyTorch's own generator."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    count = options.sample if positions is None else min(options.sample, positions - ids.shape[1])
+    if count < 1:
+        return [int(each) for each in ids[0]]
+    how = {"do_sample": True, "temperature": options.temperature, "top_k": 0} if options.temperature else {}
+    with torch.random.fork_rng(devices=[] if ids.device.type == "cpu" else None):
+        torch.manual_seed(options.seed)
+        found: list[int] = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            eos_token_id=end,
+            pad_token_id=end,
+            **({"do_sample": False} | how),
+        )[0].tolist()
+    return found
 
 
 @torch.no_grad()

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from ps_core._trace import Phase
+from ps_core._trace import Phase, Trace
 from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.shapes import TransformerShape
 from ps_core._workloads.workload import Workload
 from ps_core.engine import Statistics
+from ps_models.train._model_facts import ModelFacts
 from ps_models.train._options import TrainOptions
 
 _PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.2, "V100": 125.0}
@@ -40,7 +41,7 @@ class StepMetrics:
     moved_bytes: Mapping[str, int]
     """By link, in this step."""
     tflops: float
-    """8 operations per parameter and token (6 without checkpointing)."""
+    """8 operations per parameter and token; 2 less without checkpointing, 2 less where only adapters are trained."""
     mfu: float | None = None
     """Model FLOPs of the device's peak, where that is known."""
     skipped: bool = False
@@ -74,25 +75,22 @@ class StepMetrics:
 class Rates:
     """Operations of a step, and the peak they are measured against."""
 
-    def __init__(self, shape: TransformerShape, options: TrainOptions, device: str) -> None:
+    def __init__(self, found: ModelFacts, options: TrainOptions, device: str) -> None:
         self._tokens = options.tokens_per_step
-        trace = analytic_trace(
-            shape,
-            Workload(
-                batch=options.batch,
-                seq=options.seq,
-                precision_bytes=4 if options.precision == "fp32" else 2,
-                checkpointing=options.checkpointing,
-                chunked_loss=True,
-            ),
-        )
-        self._counted = (8 if options.checkpointing else 6) * trace.parameters * self._tokens
-        forward = sum(moment.flops for moment in trace.moments if moment.phase is Phase.FORWARD)
-        self._model = 3 * forward * options.accumulate
+        self.parameters = found.parameters
+        self.activation_bytes: int | None = None
+        """What a pass holds besides weights, states and gradients, at most, computed from the shape; None: unknown."""
+        forward = 2.0 * self.parameters * options.batch * options.seq
+        if isinstance(found, TransformerShape):
+            trace = _trace_of(found, options)
+            forward = sum(moment.flops for moment in trace.moments if moment.phase is Phase.FORWARD)
+            self.activation_bytes = max(moment.nonmodel_bytes for moment in trace.moments)
+            self.parameters = trace.parameters
+        # Backward makes the gradients of inputs and, unless only adapters are trained, those of weights.
+        passes = 3 if options.lora is None else 2
+        self._counted = 2 * (passes + options.checkpointing) * self.parameters * self._tokens
+        self._model = passes * forward * options.accumulate
         self.peak_tflops = options.peak_tflops or (_card_peak() if device == "cuda" else None)
-        self.activation_bytes = max(moment.nonmodel_bytes for moment in trace.moments)
-        """What a pass holds besides weights, states and gradients, at most, computed from the shape."""
-        self.parameters = trace.parameters
 
     def tokens_per_s(self, seconds: float) -> float:
         """Return the tokens per second of a step that took ``seconds``."""
@@ -105,6 +103,19 @@ class Rates:
     def mfu(self, seconds: float) -> float | None:
         """Return the model FLOPs utilisation of a step; None if the device's peak is not known."""
         return None if self.peak_tflops is None else self._model / seconds / 1e12 / self.peak_tflops
+
+
+def _trace_of(found: TransformerShape, options: TrainOptions) -> Trace:
+    return analytic_trace(
+        found,
+        Workload(
+            batch=options.batch,
+            seq=options.seq,
+            precision_bytes=4 if options.precision == "fp32" else 2,
+            checkpointing=options.checkpointing,
+            chunked_loss=True,
+        ),
+    )
 
 
 def _card_peak() -> float | None:

@@ -28,7 +28,9 @@ def summary(
     rate = f", {tokens / seconds:,.0f} tokens/s" if steps and seconds > 0 else ""
     data = round(counted.bytes_per_parameter * rates.parameters)
     plain = _PLAIN_BYTES * rates.parameters
-    activations = rates.activation_bytes
+    activations, about = rates.activation_bytes or 0, "besides activations"
+    if rates.activation_bytes is not None:
+        about = f"about {format_bytes(activations)} of activations"
     lines = [
         f"trained {steps:,} steps, {tokens:,} tokens in {clock(seconds)}{rate}",
         _line("model data", data, f"{counted.bytes_per_parameter:.1f} bytes each of {format_count(rates.parameters)}"),
@@ -39,8 +41,9 @@ def summary(
     for link, count in moved_bytes.items():
         lines.append(_line(f"moved {link}", count, f"{format_bytes(count / max(1, steps))} a step"))
     where = next(iter(counted.tiers))
-    told = f"{format_bytes(plain)} of model data, about {format_bytes(activations)} of activations, all on the {where}"
-    lines.append(_line("plain PyTorch needs", plain + activations, told))
+    if options.lora is None:
+        told = f"{format_bytes(plain)} of model data, {about}, all on the {where}"
+        lines.append(_line("plain PyTorch needs", plain + activations, told))
     return "\n".join(lines)
 
 

@@ -1,19 +1,25 @@
-"""Read documents: the standard library's source, text files, JSON lines."""
+"""Read documents: the standard library's source, text files, JSON lines, tables."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ps_core._errors import InvalidInput
+from ps_core._installing import how_to_install
+from ps_models.train._examples import ALLOWED, Document, document_of
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 """Folders of the standard library that not every Python has, or that are not it."""
 TEXT = frozenset({".txt", ".md", ".rst", ".py", ".html", ".c", ".h", ".json", ".csv", ".xml", ".tex"})
-"""What a folder given as ``--data`` is searched for, besides ``.jsonl``."""
+"""What a folder given as ``--data`` is searched for, besides ``.jsonl`` and tables."""
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+"""Endings of tables, and the readers for them in the package datasets."""
 TOKENS = frozenset({".bin", ".npy"})
 
 
@@ -25,20 +31,22 @@ def standard_library() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def documents(path: Path) -> Iterator[bytes]:
-    """Yield the documents of a file (one, or one a line for JSON lines), or of all files of a folder."""
+def documents(path: Path, option: str = "--data") -> Iterator[Document]:
+    """Yield the documents of a file (one, or one a line or row), or of all files of a folder."""
     if path.is_dir():
         for each in sorted(_walk(path)):
-            if each.suffix in TEXT or each.suffix == ".jsonl":
-                yield from documents(each)
+            if each.suffix in TEXT or each.suffix in TABLES or each.suffix == ".jsonl":
+                yield from documents(each, option)
         return
     try:
         if path.suffix == ".jsonl":
-            yield from _json_lines(path)
+            yield from _json_lines(path, option)
+        elif path.suffix in TABLES:
+            yield from _table_rows(path, option)
         else:
             yield path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"--data: cannot read {str(path)!r}: {error.strerror}; allowed is what can be") from error
+        raise InvalidInput(f"{option}: cannot read {str(path)!r}: {error.strerror}; allowed is what can be") from error
 
 
 def _walk(top: Path) -> Iterator[Path]:
@@ -47,18 +55,41 @@ def _walk(top: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files)
 
 
-def _json_lines(path: Path) -> Iterator[bytes]:
-    """Yield the documents of a file whose lines are texts, or objects with a text under ``text``."""
+def _json_lines(path: Path, option: str) -> Iterator[Document]:
+    """Yield the document of each line that is not empty."""
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            place, shown = (
+                f"{option}: line {count} of {str(path)!r}",
+                repr(line.strip()[:40].decode("utf-8", "replace")),
+            )
             try:
                 found = json.loads(line)
-                found = found["text"] if isinstance(found, dict) else found
-                yield found.encode("utf-8", "surrogatepass")
-            except (ValueError, KeyError, AttributeError, RecursionError):
-                raise InvalidInput(
-                    f"--data: line {count} of {str(path)!r} is {line[:40].decode('utf-8', 'replace')!r}; allowed is a "
-                    'JSON text, or an object with a text under "text"'
-                ) from None
+            except (ValueError, RecursionError):
+                raise InvalidInput(f"{place} is {shown}; allowed is {ALLOWED}") from None
+            yield document_of(found, place, shown)
+
+
+def _table_rows(path: Path, option: str) -> Iterator[Document]:
+    """Yield the document of each row, read a few rows at a time."""
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise InvalidInput(
+            f"{option}: {str(path)!r} needs the package datasets; allowed without it are JSON lines and text; to have "
+            f"it: {how_to_install('datasets')}"
+        ) from None
+    try:
+        rows = datasets.load_dataset(TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+        for count, row in enumerate(rows, 1):
+            place = f"{option}: row {count} of {str(path)!r}"
+            yield document_of(row, place, f"a row with {', '.join(map(repr, row)) or 'nothing'}")
+    except InvalidInput:
+        raise
+    except Exception as error:  # the package has its own, and those of pyarrow
+        raise InvalidInput(
+            f"{option}: cannot read {str(path)!r}: {' '.join(str(error).split())}; allowed is a table that the package "
+            "datasets reads"
+        ) from error

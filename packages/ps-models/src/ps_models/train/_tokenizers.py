@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ps_core._errors import InvalidInput
 from ps_core._installing import how_to_install
+from ps_models.train._folder_tokenizer import FolderTokenizer
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """What tokenizers call the end of a document, the likeliest first."""
@@ -32,6 +33,8 @@ class Tokenizer(Protocol):
     """The token in the place of one that is to be guessed; None: there is none."""
     first: int | None
     """The token that stands for a whole sequence, likewise."""
+    start: tuple[int, ...]
+    """The tokens before each document; with most tokenizers none."""
     digest: str
     """Equal for equal tokenizers."""
 
@@ -41,8 +44,27 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens, without ends."""
 
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Return a conversation's tokens, and for each whether it is of an answer.
 
-class Bytes:
+        `ValueError` says why this tokenizer cannot. (Any: as chat templates take messages.)
+        """
+
+
+class _WithoutTemplate:
+    """A tokenizer that has no chat template."""
+
+    start: tuple[int, ...] = ()
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """See `Tokenizer`."""
+        raise ValueError(
+            "conversations need a chat template, which this tokenizer has not; allowed is --hf, or --tokenizer, with a "
+            "folder whose tokenizer has one"
+        )
+
+
+class Bytes(_WithoutTemplate):
     """Each byte is a token; three more end a document, hide a byte, and stand for a whole sequence."""
 
     end = 256
@@ -63,7 +85,7 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "backslashreplace")
 
 
-class HuggingFace:
+class HuggingFace(_WithoutTemplate):
     """A ``tokenizer.json``, by the package ``tokenizers``."""
 
     def __init__(self, path: Path) -> None:
@@ -108,6 +130,10 @@ class HuggingFace:
         return text
 
 
-def tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of bytes, or the one in the file of that name."""
-    return Bytes() if name == "bytes" else HuggingFace(Path(name))
+def tokenizer(name: str, model: str | None = None) -> Tokenizer:
+    """Return the tokenizer of bytes, or the one in the file or folder of that name; for ``bytes`` the ``model``'s."""
+    if name == "bytes" and model is not None:
+        return FolderTokenizer(Path(model), "--hf")
+    if name == "bytes":
+        return Bytes()
+    return FolderTokenizer(Path(name), "--tokenizer") if Path(name).is_dir() else HuggingFace(Path(name))

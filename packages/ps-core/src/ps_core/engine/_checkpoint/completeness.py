@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 
-from ps_core._options import SGD
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry
 from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, MASTERS, WEIGHTS
-from ps_core.engine._optim.optimizer import FIXED
-from ps_core.engine._optim.settings import StepRule
-from ps_core.engine._optim.state_format import MOMENTS as KINDS
+from ps_core.engine._optim.kernel_rule import FIXED
+from ps_core.engine._optim.rules import rule_of
 
-MOMENTS = {kind.__name__: tuple(KINDS[StepRule.SGD if kind is SGD else StepRule.ADAM]) for kind in FIXED}
-"""The sections of each optimizer's states."""
+MOMENTS = {kind.__name__: tuple(rule_of(kind()).states) for kind in FIXED}
+"""The sections of the states of ps_core's own optimizers; a checkpoint of a `TorchOptimizer` names its own."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
 _FIELDS_OF_VERSION_2 = {"save": str, "ranks": int, "orders": dict, "random_files": list}
 """Needed in addition to those of version 1, see [Note: versions] in `manifest`."""
 _OF_OPTIMIZER = {"name": str, "groups": list, "steps": dict}
+_OF_TORCH_OPTIMIZER = {"states": list, "scalars": dict}
 _MEANT = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
 Wanted = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's type and shape."""
@@ -36,6 +35,11 @@ Wanted = tuple[torch.dtype, tuple[int, ...]]
 def is_count(value: object, least: int = 0) -> bool:
     """True for a whole number that is large enough; a truth value is none."""
     return type(value) is int and value >= least
+
+
+def states_of(optimizer: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the sections of an optimizer's states, from its part of the manifest."""
+    return MOMENTS[optimizer["name"]] if optimizer["name"] in MOMENTS else tuple(optimizer["states"])
 
 
 # The manifest's own values.
@@ -93,7 +97,7 @@ def _of_optimizer(manifest: dict[str, Any]) -> Iterator[str]:
         return
     yield from _missing("the optimizer", optimizer, _OF_OPTIMIZER)
     if optimizer["name"] not in MOMENTS:
-        yield f"the optimizer is {optimizer['name']!r}, expected one of {', '.join(MOMENTS)}"
+        yield from _of_torch_optimizer(optimizer, trained)
     if "loss_scale" not in optimizer:
         yield "the optimizer has no 'loss_scale'"
     if manifest["version"] == 1 and "random" not in manifest:
@@ -106,6 +110,19 @@ def _of_optimizer(manifest: dict[str, Any]) -> Iterator[str]:
         yield from _missing(f"the optimizer's groups[{index}]", group, {"param_names": list})
     members = [name for group in optimizer["groups"] for name in group["param_names"]]
     yield from _names("the optimizer's groups' param_names", members, manifest["parameters"])
+
+
+def _of_torch_optimizer(optimizer: dict[str, Any], trained: Sequence[str]) -> Iterator[str]:
+    if "states" not in optimizer:
+        yield f"the optimizer is {optimizer['name']!r} without 'states', expected these, or one of {', '.join(MOMENTS)}"
+    yield from _missing("the optimizer", optimizer, _OF_TORCH_OPTIMIZER)
+    states, scalars = optimizer["states"], optimizer["scalars"]
+    if not all(isinstance(name, str) for name in states) or len({*states}) < len(states):
+        yield f"the optimizer's states are {short(states)}, expected different texts"
+    yield from _names("the optimizer's scalars", scalars, trained)
+    for name, row in scalars.items():
+        if not isinstance(row, dict) or not all(type(value) is float for value in row.values()):
+            yield f"the optimizer's scalars of {name!r} are {short(row)}, expected numbers by name"
 
 
 def _names(what: str, found: Iterable[str], wanted: Iterable[str]) -> Iterator[str]:
@@ -177,7 +194,7 @@ def wrong_tensors(manifest: dict[str, Any], files: Sequence[tuple[str, int, Sequ
         else:
             frozen[name] = TYPES[row["dtype"]], tuple(row["shape"])
     optimizer = manifest["optimizer"]
-    states = () if optimizer is None else MOMENTS[optimizer["name"]]
+    states = () if optimizer is None else states_of(optimizer)
     wanted = {MASTERS: trained, **dict.fromkeys(states, trained), WEIGHTS: frozen}
     for section, _, _ in files:
         if section not in (*wanted, BUFFERS, EXTRA):

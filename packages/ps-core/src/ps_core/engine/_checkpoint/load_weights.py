@@ -39,7 +39,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     engine = hooks_of(model).engine
     ranks = CheckpointRanks(engine.together)
     with ranks.all_or_none("load_weights"):
-        engine.check_usable(loading=engine.half_loaded.startswith("load_weights("))
+        engine.check_usable(loading=engine.usability.half_loaded.startswith("load_weights("))
         check_outside("loaded")
         path = Path(path).absolute()
         if ranks.leads and not path.is_file() and not is_checkpoint(path):

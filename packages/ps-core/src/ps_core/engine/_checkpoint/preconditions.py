@@ -11,6 +11,7 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine._checkpoint.atomic_folder import MANIFEST
+from ps_core.engine._checkpoint.completeness import states_of
 from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
 from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
@@ -45,6 +46,7 @@ def finish_pass_for(engine: Engine, what: str) -> None:
     check_outside(what)
     engine.finish_pass()
     engine.check_writes()
+    engine.stepping.check_saved(what)
     waiting = [record.name for record in engine.records if record.gradient is not GradientPlace.NONE]
     if waiting:
         raise InvalidInput(
@@ -62,11 +64,11 @@ def check_outside(what: str) -> None:
 @contextmanager
 def loading_state(engine: Engine, what: str) -> Iterator[None]:
     """Mark the model as half loaded within the block; after an error it stays so, and may not be used."""
-    engine.check_not_averaged("load")
-    engine.mark_half_loaded(what)
+    engine.usability.check_not_averaged("load")
+    engine.usability.mark_half_loaded(what)
     engine.state_dicts.forget()
     yield
-    engine.mark_half_loaded("")
+    engine.usability.mark_half_loaded("")
 
 
 def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:
@@ -168,8 +170,15 @@ def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer)
     if theirs is None:
         yield "the optimizer: none in the checkpoint, so there are no masters and moments to go on from"
         return
-    if theirs["name"] != optimizer._name:
-        yield f"the optimizer: {theirs['name']} in the checkpoint, {optimizer._name} here"
+    if theirs["name"] != optimizer.rule.name:
+        yield f"the optimizer: {theirs['name']} in the checkpoint, {optimizer.rule.name} here"
+    elif (kept := states_of(theirs)) != tuple(optimizer.rule.states):
+        yield f"the optimizer's states: {', '.join(kept)} in the checkpoint, {', '.join(optimizer.rule.states)} here"
+    rule = optimizer.rule
+    known = [set(rule.state_names(index)) - rule.states.keys() for index in range(len(rule.groups))]
+    for name, row in theirs.get("scalars", {}).items():
+        if theirs["steps"][name] and row.keys() not in known:
+            yield f"{name!r}: the optimizer's {', '.join(row)} in the checkpoint, {', '.join(*known[:1])} here"
     members = [[group["param_names"] for group in groups] for groups in (theirs["groups"], optimizer.param_groups)]
     if len(members[0]) != len(members[1]):
         yield f"the optimizer's groups: {len(members[0])} in the checkpoint, {len(members[1])} here"

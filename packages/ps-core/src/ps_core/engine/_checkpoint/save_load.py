@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
+from ps_core.engine._checkpoint.completeness import MOMENTS
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.preconditions import (
@@ -82,13 +83,16 @@ def _manifest(
     }
     if optimizer is not None:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        scaler = engine.loss_scale
+        scaler, trained = engine.loss_scale, [record for record in engine.records if record.trainable]
         manifest["optimizer"] = {
-            "name": optimizer._name,
+            "name": optimizer.rule.name,
             "groups": encode("param_groups", groups, keep),
-            "steps": {record.name: record.steps for record in engine.records if record.trainable},
+            "steps": {record.name: record.steps for record in trained},
             "loss_scale": None if scaler is None else scaler.state_dict(),
         }
+        if optimizer.rule.name not in MOMENTS:
+            manifest["optimizer"]["states"] = list(optimizer.rule.states)
+            manifest["optimizer"]["scalars"] = {record.name: dict(record.scalars) for record in trained}
     return manifest, kept
 
 
@@ -116,6 +120,7 @@ def load_checkpoint(
         check(saved, model, engine, optimizer, sections)
         random = None if optimizer is None else saved.random_of(ranks.rank)
     targets, extra_tensors = targets_of(saved, sections)
+    engine.stepping.end()
     engine.discard_gradients()
     engine.finish_pass()
     find = extra_tensors.__getitem__
@@ -139,10 +144,11 @@ def load_checkpoint(
 
 
 def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any]) -> None:
-    """Restore settings, loss scale and counts of steps; masters and moments have been read already."""
+    """Restore settings, loss scale, counts of steps and scalars; masters and states have been read already."""
     engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
-        record.steps = 0  # or the optimizer would clear moments that it finds no state for
+        record.set_progress(0)  # or the optimizer would clear moments that it finds no state for
     optimizer.load_state_dict(as_state_dict(state))
     for record in engine.records:
-        record.steps = state["steps"].get(record.name, 0)  # a frozen one has none
+        scalars = state.get("scalars", {}).get(record.name, {})
+        record.set_progress(state["steps"].get(record.name, 0), tuple(scalars.items()))  # a frozen one has none

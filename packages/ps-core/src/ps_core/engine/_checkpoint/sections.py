@@ -17,7 +17,6 @@ from ps_core.engine._checkpoint.safetensors_format import TensorEntry, in_order
 from ps_core.engine._checkpoint.shard_ranges import Layout
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
-from ps_core.engine._optim.state_format import MOMENTS
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
@@ -34,12 +33,12 @@ def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | Non
     Parameters are in the order in which modules register them. So a checkpoint shows neither groups nor tiers: the same
     training gives the same bytes wherever it ran.
     """
-    moments = {} if optimizer is None else MOMENTS[optimizer._rule]
-    found: Sections = {MASTERS: {}, **{name: {} for name in moments}, WEIGHTS: {}}
+    states = {} if optimizer is None else optimizer.rule.states
+    found: Sections = {MASTERS: {}, **{name: {} for name in states}, WEIGHTS: {}}
     for record in engine.records:
         if record.trainable:
             found[MASTERS][record.name] = (record, Kind.P32)
-            for name, kind in moments.items():
+            for name, kind in states.items():
                 found[name][record.name] = (record, kind)
         else:
             found[WEIGHTS][record.name] = (record, record.group.weight)
@@ -178,7 +177,7 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
     chunk = group.chunks[kind]
     shard = residency.shard(chunk).view(group.dtype_of(kind))
     what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
-    engine.store.device.work(Queue.CPU, what, (shard,), (shard,) if write else ())
+    engine.store.device.declare_access(Queue.CPU, what, (shard,), (shard,) if write else ())
     try:
         yield shard
     finally:

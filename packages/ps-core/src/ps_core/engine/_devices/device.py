@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -67,6 +67,23 @@ class Worker(Protocol):
         """Finish what was launched, whether it fails or not: nothing is wanted of it any more."""
 
 
+Mark: TypeAlias = Callable[[], float]
+"""Returns the seconds at which a queue came to a place; to be called after `Timer.finish`. NaN: it never came there."""
+
+
+class Timer(Protocol):
+    """Notes times on one device, for a profile; all are seconds of one clock."""
+
+    def mark(self, queue: Queue) -> Mark:
+        """Note when a queue has done all that was launched on it so far, and has waited for what it was told to."""
+
+    def mark_worker(self) -> Mark:
+        """Note the same of the worker's thread."""
+
+    def finish(self) -> None:
+        """Read the device's times, once the device is idle."""
+
+
 class NonModelBytes(Protocol):
     """Counts non-model bytes: those of tier 0 that are not the engine's."""
 
@@ -117,6 +134,9 @@ class Device(Protocol):
     def machine(self) -> Machine | None:
         """The rates to plan with by default; None: those of a small computer."""
 
+    def timer(self) -> Timer:
+        """Return what notes times on this device's queues, for one profile."""
+
     def nonmodel_bytes(self) -> NonModelBytes:
         """Make a counter of this device's non-model bytes."""
 
@@ -150,7 +170,9 @@ class Device(Protocol):
     def trim(self, memory: torch.Tensor) -> None:
         """Return the pages of an arena's unused bytes to the system, if the arena is host memory."""
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         """Declare which memory is touched by the work that is launched on a queue from here to its next event.
 
         ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.

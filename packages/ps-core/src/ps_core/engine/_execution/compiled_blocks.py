@@ -2,10 +2,10 @@
 
 [Note: a compiled block]
 Compiled code reads memory without asking for it, and ``torch.compile`` takes no parameter of another class. So before a
-compiled block runs, all its parameters are fetched as one moment's, and have an ordinary class until it has run.
-Nothing moves meanwhile, because compiled code calls no hook of the engine. Tensors saved for backward go through the
-engine's saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it, so the
-first fetches all others (except those with a gradient in the weight slot: that part of the block is done).
+compiled block runs, all its parameters are fetched in one moment. They have an ordinary class until it has run. Nothing
+moves meanwhile, because compiled code calls no hook of the engine. Tensors saved for backward go through the engine's
+saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it. So the first
+one fetches all others, except those with a gradient in the weight slot, whose part of the block is done.
 
 Compiled code also makes tensors that no count of non-model bytes sees. Those that leave the block, as results or for
 backward, are counted.
@@ -47,16 +47,16 @@ class CompiledBlock:
         self.around = ModuleCallWrapper(module, self._run)
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if self._running or self._engine.materializing:  # or its parameters are plain already
+        if self._running or self._engine.usability.materializing:  # or its parameters are plain already
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
-        engine.touch(self._records)
+        engine.access.touch(self._records)
         try:
             self._begin()
             result = call(*args, **kwargs)
         finally:
             self._end(depth)
-        engine.check_unchanged(self._records)
+        engine.access.check_unchanged(self._records)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 engine.passes.count(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
@@ -11,6 +11,7 @@ from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
+from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
 
@@ -49,6 +50,7 @@ class Components:
     gradients: GradientStore
     updater: OnDemandStepper
     demand: OnDemandDriver
+    stepping: StepInBackward = field(default_factory=StepInBackward)
 
 
 def single_process_components(

@@ -10,7 +10,7 @@ from ps_core._layout import Group, Layout
 from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._simulate.early_steps import early_steps
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core.engine._devices.disk.streams import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
@@ -70,11 +70,16 @@ class EnginePlan:
     """A plan, whose group numbers are not the engine's."""
 
     planned: Planned
+    machine: Machine
+    """The machine that the plan was chosen for."""
     order: list[ParamGroup]
     moments: list[MomentRecord]
     prefetch: int | None = None
-    in_backward: bool = False
-    """True if groups are stepped while backward goes on."""
+
+    @cached_property
+    def in_backward(self) -> bool:
+        """True if groups are stepped while backward goes on."""
+        return bool(self.planned.early)
 
     @property
     def plan(self) -> Plan:
@@ -140,7 +145,6 @@ class EnginePlan:
         instrs, homes = segment.instrs, len(self.plan.home)
         over_disk = self.plan.tiers[-1].name == "disk"
         waits = _waits(instrs, frozenset({Queue.CPU} if over_disk else {Queue.CPU, *DISK_QUEUES}))
-        early = self.in_backward and segment.name is SegmentName.MICRO_LAST
         return SegmentQueues(
             name=segment.name,
             by_queue={queue: tuple([instr for instr in instrs if instr.queue is queue]) for queue in Queue},
@@ -149,7 +153,7 @@ class EnginePlan:
             recorded=frozenset(chain.from_iterable(waits.values())),
             count=len(instrs),
             lends_homes=any(isinstance(instr.op, Release) and instr.op.slot < homes for instr in instrs),
-            early=early_steps(homes, segment, self.plan.segment(SegmentName.STEP)) if early else {},
+            early=self.planned.early if segment.name is SegmentName.MICRO_LAST else {},
             prefetch=self.prefetch,
         )
 

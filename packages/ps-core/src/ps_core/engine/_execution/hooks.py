@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from operator import is_
 from threading import get_ident
 from typing import Any, NoReturn
@@ -16,19 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
-from ps_core.engine._execution.engine import Engine, accept_gradient
+from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.late_parameters import take_in, train_frozen
+from ps_core.engine._execution.parameter_access import accept_gradient
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.protocols import Scheduler
-from ps_core.engine._parameters.aliased_storage import find_ties
+from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
 from ps_core.engine._parameters.errors import changed_in_place
-from ps_core.engine._parameters.grouping import FLOATS, Grouping, named
+from ps_core.engine._parameters.grouping import FLOATS, Grouping
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
+    accept_changes,
     plain_value,
     unmanage,
 )
-from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
@@ -38,8 +39,8 @@ from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, M
 class ModelHooks:
     """One model's hooks. Nothing of torch's or the user's classes is changed.
 
-    It holds no reference to a module. So a model without references is freed at once, although its optimizer is still
-    there, and the engine's memory with it (as when a notebook's cell is run again).
+    It holds no reference to a module. So a model without references is freed at once, and the engine's memory with it,
+    although its optimizer is still there. (A notebook's cell that is run again leaves such a model.)
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class ModelHooks:
         self._around: ModuleCallWrapper | None = None
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
-        self._state_dict_handles: list[RemovableHandle] = []
+        self._first = engine.records[0].name
+        self.state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._first)
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
         """The parameters that `_look_at` found the last time."""
@@ -83,7 +85,7 @@ class ModelHooks:
         self._owner_ids, self._parameters, _ = _look_at(model)
         self._around = ModuleCallWrapper(model, self._run)
         self._blocks.refresh(model)
-        self.install_state_dict_hooks()
+        self.state_dict_hooks.install()
         hang = self._handles.append  # each at once: what comes after it may fail
         for record in self.engine.records:
             if record.parameter.requires_grad:
@@ -92,25 +94,10 @@ class ModelHooks:
                 self._frozen.append(record)
         self._watch(model)
 
-    @defer_interrupts_installing
-    def install_state_dict_hooks(self) -> None:
-        """Install the hooks through which state dicts of the model are made and loaded."""
-        model = self._model()
-        assert model is not None, "it is under management"
-        hang = self._state_dict_handles.append
-        for module in model.modules():
-            part: Any = module  # half of torch's registering methods have no types
-            hang(part.register_state_dict_pre_hook(self._collect))
-            hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
-            hang(part.register_load_state_dict_pre_hook(self._load))
-            hang(part.register_load_state_dict_post_hook(self._loaded))
-
-    @defer_interrupts_installing
-    def remove_state_dict_hooks(self) -> None:
-        """Remove them: a copy of the model would copy them, too, and with them the engine."""
-        for handle in self._state_dict_handles:
-            handle.remove()
-        self._state_dict_handles.clear()
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """Return the objects that a fake copy of the model shares with it: the hooks refer to them."""
+        return self.engine, self, self.state_dict_hooks
 
     @property
     def has_compiled_blocks(self) -> bool:
@@ -122,7 +109,7 @@ class ModelHooks:
         if self._around is not None:
             self._around.remove()
         self._blocks.remove()
-        self.remove_state_dict_hooks()
+        self.state_dict_hooks.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -142,19 +129,19 @@ class ModelHooks:
         model = self._model()
         if not self._owners and model is not None:
             self._watch(model)  # others may have taken the parameters over
-        if not self._owners and not self.engine.released:
+        if not self._owners and not self.engine.usability.released:
             forked = self.engine.store.forked  # then the disk tier is the parent's
-            self.engine.mark_released()
+            self.engine.usability.mark_released()
             self.engine.residency.exposed.clear()
             if not forked:
                 self.engine.store.end_work()
             for group in self.engine.groups:
                 for record in group.tensors:
                     record.mark_discarded()
-                    self.engine.forget_version(record)
+                    accept_changes(record)
                     self.engine.residency.unbind(record)
                 if not forked:
-                    self._release_kept(group)
+                    self.engine.residency.release_chunks(group)
             self.engine.passes.stop_counting()  # the last backward pass may have left its mode on
             if self.engine.passes.recording is not None:
                 uninstall()
@@ -162,11 +149,7 @@ class ModelHooks:
                 self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedParameter(
-            f"{self.engine.records[0].name!r} and all of this {self.name} is under management and "
-            "cannot be copied or pickled: save model.state_dict(), copy.deepcopy(model) inside "
-            "`with materialized(model):`, or release(model) first"
-        )
+        raise no_copies(self._first, self.name)
 
     # Forward.
 
@@ -187,7 +170,7 @@ class ModelHooks:
         nested = self._running and threads.inside.get(FORWARD) == me
         try:
             # In line and not in methods of `threads`, for the calls: every forward comes by.
-            if not nested and (threads.inside.setdefault(FORWARD, me) != me or threads.reports_end is not None):
+            if not nested and (threads.inside.setdefault(FORWARD, me) != me or threads.backward):
                 threads.check(FORWARD)
             if self._check_parameters(model) or self._blocks.blocks:
                 self._blocks.refresh(model)
@@ -255,12 +238,6 @@ class ModelHooks:
         """Begin to train the parameters that were unfrozen since."""
         engine = self.engine
         late = [record for record in self._frozen if record.parameter.requires_grad and not record.trainable]
-        known = self.scheduler.training and engine.together is None
-        if late and (not known or any(each.group.on_host for each in late)):
-            raise UnsupportedParameter(
-                f"{late[0].name!r} was frozen when chunked(...) was called, so it has no optimizer state: to train "
-                "it, release(model), set requires_grad, and call chunked again"
-            )
         try:
             train_frozen(engine, late, accumulates=self._accumulates)
         finally:  # where there is room for some groups only, these are trained from now on
@@ -272,49 +249,15 @@ class ModelHooks:
     def _take_in(self, model: nn.Module) -> None:
         """Put parameters under management that were added since; a plain tensor in one's place is functional_call's."""
         engine = self.engine
-        known = {record.name for record in engine.records}
-        tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
-        for name, parameter in named(model):
-            if name in known or engine.together is not None or parameter.is_meta or tied:
-                raise UnsupportedParameter(
-                    f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
-                    "release(model), then call chunked again"
-                )
-        values = [(name, parameter, parameter.detach()) for name, parameter in named(model)]
-        for record in take_in(engine, self._group(model), values, accumulates=self._accumulates):
+        for record in take_in(engine, model, self._group, accumulates=self._accumulates):
             if record.parameter.requires_grad:
                 self._handles.append(_first_hook(record.parameter, accept_gradient))
             else:
                 self._frozen.append(record)
         move_unmanaged(model, engine.store.device.torch_device)
-        self.remove_state_dict_hooks()
-        self.install_state_dict_hooks()
+        self.state_dict_hooks.remove()
+        self.state_dict_hooks.install()
         self._watch(model)
-
-    # State dicts.
-
-    def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if keep_vars:
-            raise InvalidInput(
-                "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
-                "keep_vars out, or use materialized(model)"
-            )
-        self.engine.state_dicts.begin_making()
-
-    def _collected(self, *_: Any) -> None:
-        self.engine.state_dicts.end_making()
-
-    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *more: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise InvalidInput(
-                "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
-                "values are copied into their chunks"
-            )
-        _, missing, *_ = more
-        self.engine.state_dicts.begin_loading(module, missing)
-
-    def _loaded(self, module: nn.Module, incompatible: Any) -> None:
-        self.engine.state_dicts.end_loading(module, incompatible.missing_keys)
 
     # The end.
 
@@ -326,30 +269,24 @@ class ModelHooks:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
         engine.saved.pop_to(0)  # whatever an interrupt left
         engine.finish_pass()
+        engine.stepping.end()
         engine.discard_gradients()
         engine.residency.exposed.check()
         for record in dict.fromkeys(engine.residency.pop_tampered()):
             lost = changed_in_place(record.name)
             warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
-        engine.mark_released()
+        engine.usability.mark_released()
         self.remove()
         for group in engine.groups:
             for record in group.tensors:
                 value = plain_value(record, engine.read)
                 engine.residency.unbind(record)
                 unmanage(record.parameter, value)
-            self._release_kept(group)
+            engine.residency.release_chunks(group)
         model = self._model()
         if model is not None:
             move_unmanaged(model, torch.device("cpu"))
         engine.store.close()
-
-    def _release_kept(self, group: ParamGroup) -> None:
-        """Release the home slot and the copies of every chunk of a group."""
-        for chunk in group.chunks.values():
-            for slot in (chunk.home, *chunk.copies.values()):
-                self.engine.residency.transfers.release_slot(slot)
-        group.chunks.clear()
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
@@ -368,9 +305,8 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
     """
     owners: list[int] = []
     parameters: list[nn.Parameter] = []
-    has_compiled, left, seen = False, [model], {model}
-    while left:
-        module = left.pop()
+    has_compiled, found, seen = False, [model], {model}
+    for module in found:  # which grows meanwhile
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.append(id(module))
@@ -378,9 +314,9 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
-                left.append(child)
-                compiled = vars(child).get(COMPILED_CALL_ATTRIBUTE) is not None
-                has_compiled = has_compiled or compiled or type(child).__name__ == OPTIMIZED_MODULE
+                found.append(child)
+                if child.__dict__.get(COMPILED_CALL_ATTRIBUTE) is not None or type(child).__name__ == OPTIMIZED_MODULE:
+                    has_compiled = True
     return owners, parameters, has_compiled
 
 

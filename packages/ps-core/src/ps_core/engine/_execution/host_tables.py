@@ -2,10 +2,10 @@
 
 [Note: tables on the host]
 A group of such tables has its home slots on the host for good. No plan or moment has it, and no parameter of it is ever
-bound. The host thread looks rows up in the home slot, which no other thread writes. Gradients of rows are made into one
-of the whole table by PyTorch's own operator, in its order, so that the bits are those of an ``nn.Embedding``. Where a
-table was looked up more than once, autograd would add these up in their type before the parameter sees any; so do we,
-until the hook of the parameter's gradient asks. The room for that gradient is set aside in the host's budget.
+bound. The host thread looks rows up in the home slot, which no other thread writes. PyTorch's own operator makes one
+gradient of the whole table of those of rows. So the bits are those of an ``nn.Embedding``. Where a table was looked up
+more than once, autograd would add these up in their type first. So do we, until the hook of the parameter's gradient
+asks. The room for that gradient is set aside in the host's budget.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ps_core._plan import Queue
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._parameters.errors import graph_of_gradient
-from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
-from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts
 
-_DEVICE, HOST = 0, 1
-"""Tiers."""
+_DEVICE = 0
+"""The tier of the accelerator."""
 
 
 class HostTables:
@@ -39,13 +39,13 @@ class HostTables:
         passes: PassTracker,
         gradients: GradientStore,
         store: TierStore,
-        counters: Counters,
+        watcher: TransferObserver,
         *,
         check_usable: Callable[[], None],
         accept: Callable[[ParamState, Tensor], None],
     ) -> None:
         """``check_usable``: raise where nothing may be trained; ``accept``: take a table's gradient over."""
-        self._passes, self._gradients, self._store, self._counters = passes, gradients, store, counters
+        self._passes, self._gradients, self._store, self._watcher = passes, gradients, store, watcher
         self._check_usable, self._accept = check_usable, accept
         self.pending: dict[ParamState, tuple[int, Tensor]] = {}
         """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
@@ -59,10 +59,10 @@ class HostTables:
             with self._passes.nonmodel.paused(), torch.no_grad():
                 self._gradients.restore_weights(record.group)
         slot = record.group.weight_chunk.home
-        self._store.device.work(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
+        self._store.device.declare_access(Queue.CPU, f"rows of {record.name}", (slot.memory,), ())
         found = functional.embedding(ids.to("cpu"), record.shaped(slot.memory.view(record.dtype))).to(ids.device)
-        self._counters.moved(_DEVICE, HOST, ids.nbytes)
-        self._counters.moved(HOST, _DEVICE, found.nbytes)
+        self._watcher.moved(_DEVICE, HOST, ids.nbytes)
+        self._watcher.moved(HOST, _DEVICE, found.nbytes)
         return found
 
     @defer_interrupts
@@ -85,7 +85,7 @@ class HostTables:
             if before is not None and before[0] == task:
                 whole = before[1].add_(whole)
         self.pending[record] = task, whole
-        self._counters.moved(_DEVICE, HOST, gradient.nbytes)
+        self._watcher.moved(_DEVICE, HOST, gradient.nbytes)
 
     @defer_interrupts
     def deliver(self, record: ParamState) -> None:

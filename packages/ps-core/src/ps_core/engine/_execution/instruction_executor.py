@@ -45,6 +45,10 @@ UNVERSIONED = (Kind.GRAD, Kind.RGRAD)
 """Kinds that no chunk keeps: gradients on their way."""
 
 
+def _has_gradient(record: ParamState) -> bool:
+    return record.gradient is not GradientPlace.NONE
+
+
 class Diverged(Exception):
     """A pass does other than the plan; the message says how."""
 
@@ -138,7 +142,7 @@ class InstructionExecutor:
             self._residency.unbind_elsewhere(group, slot)
         if not self._store.synchronous:
             memory = [self._slots[use.slot].memory for use in moment.uses]
-            self._device.work(Queue.COMPUTE, moment.name, memory, ())
+            self._device.declare_access(Queue.COMPUTE, moment.name, memory, ())
 
     def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
         """Use a slot for a group's gradients without fetching its weights; all other copies become stale."""
@@ -166,7 +170,8 @@ class InstructionExecutor:
         if flat is None:
             flat = self._flat[record.group] = slot.flat(record.dtype, record.group.chunk_numel)
         target = record.shaped(flat)
-        self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        if not self._store.synchronous:
+            self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         records.append(record)
         record.staged_factor = 1.0
@@ -272,26 +277,22 @@ class InstructionExecutor:
     def step_early(self, instr: Instr, settings_of: SettingsOf) -> ParamGroup:
         """Step a group whose gradient is complete; raise before anything is changed if that is not finite."""
         assert isinstance(instr.op, Step), "only steps are made early"
-        self._step_group(instr, instr.op, settings_of, 1.0, finite=True)
+        self.prepare_steps(settings_of, 1.0)
+        self._step(instr, instr.op, early=True)
         return self._plan.order[instr.op.group]
 
-    def _step(self, instr: Instr, op: Step) -> None:
-        assert self._settings_of is not None, "only `step` carries out steps"
-        group = self._plan.order[op.group]
-        if any(record.gradient is not GradientPlace.NONE for record in group.tensors) or not self._plan.in_backward:
-            self._step_group(instr, op, self._settings_of, self._factor)
-
-    def _step_group(
-        self, instr: Instr, op: Step, settings_of: SettingsOf, factor: float, *, finite: bool = False
-    ) -> None:
-        group = self._plan.order[op.group]
+    def _step(self, instr: Instr, op: Step, *, early: bool = False) -> None:
+        settings_of, group = self._settings_of, self._plan.order[op.group]
+        assert settings_of is not None, "`prepare_steps` comes before steps"
+        if self._plan.in_backward and not early and not any(map(_has_gradient, group.tensors)):
+            return  # it was stepped within backward
         kinds, slots = self._plan.step_kinds[op.group], {}
         for kind, number in zip(kinds, op.slots, strict=True):
             slot = slots[kind] = self._slots[number]
             if slot.version != group.chunks[kind].version and (kind is not group.weight or self._plan.overwrites):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         launch = partial(self._launch, instr.queue, slots.values())
-        step_group(group, slots, settings_of, factor, launch, finite=finite)
+        step_group(group, slots, settings_of, self._factor, launch, finite=early)
 
     def _launch(
         self,
@@ -307,7 +308,7 @@ class InstructionExecutor:
             work()
             return
         if self._worker is None or queue is not Queue.CPU:
-            self._device.work(queue, what, reads, writes)
+            self._device.declare_access(queue, what, reads, writes)
             work()
             return
         event = self._worker.launch(what, reads, writes, work)

@@ -1,36 +1,37 @@
 """Take in what changed after `chunked`: frozen parameters that are to be trained, and parameters that were added.
 
-Between passes. A frozen group that holds a parameter which is to be trained is cut in two: a frozen one, and a trained
-one with masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so
-the next pass is foreseen, or recorded, and planned anew.
+Between passes. A frozen group with a parameter that is to be trained is cut in two. One stays frozen, the other gets
+masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so the next
+pass is foreseen, or recorded, and planned anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
 
-import torch
 from torch import nn
 
 from ps_core._errors import UnsupportedParameter
-from ps_core._program import Kind
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.move_home_slots import group_with_aliases
 from ps_core.engine._memory.tier_store import TierStore
-from ps_core.engine._parameters.grouping import Grouping
+from ps_core.engine._parameters.aliased_storage import find_ties
+from ps_core.engine._parameters.grouping import Grouping, named
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.placement import copy_in_values, reserve_homes, write_value
 from ps_core.engine._support.interrupts import defer_interrupts_installing
-
-Value: TypeAlias = tuple[str, nn.Parameter, torch.Tensor]
-"""A parameter's name, itself, and its first value."""
 
 
 @defer_interrupts_installing
 def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: bool) -> None:
     """Make frozen parameters trained ones. `DoesNotFit` if there is no room for their masters and moments."""
     chosen = {each: None for record in records for each in (record.tied or [record])}
+    known = engine.passes.scheduler.training and engine.together is None
+    if chosen and (not known or any(record.group.on_host for record in chosen)):
+        raise UnsupportedParameter(
+            f"{next(iter(chosen)).name!r} was frozen when chunked(...) was called, so it has no optimizer state: to "
+            "train it, release(model), set requires_grad, and call chunked again"
+        )
     engine.finish_pass()
     held = group_with_aliases(record.group for record in chosen)
     if held is not None:
@@ -44,11 +45,23 @@ def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: 
 
 
 @defer_interrupts_installing
-def take_in(engine: Engine, grouping: Grouping, values: Iterable[Value], *, accumulates: bool) -> list[ParamState]:
-    """Put added parameters under management, in groups of their own; return their records."""
+def take_in(
+    engine: Engine, model: nn.Module, group: Callable[[nn.Module], Grouping], *, accumulates: bool
+) -> list[ParamState]:
+    """Put parameters that were added to a model under management, in groups of their own; return their records."""
+    known = {record.name for record in engine.records}
+    tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
+    for name, parameter in named(model):
+        if name in known or engine.together is not None or parameter.is_meta or tied:
+            raise UnsupportedParameter(
+                f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
+                "release(model), then call chunked again"
+            )
+    values = [(name, parameter, parameter.detach()) for name, parameter in named(model)]
+    grouping = group(model)
     groups, records = grouping.groups, list(grouping.records.values())
-    for group in groups:
-        group.number_after(len(engine.groups))
+    for each in groups:
+        each.number_after(len(engine.groups))
     for record in records:
         record.number_after(len(engine.records))
     engine.finish_pass()
@@ -56,8 +69,8 @@ def take_in(engine: Engine, grouping: Grouping, values: Iterable[Value], *, accu
     try:
         _reserve(engine.store, groups, accumulates=accumulates)
     except BaseException:
-        for group in groups:
-            _release(engine, group)
+        for each in groups:
+            engine.residency.release_chunks(each)
         raise
     engine.groups.extend(groups)
     engine.passes.add_records(records)
@@ -79,7 +92,7 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
         _reserve(engine.store, made, accumulates=accumulates)
     except BaseException:
         for each in made:
-            _release(engine, each)
+            engine.residency.release_chunks(each)
         for record, offset, _ in before:
             record.group, record.offset = group, offset
         raise
@@ -87,7 +100,7 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
         record.train()
     for record, _, value in before:
         write_value(record, value, engine)
-    _release(engine, group)
+    engine.residency.release_chunks(group)
     engine.groups[group.index] = made[-1]
     if rest.tensors:
         engine.groups.append(trained)
@@ -98,18 +111,16 @@ def _reserve(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -
     reserve_homes(store, groups, accumulates=accumulates)
     for group in groups:
         for kind, chunk in group.chunks.items():
-            if kind in (Kind.M, Kind.V):
+            if kind in group.state_kinds:
                 store.fill(chunk.home, 0)
 
 
 def _like(group: ParamGroup, index: int, *, trainable: bool = False) -> ParamGroup:
     return ParamGroup(
-        index=index, weight=group.weight, dtype=group.dtype, trainable=trainable, fixed_tier=group.fixed_tier
+        index=index,
+        weight=group.weight,
+        dtype=group.dtype,
+        trainable=trainable,
+        fixed_tier=group.fixed_tier,
+        states=group.states,
     )
-
-
-def _release(engine: Engine, group: ParamGroup) -> None:
-    for chunk in group.chunks.values():
-        for slot in (chunk.home, *chunk.copies.values()):
-            engine.residency.transfers.release_slot(slot)
-    group.chunks.clear()

@@ -59,6 +59,16 @@ class HomePlacement:
             store.arena.resize(0)
         self.elsewhere, self.displaced = True, False
 
+    def make_room_beside(self, nonmodel_bytes: int) -> None:
+        """Move home slots down until two groups fit beside so many non-model bytes."""
+        largest = max((group.weight_chunk.bytes for group in self._engine.groups if not group.on_host), default=0)
+        self.move_down(nonmodel_bytes + 2 * largest)
+
+    def make_room_to_read(self) -> None:
+        """Move home slots down until all weights whose home slots are elsewhere fit, and an fp32 copy of all."""
+        weights = [(group.weight_chunk, group.chunk_numel) for group in self._engine.groups]
+        self.move_down(sum(chunk.bytes * (chunk.home.tier > 0) + numel * 4 for chunk, numel in weights))
+
     def plan_abandoned(self, plan: EnginePlan) -> None:
         """Move down the lent home slots of a plan left within a segment, so that on-demand moves have room."""
         store = self._engine.store

@@ -64,7 +64,7 @@ class OnDemandDriver:
             slot = self._residency.fetch(group)
             if group.weight_chunk.home.tier:
                 self.fetched[group] = None
-            device.work(Queue.COMPUTE, name, (slot.memory,), ())
+            device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
 
     def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
         capacity = self._store.tiers[0].capacity_bytes

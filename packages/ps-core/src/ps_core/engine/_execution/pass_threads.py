@@ -1,10 +1,10 @@
-"""Which threads are within a model's pass: one at a time, and the threads that autograd runs its backward pass on.
+"""Keep all threads but one out of a model's pass; autograd may run its backward pass on threads of its own.
 
 [Note: threads of a pass]
-For tensors on CUDA autograd runs backward on a thread of the device, while the thread that called ``backward()`` waits
-there. Users call ``backward()`` on threads of their own, too. So a backward pass is known by the number that autograd
-gives it, which every thread that works for it sees, and not by a thread. It is over when its end was reported, or when
-autograd has freed the callback that reports the end: after an exception nothing else says so.
+For tensors on CUDA autograd runs backward on a thread of the device. Meanwhile the thread that called ``backward()``
+waits there. Users call ``backward()`` on threads of their own, too. So a backward pass is known by its number, not by a
+thread. Autograd tells this number to every thread that works for the pass. It is over when its end was reported. After
+an exception nothing is reported, but autograd frees the callback that would have done so.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
 from threading import get_ident
 from types import FrameType
 
 import torch
-from torch.autograd import Variable
 
 from ps_core._errors import InvalidInput
 
@@ -27,7 +24,7 @@ NO_BACKWARD = -1
 """What autograd says where no backward pass runs."""
 FORWARD, BACKWARD = "forward", "backward"
 _FREED_WITHIN_S = 0.2
-"""After an exception a device's thread frees what is left of the pass a little later than the caller gets it."""
+"""After an exception a device's thread frees what is left of the pass a little later than the caller goes on."""
 
 
 class PassThreads:
@@ -39,30 +36,19 @@ class PassThreads:
 
         The hooks on the model put it in, by `setdefault`: then no second thread can come between look and change.
         """
-        self._backward = 0
-        """The thread that first worked for the last backward pass."""
-        self.reports_end: weakref.ref[object] | None = None
-        """The callback at the end of the backward pass that is on; None: the last one was seen to end."""
+        self.backward: dict[int, weakref.ref[object]] = {}
+        """By the thread that first worked for the backward pass that is on: the callback at that pass's end.
 
-    # Backward passes.
-
-    def begin_backward(self, done: Callable[[], None]) -> None:
-        """Note that this thread works for a backward pass that is new, and have its end reported to ``done``."""
-        self._backward = get_ident()
-        reports_end = partial(done)
-        self.reports_end = weakref.ref(reports_end)
-        Variable._execution_engine.queue_callback(reports_end)
-
-    def end_backward(self) -> None:
-        """Note that the backward pass is over."""
-        self.reports_end = None
+        `PassTracker` puts the callback in, and takes it out when it is called. Empty: no backward pass is on.
+        """
 
     @property
-    def in_backward(self) -> bool:
-        """True if a backward pass is on that began with `begin_backward`."""
-        return self.reports_end is not None and self.reports_end() is not None
-
-    # Checks.
+    def _other_backward(self) -> int | None:
+        """Return the thread of the backward pass that is on; None: there is none."""
+        for thread, reports_end in list(self.backward.items()):
+            if reports_end() is not None:
+                return thread
+        return None
 
     def check(self, what: str) -> None:
         """Raise if another thread is within a pass; ``what`` this thread does. Nothing is checked within backward."""
@@ -72,8 +58,8 @@ class PassThreads:
         inside = self.inside.get(FORWARD, me)
         if inside != me:
             raise _two_threads(what, FORWARD, inside)
-        if self._backward != me and self._stays_in_backward():
-            raise _two_threads(what, BACKWARD, self._backward)
+        if me not in self.backward and (other := self._stays_in_backward()) is not None:
+            raise _two_threads(what, BACKWARD, other)
 
     def check_backward(self) -> None:
         """Raise if another thread is within a pass, so that the backward pass this thread works for may not begin."""
@@ -81,16 +67,16 @@ class PassThreads:
         inside = self.inside.get(FORWARD, me)
         if inside != me and not _calls_backward(sys._current_frames().get(inside)):
             raise _two_threads(BACKWARD, FORWARD, inside)
-        if self.in_backward and not (self._backward == me and _calls_backward(sys._getframe())):
-            raise _two_threads(BACKWARD, BACKWARD, self._backward)
+        other = self._other_backward
+        if other is not None and not (other == me and _calls_backward(sys._getframe())):
+            raise _two_threads(BACKWARD, BACKWARD, other)
 
-    def _stays_in_backward(self) -> bool:
+    def _stays_in_backward(self) -> int | None:
+        """Return the thread of a backward pass that does not end soon; None: there is none."""
         end = time.monotonic() + _FREED_WITHIN_S
-        while self.in_backward:
-            if time.monotonic() > end:
-                return True
+        while (other := self._other_backward) is not None and time.monotonic() <= end:
             time.sleep(0.001)
-        return False
+        return other
 
 
 def _calls_backward(frame: FrameType | None) -> bool:

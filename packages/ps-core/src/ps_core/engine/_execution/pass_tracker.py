@@ -1,6 +1,6 @@
-"""Track where in training a model is: its pass, its moment and its driver; leave a plan that does not hold.
+"""Track a model's pass, its moment and its driver; leave a plan that does not hold.
 
-A *pass* begins with the first touch and ends with the end of backward, of an evaluation, or when something comes that
+A *pass* begins with the first use of a parameter. It ends with backward or an evaluation, or when something comes that
 cannot belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.components import Components
@@ -26,8 +29,9 @@ from ps_core.engine._parameters.errors import (
     changed_in_place,
     compute_tier_too_small,
     everything_too_large,
+    whole_table,
 )
-from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import HOST, ParamGroup, ParamState
 from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
@@ -35,6 +39,8 @@ from ps_core.engine._tracing.batch_shape import tensors_of
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
+_graph_task = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that this thread works for; -1: there is none."""
 
 
 class PassTracker:
@@ -58,7 +64,7 @@ class PassTracker:
         """The backward pass that is on, as autograd numbers them."""
         self.threads = PassThreads()
         self._around = -1
-        """The backward pass in a hook of which the pass that is on began its forward; -1: it began in none."""
+        """The backward pass that the present pass began its forward in (in a hook); -1: it began in none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -119,8 +125,7 @@ class PassTracker:
     def end_open(self, inputs: Any) -> None:
         """End a pass that was left open, if a forward that comes now cannot belong to it.
 
-        ``inputs``, what that forward is called with, were made while the pass was open, and are counted as little as
-        between passes.
+        ``inputs`` are what that forward is called with. They were made while the pass was open, and are not counted.
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
@@ -160,17 +165,14 @@ class PassTracker:
 
     def attach(self) -> None:
         """Find out which pass something belongs to that is touched now, or begin one."""
-        task, me = torch._C._current_graph_task_id(), get_ident()
+        task, threads = _graph_task(), self.threads
         if task == self._around:
             task = -1
-        if (
-            task == self._task
-            and self.recording is not None
-            and (task != -1 or self.threads.inside.get(FORWARD, me) == me)
-        ):
+        inside, same = threads.inside, task == self._task and self.recording is not None
+        if same and (task != -1 or not inside or inside.get(FORWARD) == get_ident()):
             return
-        if self.threads.inside or self.threads.reports_end is not None:
-            self.threads.check("use of a parameter") if task == -1 else self.threads.check_backward()
+        if inside or threads.backward:
+            threads.check("use of a parameter") if task == -1 else threads.check_backward()
         if task == -1:
             self._task = -1
         if self.recording is None:
@@ -181,7 +183,10 @@ class PassTracker:
             self._task = task
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
-            self.threads.begin_backward(self._backward_done)
+            reports_end = partial(self._backward_done)
+            threads.backward.clear()
+            threads.backward[get_ident()] = weakref.ref(reports_end)
+            Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
         """End the moment that is on; begin one that reads these parameters, and gets gradients of these groups."""
@@ -219,21 +224,20 @@ class PassTracker:
             group.last_grad_moment = self.moment
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
+        recorder = self._counters.recorder
+        if recorder is not None:
+            recorder.end_moment()
         try:
             self.driver.begin(records, gains, name)
         except Diverged as why:
-            self._diverge(why)
+            self.diverge(why)
+            if recorder is not None:
+                recorder.end_moment()
             self.driver.begin(records, gains, name)
+        if recorder is not None:
+            recorder.begin_moment(name)
 
-    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the driver has room for it; False: it has none."""
-        try:
-            return self.driver.place_gradient(record, gradient)
-        except Diverged as why:
-            self._diverge(why)
-            return False
-
-    def _diverge(self, why: Diverged) -> None:
+    def diverge(self, why: Diverged) -> None:
         """Leave the plan for the rest of the pass."""
         replay, self.driver = self.driver, self.demand
         assert isinstance(replay, PlanDriver), "only plans are left"
@@ -252,7 +256,10 @@ class PassTracker:
                 self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
-        """End the moment that is on; return the parameters with live aliases. ``strict``: keep to the budget."""
+        """End the moment that is on; return the parameters with live aliases, where the pass is recorded.
+
+        ``strict``: keep to the budget.
+        """
         moment = self.current
         if moment is None:
             return []
@@ -266,7 +273,9 @@ class PassTracker:
             self._check_budget(moment, strict=strict)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
-        held = []
+        held: list[ParamState] = []
+        if not self.counting:
+            return held  # nothing is learned from the pass
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
             groups[self._record_of[index].group.index] = None
@@ -285,7 +294,7 @@ class PassTracker:
                 raise self._too_large(moment, needed)
             if self.recording is not None:
                 self.recording.overrun = True
-            self._diverge(Diverged(f"{moment.name} takes more than was planned"))
+            self.diverge(Diverged(f"{moment.name} takes more than was planned"))
 
     def _measure_nonmodel(self, moment: MomentRecord) -> int:
         """Record the moment's peak of non-model bytes; return the most that it took of the compute tier."""
@@ -324,6 +333,8 @@ class PassTracker:
         if self._resident:
             self.current = MomentRecord(False, (), (), name="a pass")
             self.recording.moments.append(self.current)
+            if self._counters.recorder is not None:
+                self._counters.recorder.begin_moment(self.current.name)
         if self.tracked:
             self.counting = True
             self.nonmodel.start()
@@ -332,7 +343,7 @@ class PassTracker:
     @defer_interrupts
     def _backward_done(self) -> None:
         self._task = -1
-        self.threads.end_backward()
+        self.threads.backward.clear()
         if self.recording is None:
             return
         with torch.no_grad():
@@ -379,17 +390,19 @@ class PassTracker:
             self.scheduler.observe(recording)
 
     def _return_chunks_home(self, recording: PassRecording) -> None:
+        if self._counters.recorder is not None:
+            self._counters.recorder.end_moment()
         with torch.no_grad():
             try:
                 self.driver.finish()
             except Diverged as why:
                 recording.regular = False
-                self._diverge(why)
+                self.diverge(why)
                 self.driver.finish()
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if isinstance(self.driver, PlanDriver):
                     recording.regular = False
-                    self._diverge(Diverged(str(why)))
+                    self.diverge(Diverged(str(why)))
                     self.driver.finish()
                 raise
 
@@ -405,11 +418,22 @@ def _has_saved(records: list[ParamState]) -> bool:
 def _free_broken_pass() -> None:
     """Free the activations that an exception left alive, if no object of the user's holds them.
 
-    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph, until the
-    thread's next backward pass: so run one. The frames of an exception may hold one another until they are collected.
+    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph. The thread's
+    next backward pass frees them, so run one. The frames of an exception may hold one another until they are collected.
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros((), device="cpu", requires_grad=True)
             torch.autograd.grad(leaf.clone(), leaf)
     gc.collect()
+
+
+def moving(records: list[ParamState]) -> list[ParamState]:
+    """Return the parameters that moments are about; a table that stays on the host may not be touched."""
+    found = []
+    for record in records:
+        if record.group.fixed_tier == HOST:
+            raise whole_table(record.name)
+        if record.group.fixed_tier is None:
+            found.append(record)
+    return found

@@ -1,15 +1,14 @@
 """Carry out one segment of a plan, moment by moment, as the model gets there.
 
 Which instruction is issued when is in the note on issuing in `_execution.segment_queues`. What an instruction does is
-in `_execution.instruction_executor`, and there is the note on what happens when a plan does not hold.
+in `_execution.instruction_executor`. What happens when a plan does not hold is in the note there.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
-
-import torch
 
 from ps_core._plan import Instr, Queue, Reserve
 from ps_core._program import SegmentName
@@ -49,6 +48,8 @@ class PlanDriver:
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
         self._executor = self._make_executor(plan, self._segment, residency, gradients, counters)
+        self.place_gradient = self._executor.place_gradient
+        """Puts a gradient where the plan has room for it; returns False if it has none."""
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
@@ -68,6 +69,8 @@ class PlanDriver:
         """Works out what to issue as other threads get on; None: there is none, and it is known already."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
+        if counters.recorder is not None:
+            counters.recorder.follow(plan, segment)
 
     def _make_executor(self, *parts: Any) -> InstructionExecutor:
         """Return what carries out the segment's instructions; any: see `InstructionExecutor`."""
@@ -99,14 +102,12 @@ class PlanDriver:
         self._issue(moment)
         if moment.instr.id in self._waits:
             self._wait_for_others(moment.instr)
+        if self._counters.recorder is not None:
+            self._counters.recorder.begin_moment(moment.name)
         self._executor.begin(moment)
         self._running = moment.instr
         self._begun += 1
         self._store.ledger.begin_moment(moment.nonmodel_bytes)
-
-    def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the plan has room for it; False: it has none."""
-        return self._executor.place_gradient(record, gradient)
 
     def finish(self) -> None:
         """End the segment: carry out what is left, after which every chunk is in its home slot."""
@@ -115,6 +116,8 @@ class PlanDriver:
         self._issue(None)
         self._executor.restore_homes()
         self._events.clear()  # a device uses them again
+        if self._counters.recorder is not None:
+            self._counters.recorder.leave_plan()
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Carry out the step segment; where that breaks off, what was stepped stays so."""
@@ -135,6 +138,8 @@ class PlanDriver:
         Return what drives the rest of the pass; None: the on-demand driver.
         """
         self._device.synchronize()
+        if self._counters.recorder is not None:
+            self._counters.recorder.leave_plan()
         self._executor.abandon()
         return None
 
@@ -147,13 +152,17 @@ class PlanDriver:
                 self._events[self._running.id] = self._device.record(self._running.queue)
             self._running = None
             self._store.ledger.set_nonmodel(0)
+        recorder = self._counters.recorder
         instrs = self._segment.batches[self._begun] if self._order is None else self._order.before(moment)
         for instr in instrs:
             if instr.id in self._waits:
                 self._wait_for_others(instr)
             if self._worker is not None and instr.queue is not Queue.CPU:
                 self._wait_for_worker(instr)
-            self._executor.carry_out(instr)
+            if recorder is None:
+                self._executor.carry_out(instr)
+            else:
+                recorder.record(instr.queue, instr, partial(self._executor.carry_out, instr))
             if instr.id in self._recorded:
                 self._events[instr.id] = self._device.record(instr.queue)
             if instr.id in self._early:
@@ -168,9 +177,13 @@ class PlanDriver:
                 self._worker.wait(event)
             else:
                 self._device.wait(Queue.CPU, event)
-        settings_of = self._stepping.settings()
+        settings_of, recorder = self._stepping.settings(), self._counters.recorder
         for step in self._early[instr.id]:
-            self._stepping.groups.add(self._executor.step_early(step, settings_of))
+            if recorder is None:
+                group = self._executor.step_early(step, settings_of)
+            else:
+                group = recorder.record(step.queue, step, partial(self._executor.step_early, step, settings_of))
+            self._stepping.groups[group] = settings_of
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""

@@ -36,11 +36,13 @@ class PlanRequest:
     def find(self, recording: PassRecording, batch: BatchShape, spare_bytes: int) -> EnginePlan:
         """Return the best plan for such passes, with ``spare_bytes`` left free; raise `DoesNotFit` if there is none."""
         trace, layout, order = self.question(recording, batch, spare_bytes)
+        tiers = self._tiers()
+        machine = self._machine_for(trace, tiers)
         try:
-            planned = self._find(trace, layout)
+            planned = self._find(trace, layout, tiers, machine)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, order, recording.moments, self._prefetch, self._setup.step_in_backward)
+        return EnginePlan(planned, machine, order, recording.moments, self._prefetch)
 
     def question(
         self, recording: PassRecording, batch: BatchShape, spare_bytes: int
@@ -64,9 +66,8 @@ class PlanRequest:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 
-    def _find(self, trace: Trace, layout: Layout) -> Planned:
-        tiers, setup, folder = self._tiers(), self._setup, self._folder
-        machine = self._machine_for(trace, tiers)
+    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...], machine: Machine) -> Planned:
+        setup, folder = self._setup, self._folder
         if folder is None:
             return find_plan(trace, tiers, machine, setup=setup, layout=layout)
         return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))

@@ -17,9 +17,8 @@ from torch import nn
 from ps_core._errors import DoesNotFit
 from ps_core._options import Options
 from ps_core._plan import Plan
-from ps_core._planner.policy import Policy
 from ps_core._planner.search import Planned, Setup
-from ps_core._program import Precision, SegmentName
+from ps_core._program import SegmentName
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
@@ -30,7 +29,7 @@ from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._memory.reserve import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.step_in_backward import IN_BACKWARD, StepInBackward
+from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
@@ -54,24 +53,15 @@ class PlanScheduler:
     def __init__(
         self,
         engine: Engine,
+        setup: Setup,
         *,
         model_name: str,
-        precision: Precision,
-        accumulate: int,
-        training: bool,
         options: Options,
         cast: torch.dtype | None,
     ) -> None:
         self._engine = engine
         self._model_name = model_name
-        self._setup = Setup(
-            ranks=1 if engine.together is None else engine.together.ranks,
-            precision=precision,
-            accumulate=accumulate,
-            training=training,
-            policy=Policy(options.policy),
-            step_in_backward=options.step == IN_BACKWARD,
-        )
+        self._setup = setup
         self._options, self._cast = options, cast
         self._asking = self._request(options)
         self._plan: EnginePlan | None = None
@@ -143,7 +133,7 @@ class PlanScheduler:
         """Look at the arguments of the root module's call; foresee the first pass from them."""
         if not self._engine.store.synchronous:
             self._recover()
-        if self._engine.stepping is not None and torch.is_grad_enabled():
+        if self._engine.stepping.groups and torch.is_grad_enabled():
             self._engine.stepping.check_pass()
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
@@ -186,7 +176,7 @@ class PlanScheduler:
         say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
         try:
             recording = estimate_first_pass(
-                module, args, kwargs, records=engine.records, cast=self._cast, shared=(engine, engine.management)
+                module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
             )
         except NotForeseen as why:
             tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else log_line
@@ -213,7 +203,7 @@ class PlanScheduler:
             return demand
         if self._served is None and not within_a_module():
             demand.expect(None)
-            self._homes.move_down(self._bytes_to_read())
+            self._homes.make_room_to_read()
             return demand
         if self._served != self._planned_for and not self._planned_for.covers(self._served):
             part = "a part of the model is called by itself"
@@ -262,16 +252,8 @@ class PlanScheduler:
         if known is None or not known[0].covers(self._served):
             self._homes.move_down()
             return
-        largest = max((group.weight_chunk.bytes for group in self._engine.groups if not group.on_host), default=0)
         self._engine.passes.demand.expect(known[1])
-        self._homes.move_down(known[1] + 2 * largest)
-
-    def _bytes_to_read(self) -> int:
-        """Return the compute tier's bytes for all weights whose home slots are elsewhere, and an fp32 copy of all."""
-        groups = self._engine.groups
-        return sum(
-            group.weight_chunk.bytes * (group.weight_chunk.home.tier > 0) + group.chunk_numel * 4 for group in groups
-        )
+        self._homes.make_room_beside(known[1])
 
     def _unready(self, training: bool) -> str:
         """Return why a segment cannot begin; an empty text if it can."""

@@ -43,6 +43,10 @@ class Hooks(Protocol):
     def has_compiled_blocks(self) -> bool:
         """Return True if ``torch.compile`` made a part of the model one piece."""
 
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """Return the objects that a fake copy of the model shares with it."""
+
     def install(self) -> None:
         """Install every hook on the model."""
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._parameters.fp32_masters import Masters
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_dict_copies import StateCopies
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
 class StateDicts:
@@ -32,7 +39,7 @@ class StateDicts:
         self._loading: tuple[object, object] | None = None
         """The load that is on, by the module that it began with and PyTorch's list of its missing keys."""
         self.open = False
-        """True while a state dict is made or loaded, or if one was broken off: then `forget` has something to do."""
+        """True while a state dict is made or loaded, or if one was broken off: then call `forget`."""
 
     def begin_making(self) -> None:
         """Begin a module's state dict, perhaps within another one: parameters answer with copies."""
@@ -95,3 +102,67 @@ class StateDicts:
         if master is not None:
             self._write(record, master)
         return True
+
+
+class StateDictHooks:
+    """The hooks on one model through which PyTorch makes and loads its state dicts."""
+
+    def __init__(self, model: nn.Module, state_dicts: StateDicts, first: str) -> None:
+        """``first``: a parameter's name, for the error of who copies the model, and so these hooks and the engine."""
+        self._model, self._state_dicts = weakref.ref(model), state_dicts
+        self._first, self._name = first, type(model).__name__
+        self._handles: list[RemovableHandle] = []
+
+    @defer_interrupts_installing
+    def install(self) -> None:
+        """Install the hooks on every module of the model."""
+        model = self._model()
+        assert model is not None, "it is under management"
+        hang = self._handles.append
+        for module in model.modules():
+            part: Any = module  # half of torch's registering methods have no types
+            hang(part.register_state_dict_pre_hook(self._collect))
+            hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given
+            hang(part.register_load_state_dict_pre_hook(self._load))
+            hang(part.register_load_state_dict_post_hook(self._loaded))
+
+    @defer_interrupts_installing
+    def remove(self) -> None:
+        """Remove the hooks, so that the model can be copied."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise no_copies(self._first, self._name)
+
+    def _collect(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:
+            raise InvalidInput(
+                "state_dict(keep_vars=True) asks for the parameters themselves, whose memory comes and goes: leave "
+                "keep_vars out, or use materialized(model)"
+            )
+        self._state_dicts.begin_making()
+
+    def _collected(self, *_: Any) -> None:
+        self._state_dicts.end_making()
+
+    def _load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *more: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise InvalidInput(
+                "load_state_dict(assign=True) would exchange parameters that are under management: leave assign out; "
+                "values are copied into their chunks"
+            )
+        _, missing, *_ = more
+        self._state_dicts.begin_loading(module, missing)
+
+    def _loaded(self, module: nn.Module, incompatible: Any) -> None:
+        self._state_dicts.end_loading(module, incompatible.missing_keys)
+
+
+def no_copies(name: str, model: str) -> UnsupportedParameter:
+    """Return the error of who copies a model or its hooks, of which one parameter's ``name`` is told."""
+    return UnsupportedParameter(
+        f"{name!r} and all of this {model} is under management and cannot be copied or pickled: save "
+        "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first"
+    )

@@ -11,10 +11,11 @@ import torch
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._gradients.gradient_store import GradientStore, flatten
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._gradients.gradient_sums import flatten
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
-from ps_core.engine._optim.clip_or_skip import StepDecisions
+from ps_core.engine._optim.group_step import StepDecisions
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamState

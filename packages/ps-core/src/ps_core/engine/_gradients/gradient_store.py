@@ -1,19 +1,18 @@
 """Store gradients: in the weight slots, in fp32 sums, or for a while in the tensors that autograd made.
 
 [Note: over the weight]
-In 16-bit training without accumulation a gradient is written over its weight, so that it costs no memory. That is
-right only once nothing reads the weight again before the step: no saved tensor refers to it, and nothing aliases its
-memory. Until then the gradient stays in autograd's tensor. A forward pass may want the weight back before the step.
-Then the gradient moves into an fp32 sum, and the weight is rebuilt from its master, which is unchanged.
+In 16-bit training without accumulation a gradient is written over its weight, and so costs no memory. That is right
+only once nothing reads the weight before the step: no saved tensor, and no alias of its memory. Until then the gradient
+stays in autograd's tensor. A forward pass may want the weight back before the step. Then the gradient moves into an
+fp32 sum, and the weight is rebuilt from its master, which is unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
-from typing import TypeAlias
 
 import torch
 
@@ -21,14 +20,11 @@ import ps_kernels
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.chunk import Chunk, Slot
+from ps_core.engine._gradients.gradient_sums import GradientSums, Launch, flatten, measured
+from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-
-Tensors: TypeAlias = Sequence[torch.Tensor]
-Launch: TypeAlias = Callable[[str, Tensors, Tensors, Callable[[], object]], None]
-"""Launches work: its name, the tensors that it reads, those that it writes, and what does it."""
 
 SMALL_NUMEL = 2**14
 """Smaller gradients take less time than a call: those of one group are measured, and stepped, together."""
@@ -37,18 +33,6 @@ CONCATENATED_NUMEL = 2**16
 """The most elements of small gradients that are concatenated: no budget counts the copy."""
 
 _PLACE = attrgetter("gradient")
-
-_PIECE_NUMEL = 2**14
-"""Elements of a gradient that are copied down at a time, where there is no room for all of it."""
-
-
-def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a vector in the memory order of its parameter; a copy if the strides differ."""
-    if gradient.stride() == record.stride:
-        return gradient.as_strided((record.numel,), (1,))
-    flat = torch.empty(record.numel, dtype=gradient.dtype, device=gradient.device)
-    flat.as_strided(record.shape, record.stride).copy_(gradient)
-    return flat
 
 
 def concatenate(records: Sequence[ParamState]) -> torch.Tensor:
@@ -67,13 +51,12 @@ class GradientStore:
         self._one_tier = residency.store.resident
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients go over their weights later; some may have gone elsewhere since."""
-        self.unplanned_sums = False
-        """True once there was an accumulator that no plan knows of."""
+        self.sums = GradientSums(residency, self._tier_of_sums)
 
     # Arrival.
 
     def accept(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """Store a gradient that autograd made; it can go into the weight slot if its group is on the compute tier."""
+        """Store a gradient that autograd made, in the weight slot if its group is on the compute tier."""
         if gradient.layout is not torch.strided:
             raise UnsupportedParameter(
                 f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
@@ -105,7 +88,7 @@ class GradientStore:
         target = record.shaped(slot.memory.view(record.dtype))
         if not self._store.synchronous:
             queue = Queue.CPU if slot.tier else Queue.COMPUTE
-            self._store.device.work(queue, f"gradient of {record.name}", (), (target,))
+            self._store.device.declare_access(queue, f"gradient of {record.name}", (), (target,))
         target.copy_(gradient)
         record.group.weight_chunk.mark_written(slot)
         record.mark_overwritten()
@@ -138,7 +121,7 @@ class GradientStore:
             return
         if record.gradient is GradientPlace.OWN_TENSOR:
             self.move_to_accumulator(record)
-        self._add_summed(record, gradient)
+        self.sums.add(record, gradient)
 
     def apply_factor(self, record: ParamState) -> None:
         """Multiply the gradient so far by its factor, because the factor is not for what is added next."""
@@ -152,7 +135,7 @@ class GradientStore:
             chunk = record.group.chunks[Kind.ACC]
             slot = chunk.source()
             target = self._residency.part_of(slot, record, torch.float32)
-            self._store.device.work(Queue.CPU, f"factor of {record.name}", (target,), (target,))
+            self._store.device.declare_access(Queue.CPU, f"factor of {record.name}", (target,), (target,))
             target.mul_(factor)
             if slot.place is None:
                 chunk.mark_written(slot)
@@ -167,71 +150,13 @@ class GradientStore:
     def move_to_accumulator(self, record: ParamState) -> None:
         """Move a gradient from its own tensor into the fp32 sum."""
         if record.own_gradient is not None:
-            self._add_summed(record, record.own_gradient)
-
-    def _add_summed(self, record: ParamState, gradient: torch.Tensor) -> None:
-        chunk = self.accumulator(record.group)
-        flat = flatten(record, gradient)
-        tier = self._store.work_tier(chunk.home.tier)
-        if not tier or record.group.on_host:
-            self._add_home(record, flat, chunk)
-        elif self._store.free_bytes(tier) < flat.nbytes:
-            self._add_in_pieces(record, flat, chunk, tier)
-        else:
-            stage = self._store.reserve(tier, max(1, flat.nbytes))
-            self._add_home(record, self._put_down(flat, stage.memory, tier), chunk)
-            self._residency.transfers.release_slot(stage)
-
-    def _put_down(self, flat: torch.Tensor, memory: torch.Tensor, tier: int) -> torch.Tensor:
-        """Copy a vector from the compute tier into memory of another, and return it there."""
-        staged = memory[: flat.nbytes].view(flat.dtype)
-        self._residency.transfers.wait_for_other_queues(Queue.D2H)
-        self._store.device.copy(Queue.D2H, staged, flat)
-        self._residency.transfers.watcher.moved(0, tier, flat.nbytes)
-        return staged
-
-    def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, chunk: Chunk, tier: int) -> None:
-        """Add to sums whose tier is full, through a small buffer outside the budget, as the disk's buffers are."""
-        fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, chunk.home.place is not None
-        total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
-        buffer = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
-        for start in range(0, flat.numel(), _PIECE_NUMEL):
-            part = slice(start, start + _PIECE_NUMEL)
-            self._sum_into(total[part], self._put_down(flat[part], buffer, tier), record, fresh=fresh)
-        if on_disk:
-            self._residency.replace(record, Kind.ACC, total)
-        else:
-            chunk.mark_written(chunk.home)
-        record.mark_summed()
-        record.norm_part = measured(total) if on_disk else None
-
-    def _add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
-        """Add a vector, which is on the tier that works on the home slot, to the parameter's part of the sums."""
-        if chunk.home.place is None:
-            queue = Queue.CPU if chunk.home.tier else Queue.COMPUTE
-            self._add_run([record], flat, chunk.home, partial(self._residency.transfers.do_now, queue))
-            return
-        fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
-        total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
-        self._sum_into(total, flat, record, fresh=fresh)
-        self._residency.replace(record, Kind.ACC, total)
-        record.mark_summed()
-        record.norm_part = measured(total)
-
-    def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
-        """Copy a vector into the sums (``fresh``), or add it to them, on the CPU."""
-        self._residency.transfers.wait_for_other_queues(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sum of the gradient of {record.name}", (flat, sums), (sums,))
-        if fresh:
-            sums.copy_(flat)
-        else:
-            ps_kernels.accumulate(sums, flat)
+            self.sums.add(record, record.own_gradient)
 
     def sum_staged(self, record: ParamState, slot: Slot) -> None:
         """Add a gradient that lies in a staging slot to the sums."""
         if record.factor != 1.0:
             self.apply_factor(record)
-        flat, chunk = self._residency.part_of(slot, record, record.dtype), self.accumulator(record.group)
+        flat, chunk = self._residency.part_of(slot, record, record.dtype), self.sums.accumulator(record.group)
         tier = self._store.work_tier(chunk.home.tier)
         if slot.tier and not tier:
             self._residency.transfers.wait_for_other_queues(Queue.H2D)
@@ -239,9 +164,9 @@ class GradientStore:
             self._store.device.copy(Queue.H2D, above, flat)
             flat = above
         if slot.tier:
-            self._add_home(record, flat, chunk)
+            self.sums.add_home(record, flat, chunk)
         else:
-            self._add_summed(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
+            self.sums.add(record, flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     def add_staged(
         self, group: ParamGroup, records: list[ParamState], flat: torch.Tensor, slot: Slot, launch: Launch
@@ -251,33 +176,10 @@ class GradientStore:
             if record.factor != 1.0:
                 self.apply_factor(record)
         if len(records) == len(group.tensors) and len(set(map(_PLACE, records))) == 1:
-            self._add_run(group.tensors, flat[group.clip(slice(0, group.numel))], slot, launch)
+            self.sums.add_run(group.tensors, flat[group.clip(slice(0, group.numel))], slot, launch)
             return
         for record in records:
-            self._add_run([record], flat[record.piece], slot, launch)
-
-    def _add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, launch: Launch) -> None:
-        """Add the gradients of neighbours to their sums; either all have sums already, or none has."""
-        first, group = records[0], records[0].group
-        start = first.piece.start
-        target = slot.flat(torch.float32, group.shard_numel)[start : start + flat.numel()]
-        begun = first.gradient is GradientPlace.IN_ACCUMULATOR
-        add = partial(ps_kernels.accumulate, target, flat) if begun else partial(target.copy_, flat)
-        launch(f"sum of the gradient of {first.name}", (flat, target), (target,), add)
-        for record in records:
-            record.mark_summed()
-            record.norm_part = None
-        group.chunks[Kind.ACC].mark_written(slot)
-
-    def accumulator(self, group: ParamGroup) -> Chunk:
-        """Return the chunk of a group's fp32 sums; one that the plan does not know of is made now."""
-        chunk = group.chunks.get(Kind.ACC)
-        if chunk is None:
-            slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
-            chunk = group.chunks[Kind.ACC] = Chunk(group.extent(Kind.ACC), slot.bytes, slot)
-            chunk.mark_written(slot)
-            self.unplanned_sums = True
-        return chunk
+            self.sums.add_run([record], flat[record.piece], slot, launch)
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
         """Return the tier for sums that no plan knows of: that of the master, which the step reads with them."""
@@ -296,7 +198,7 @@ class GradientStore:
                 with torch.inference_mode(False):  # or no later gradient could be added to it outside of one
                     record.keep_gradient(flat.float().as_strided(record.shape, record.stride))
             else:
-                self._add_home(record, flat, self.accumulator(group))
+                self.sums.add_home(record, flat, self.sums.accumulator(group))
         self._residency.rebuild(group, over + lost)
         for record in over + lost:
             record.mark_rebuilt()
@@ -328,6 +230,14 @@ class GradientStore:
                 self.restore_weights(group)
 
     # Norms.
+
+    def wait_until_measured(self, records: Iterable[ParamState], stepping: bool) -> None:
+        """Wait until the norms of all stored gradients are known; ``stepping``: other groups are still stepped."""
+        waiting = [record for record in records if record.gradient is not GradientPlace.NONE] if stepping else ()
+        if stepping and not any(record.group.chunks[Kind.P32].home.tier for record in waiting):
+            self._residency.transfers.wait_for_streams()
+        else:
+            self._residency.transfers.wait_for_other_queues(Queue.CPU)
 
     def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """Return the sum of squares and the non-finite flag of each gradient."""
@@ -407,14 +317,6 @@ def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
             piece, numel = [], record.numel
         piece.append(record)
     yield piece
-
-
-def measured(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares and the non-finite flag of a vector, on its device."""
-    part = torch.zeros(2, device=flat.device)
-    if flat.numel():
-        ps_kernels.sumsq_finite(flat, part)
-    return part
 
 
 def measured_spans(flat: torch.Tensor, spans: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ later plans get that much less.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import torch
 
@@ -70,7 +71,7 @@ class ActivationSlots:
             slot = self._slot(align_up(size))
             for queue in (Queue.COMPUTE, Queue.H2D):
                 device.wait(Queue.D2H, device.record(queue))
-            device.copy(Queue.D2H, slot.memory[:size], _bytes_of(tensor))
+            self._copy(Queue.D2H, slot.memory[:size], _bytes_of(tensor))
         self._watcher.moved(_DEVICE, _HOST, size)
         return OffloadedActivation(tensor, slot, self._returned)
 
@@ -87,15 +88,22 @@ class ActivationSlots:
         with self._nonmodel.paused(), torch.no_grad():
             for queue in (Queue.COMPUTE, Queue.D2H):
                 device.wait(Queue.H2D, device.record(queue))
-            device.copy(Queue.H2D, _bytes_of(tensor), away.slot.memory[: tensor.nbytes])
+            self._copy(Queue.H2D, _bytes_of(tensor), away.slot.memory[: tensor.nbytes])
             self._make_compute_wait(Queue.H2D, "with activations back")
         self._watcher.moved(_HOST, _DEVICE, tensor.nbytes)
         return tensor
 
+    def _copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy, recorder = partial(self._store.device.copy, queue, target, source), self._watcher.recorder
+        if recorder is None:
+            copy()
+        else:
+            recorder.record(queue, f"{'evict' if queue is Queue.D2H else 'fetch'} an activation", copy, source.nbytes)
+
     def _make_compute_wait(self, queue: Queue, what: str) -> None:
         device = self._store.device
         device.wait(Queue.COMPUTE, device.record(queue))
-        device.work(Queue.COMPUTE, what, (), ())
+        device.declare_access(Queue.COMPUTE, what, (), ())
 
     def _slot(self, size: int) -> Slot:
         """Return the smallest free slot that is large enough; else release all free slots, and reserve a new one."""

@@ -1,11 +1,11 @@
 """Keep slots (ranges of a tier), the chunks that lie in them, and which copy of a chunk is current.
 
 [Note: versions]
-A chunk's *version* grows with every change of its bytes, on whichever tier; a slot remembers the version that it was
-filled with. A slot whose version is its chunk's holds the current bytes, and nothing is read from any other slot. At
-least one slot is current at all times. The methods of `Chunk` keep that, and raise `PlanMismatch` without a change
-where they could not. There are two exceptions. A gathered chunk is put together from the shards of all ranks, so its
-copies may all go. A gradient sum is not read before its first gradient or after its step.
+A chunk's *version* grows with every change of its bytes, on any tier. A slot remembers the version that it was filled
+with. A slot whose version is its chunk's holds the current bytes, and nothing is read from any other slot. At least one
+slot is current at all times. The methods of `Chunk` keep that, and raise `PlanMismatch` without a change where they
+could not. There are two exceptions. A gathered chunk is put together from the shards of all ranks, so its copies may
+all go. A gradient sum is not read before its first gradient or after its step.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Chunk:
     planned: bool = False
     """True if the chunk exists for good; a gradient sum may exist for one step only."""
     gathered: bool = False
-    """True if the bytes are put together from the shards of all ranks: the chunk has no home slot of its own."""
+    """True if the bytes are gathered from the shards of all ranks: the chunk has no home slot of its own."""
 
     # Changes.
 

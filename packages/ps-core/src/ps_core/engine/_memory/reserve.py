@@ -8,7 +8,7 @@ from ps_core._simulate.cluster import FRAGMENTATION
 from ps_core._trace import Trace
 
 _SPARE_PARTS = (20, 4)
-"""After the device ran out of memory: the least and the most that is left free besides, as parts of its capacity."""
+"""The least and the most that is left free after the device ran out of memory, as parts of its capacity."""
 
 
 def bytes_to_reserve(missing_bytes: int, capacity_bytes: int) -> int:

@@ -11,7 +11,7 @@ def has_room(store: TierStore, sizes: Iterable[int], *, nonmodel_bytes: int, bes
     """True if the compute tier has a free range for each size, below the non-model bytes.
 
     All sizes together, and ``besides`` more bytes, have to fit into the budget with what is in use. Each range is
-    looked for by itself: reserve slots of several sizes one after the other, and be ready for one to fail.
+    looked for by itself. So reserve slots of several sizes one after the other, and expect that one may fail.
     """
     line = store.tiers[0].capacity_bytes - nonmodel_bytes
     total = besides

@@ -1,6 +1,6 @@
 """Keep released slots for the next use of the same size, where each slot is memory of its own.
 
-The system clears every page of new memory, which costs a step of several ranks up to a fifth of its time.
+The system clears every page of new memory. That costs a step of several ranks up to a fifth of its time.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ The compute tier is one block of memory, an `Arena`, in which every slot has a r
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 
@@ -24,6 +25,7 @@ from ps_core.engine._support.counters import ByteLedger
 POISON = 0xFF
 """Fills freed memory where asked to: not-a-number in every precision."""
 
+_OFFSET = attrgetter("offset")
 _PIECE_BYTES = 2**20
 """Bytes that `Arena.shift` copies at a time, by way of other memory."""
 
@@ -149,7 +151,7 @@ class TierStore:
         """Release a slot, once the queue has come so far."""
         if slot.offset >= 0:
             if self.poison:
-                self.device.work(queue, "poison", (), (slot.memory,))
+                self.device.declare_access(queue, "poison", (), (slot.memory,))
                 with self.device.on(queue):
                     slot.memory.fill_(POISON)
             self.arena.remove(slot)
@@ -197,7 +199,7 @@ class TierStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the compute tier that no other allocation can use: all of an arena that has its memory for good."""
+        """Bytes of the compute tier that no other allocation can use: a whole arena, if it keeps its memory."""
         return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
     def fits_slots(self, sizes: list[int]) -> bool:
@@ -208,7 +210,7 @@ class TierStore:
 
     @property
     def forked(self) -> bool:
-        """True if there is a disk tier and this is a forked copy of its process: leave file and streams alone."""
+        """True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
         return self.file is not None and self.file.forked
 
     def check_process(self) -> None:
@@ -259,7 +261,7 @@ class Arena:
         self._slots.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
-        self._device.work(queue, "shift", (slot.memory,), (target,))
+        self._device.declare_access(queue, "shift", (slot.memory,), (target,))
         starts = range(0, slot.bytes, _PIECE_BYTES)
         with self._device.on(queue):
             for start in starts if offset < old else reversed(starts):
@@ -269,11 +271,8 @@ class Arena:
 
     def _insert(self, slot: Slot) -> None:
         end = slot.offset + slot.bytes
-        place = len(self._slots)
-        for index, other in enumerate(self._slots):
-            if other.offset >= end:
-                place = index
-                break
+        place = bisect_right(self._slots, slot.offset, key=_OFFSET)
+        for other in self._slots[max(0, place - 1) : place + 1]:  # its neighbours
             if slot.offset < other.offset + other.bytes and other.offset < end:
                 raise PlanMismatch(f"{slot.offset} to {end} overlaps a slot at {other.offset}")
         if end > self._capacity_bytes:
@@ -289,10 +288,11 @@ class Arena:
 
     def overlapping(self, offset: int, size: int) -> list[Slot]:
         """Return the slots that have some of a range; empty: the range can be reserved."""
-        found = []  # a comprehension would be one more Python call, for each slot that a plan reserves
-        for slot in self._slots:
-            if slot.offset < offset + size and offset < slot.offset + slot.bytes:
-                found.append(slot)
+        slots, end, found = self._slots, offset + size, []
+        first = bisect_right(slots, offset, key=_OFFSET)  # the slot before is the only one that may reach beyond
+        for slot in slots[max(0, first - 1) : bisect_left(slots, end, first, key=_OFFSET)]:
+            if offset < slot.offset + slot.bytes:
+                found.append(slot)  # a comprehension would be one more Python call, for each slot that is reserved
         return found
 
     def lowest_free(self, size: int, end: int | None = None) -> int | None:

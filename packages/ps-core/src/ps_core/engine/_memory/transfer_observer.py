@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ps_core.engine._support.work_recorder import WorkRecorder
+
 
 class TransferObserver(Protocol):
     """Is told of every move, for statistics."""
+
+    recorder: WorkRecorder | None
+    """Records when queues work; None: the model is not profiled."""
 
     def moved(self, source: int, target: int, size: int) -> None:
         """Count bytes that went from one tier to another."""

@@ -1,14 +1,15 @@
 """Copy chunks between tiers, one at a time, in an order that is always safe.
 
 Every copy waits for all queues, and every queue that computes waits for the copy. Residency uses this on demand, and
-between passes. A plan's own moves are launched in `_execution.instruction_executor`; both keep the same versions of
-chunks, so either can take over from the other between two moments.
+between passes. A plan's own moves are launched in `_execution.instruction_executor`. Both keep the same versions of
+chunks. So either can take over from the other between two moments.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 
 _UNBUDGETED_BYTES = 2**16
-"""Bytes of the buffer between two files, or between a file and the device, where the host tier has no room for one."""
+"""Bytes of the buffer between a file and the device, or another file, where the host tier is full."""
 
 
 class Transfers:
@@ -64,7 +65,7 @@ class Transfers:
         return chunk.source()
 
     def near(self, chunk: Chunk) -> Slot:
-        """Return a slot with the current bytes of a chunk whose home slot is on the disk: there, or in host memory."""
+        """Return a slot on the disk or in host memory with a chunk's current bytes; its home slot is on disk."""
         source = self.source(chunk)
         if source.place is None and source.tier == 0 and self._store.tiers[0].name != "host":
             self.write_home(chunk)
@@ -84,7 +85,12 @@ class Transfers:
         """Launch a copy to a neighbouring tier, and return its queue: call `finish` with it next."""
         queue = self._store.link(source, target)
         self.wait_for_other_queues(queue)
-        self._store.copy(queue, target, source, size, begin=begin, to=to)
+        recorder = self.watcher.recorder
+        if recorder is None:
+            self._store.copy(queue, target, source, size, begin=begin, to=to)
+        else:
+            what, copy = source.extent or target.extent or "a copy", partial(self._store.copy, queue, target, source)
+            recorder.record(queue, what, partial(copy, size, begin=begin, to=to), size)
         self.watcher.moved(source.tier, target.tier, size)
         return queue
 
@@ -107,8 +113,11 @@ class Transfers:
         """Do work on the compute or CPU queue, behind everything that was launched on the others."""
         self.wait_for_other_queues(queue)
         if not self._store.synchronous:
-            self._device.work(queue, what, reads, writes)
-        work()
+            self._device.declare_access(queue, what, reads, writes)
+        if self.watcher.recorder is None:
+            work()
+        else:
+            self.watcher.recorder.record(queue, what, work)
 
     def wait_for_other_queues(self, queue: Queue) -> None:
         """Make all work launched next on a queue wait for everything launched on the others."""
@@ -140,7 +149,7 @@ class Transfers:
         self.watcher.waited(time.perf_counter() - started)
 
     def begin_segment(self) -> None:
-        """Join all queues but the worker's, where there is one: who touches a slot waits for the work on it alone."""
+        """Join all queues, except the worker's if there is one: its work is waited for slot by slot."""
         worker = self._device.worker
         if worker is None:
             self.join_queues()
@@ -160,7 +169,7 @@ class Transfers:
     def _copy_within_tier(self, source: Slot, target: Slot, size: int) -> None:
         queue = Queue.CPU if target.tier else Queue.COMPUTE
         self.wait_for_other_queues(queue)
-        self._device.work(queue, "a copy within a tier", (source.memory,), (target.memory,))
+        self._device.declare_access(queue, "a copy within a tier", (source.memory,), (target.memory,))
         target.memory[:size].copy_(source.memory[:size])
 
     def _copy_via_host(self, source: Slot, target: Slot, size: int) -> None:

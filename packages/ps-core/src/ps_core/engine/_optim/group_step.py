@@ -1,34 +1,43 @@
-"""One group's optimizer step: runs of neighbours with equal settings, each in one call of a kernel.
+"""Decide on an optimizer step, and make it: a group's neighbours with equal settings in one call of a kernel.
 
 [Note: what may depend on where]
 Nothing. A kernel's result does not depend on how a vector is cut, norms are summed tensor by tensor in the order of
 the parameters, and whatever tier a chunk is on, the same arithmetic is done to it.
+
+[Note: a step is decided once]
+Also where it breaks off, and the rest of it is asked for. What was stepped by then has no gradient any more, so the
+norm of what is left would clip the rest by another factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-import ps_kernels
-from ps_core._program import Kind
-from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, Launch, concatenate, measured
+from ps_core._program import STATES, Kind
+from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, GradientStore, concatenate
+from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Slot
-from ps_core.engine._optim.settings import Settings, StepRule
+from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 
-SettingsOf = Callable[[ParamState], Settings]
+SettingsOf = Callable[[ParamState], StepSettings]
+_DEVICE = attrgetter("device")
 
 
 class _StepRun(NamedTuple):
     """Neighbouring tensors that one call steps."""
 
     records: list[ParamState]
-    settings: Settings
+    settings: StepSettings
 
 
 def _runs(group: ParamGroup, settings_of: SettingsOf) -> list[_StepRun]:
@@ -56,6 +65,7 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
         one.gradient is other.gradient
         and (one.gradient is not GradientPlace.OWN_TENSOR or max(one.numel, other.numel) < SMALL_NUMEL)
         and one.steps == other.steps
+        and one.scalars == other.scalars
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
         and not (one.tied or other.tied)
@@ -79,14 +89,17 @@ def step_group(
     """
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
-    moments = slots[Kind.M].flat(torch.float32, numel), slots[Kind.V].flat(torch.float32, numel)
+    whole, kept = slice(0, numel), [master]
+    for kind in STATES[: group.states]:  # a loop: before Python 3.12 a comprehension is a call for each group
+        kept.append(slots[kind].flat(torch.float32, numel))
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
     calls: list[Callable[[], object]] = []
     checks: list[Callable[[], object]] = []
-    stepped: dict[ParamState, None] = {}
+    stepped: dict[ParamState, Scalars] = {}
     overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
         first, last = run.records[0], run.records[-1]
+        progress = Progress(first.steps, first.scalars)
         span = slice(first.offset, last.offset + last.numel)
         if group.ranks > 1:
             span = group.clip(span)
@@ -95,10 +108,15 @@ def step_group(
             target = None if weight is None else weight[span]
             if finite and isinstance(gradient, torch.Tensor):
                 checks.append(partial(_check_finite, group.name, gradient))
-            rows = master[span], moments[0][span], moments[1][span]
-            calls.append(partial(_step, run.settings, first.steps + 1, rows, gradient, target, first.factor * factor))
+            rows = kept if span == whole else [flat[span] for flat in kept]
+            scaled = first.factor * factor
+            if isinstance(gradient, list):
+                calls.append(partial(_step_together, run.settings, progress, rows, gradient, target, scaled))
+            else:
+                calls.append(partial(run.settings.step, progress, rows, gradient, target, scaled))
+        scalars = run.settings.after(progress)
         for record in run.records:
-            stepped[record] = None
+            stepped[record] = scalars
             for other in record.others if record.tied else ():  # as memory that they share would be
                 calls.append(partial(master[other.piece].copy_, master[record.piece]))
                 overtaken.add(other)
@@ -109,12 +127,17 @@ def step_group(
         and ((record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken)
     ]
     calls += [partial(weight[each.piece].copy_, master[each.piece]) for each in rebuilt if weight is not None]
-    memory = {kind: slot.memory for kind, slot in slots.items()}
-    reads = list(memory.values())
-    memory.pop(Kind.ACC, None)
-    launch(f"step of {group.name}", reads, list(memory.values()), partial(_carry_out, [*checks, *calls]))
-    for record in stepped:
-        record.mark_stepped()
+    overwritten = Kind.P16 if Kind.ACC in slots else None  # else the gradient lies where the weight goes
+    reads, writes = [], []
+    for kind, slot in slots.items():
+        memory = slot.memory
+        if kind is not overwritten:
+            reads.append(memory)
+        if kind is not Kind.ACC:
+            writes.append(memory)
+    launch(f"step of {group.name}", reads, writes, partial(_carry_out, [*checks, *calls]))
+    for record, scalars in stepped.items():
+        record.mark_stepped(scalars)
     for record in overtaken:
         record.update_count += 1
     for record in rebuilt:
@@ -156,42 +179,99 @@ def _gradient(
     return weight[span]
 
 
-def _step(
-    settings: Settings,
-    number: int,
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    gradient: torch.Tensor | list[ParamState],
+def _step_together(
+    settings: StepSettings,
+    progress: Progress,
+    rows: list[torch.Tensor],
+    records: list[ParamState],
     target: torch.Tensor | None,
     factor: float,
 ) -> None:
-    """Make a parameter's step with this number."""
-    master, momentum, variance = rows
-    if isinstance(gradient, list):
-        gradient = concatenate(gradient)
-    if settings.kind is StepRule.SGD:
-        ps_kernels.sgd_step(
-            master,
-            momentum if settings.momentum else None,
-            gradient,
-            target,
-            lr=settings.lr,
-            momentum_decay=settings.momentum,
-            weight_decay=settings.weight_decay,
-            grad_scale=factor,
-        )
-        return
-    ps_kernels.adam_step(
-        master,
-        momentum,
-        variance,
-        gradient,
-        target,
-        step=number,
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        decoupled=settings.decoupled,
-        grad_scale=factor,
-    )
+    """Step a run whose gradients are in several tensors."""
+    settings.step(progress, rows, concatenate(records), target, factor)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """Says what the step does with all gradients: multiply by a factor, or skip."""
+
+    norm: float
+    skip: bool
+    factor: float
+    """Undoes the loss scale and clips."""
+
+
+def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float | None, scale: float) -> StepDecision:
+    """Compute the global norm, and return whether to skip the step and the factor for gradients."""
+    total, finite = 0.0, True
+    for record, (squares, flag) in zip(records, numbers(parts), strict=True):
+        total += squares * record.factor**2
+        finite = finite and not flag
+    norm = math.sqrt(total) / scale if total >= 0 else math.nan
+    if not finite or not math.isfinite(norm):
+        return StepDecision(norm if finite else math.inf, True, 0.0)
+    return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
+
+
+def numbers(parts: list[torch.Tensor]) -> list[list[float]]:
+    """Return the values of every part, copied from each device in one transfer."""
+    found: dict[int, list[float]] = {}
+    devices = set(map(_DEVICE, parts))
+    if len(devices) == 1:
+        rows: list[list[float]] = torch.stack(parts).tolist()
+        return rows
+    for device in devices:
+        chosen = [index for index, part in enumerate(parts) if part.device == device]
+        found.update(zip(chosen, torch.stack([parts[index] for index in chosen]).tolist(), strict=True))
+    return [found[index] for index in range(len(parts))]
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return the factor that clips gradients of this norm; as in ``torch.nn.utils.clip_grad_norm_``."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenStep:
+    """A step that broke off."""
+
+    decision: StepDecision
+    left: frozenset[int]
+    """The records that it did not come to."""
+    asked: tuple[float | None, float]
+
+
+class StepDecisions:
+    """The decisions of one model's steps; see [Note: a step is decided once]."""
+
+    def __init__(self, gradients: GradientStore) -> None:
+        self._gradients = gradients
+        self.begun: BrokenStep | None = None
+        """The step that broke off, if the next one may be the rest of it."""
+
+    def forget(self) -> None:
+        """Gradients come, or are not what they were."""
+        self.begun = None
+
+    @contextmanager
+    def deciding(self, pending: list[ParamState], max_norm: float | None, loss_scale: float) -> Iterator[StepDecision]:
+        """Yield the decision for the length of the step."""
+        begun, asked = self.begun, (max_norm, loss_scale)
+        self.begun = None
+        if begun is not None and begun.left == _indices(pending) and begun.asked == asked:
+            decision = begun.decision
+        else:
+            parts = [record.norm_part for record in pending if record.norm_part is not None]
+            if len(parts) < len(pending):
+                parts = self._gradients.norm_parts(pending)
+            decision = decide(pending, parts, *asked)
+        try:
+            yield decision
+        except BaseException:
+            left = _indices(record for record in pending if record.gradient is not GradientPlace.NONE)
+            self.begun = BrokenStep(decision, left, asked)
+            raise
+
+
+def _indices(records: Iterable[ParamState]) -> frozenset[int]:
+    return frozenset(record.index for record in records)

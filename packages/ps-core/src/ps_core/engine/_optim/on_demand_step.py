@@ -46,7 +46,7 @@ class OnDemandStepper:
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
-        kinds = list(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
+        kinds = list(dict.fromkeys((group.weight, Kind.P32, *group.state_kinds)))
         if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)
@@ -131,7 +131,7 @@ class OnDemandStepper:
         chunk = group.chunks[kind]
         memory = self._residency.contents(chunk)
         what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
-        self._store.device.work(Queue.CPU, what, (memory,), (memory,) if write else ())
+        self._store.device.declare_access(Queue.CPU, what, (memory,), (memory,) if write else ())
         try:
             yield memory.view(group.dtype_of(kind))
         finally:
@@ -140,7 +140,7 @@ class OnDemandStepper:
 
     def _copy(self, record: ParamState, kind: Kind) -> torch.Tensor:
         flat = self._residency.vector(record, kind)
-        self._store.device.work(Queue.CPU, f"read {record.name}", (flat,), ())
+        self._store.device.declare_access(Queue.CPU, f"read {record.name}", (flat,), ())
         target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
         return target.copy_(flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 

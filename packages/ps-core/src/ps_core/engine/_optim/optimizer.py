@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache
 from operator import attrgetter, is_
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -13,26 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._options import SGD, Adam, AdamW, Optimizer
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
-from ps_core.engine._optim.settings import OptimizerBackend, Outcome, Settings, StepRule
-from ps_core.engine._optim.state_format import StateEntry, StateFormat, on_cpu
+from ps_core.engine._optim.rules import OptimizerRule, Spec
+from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StepSettings
+from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
-# What torch's own optimizers keep in a group besides the numbers, as it is when they do what the engine does.
-SHARED = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
-FIXED: dict[type, dict[str, Any]] = {
-    AdamW: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
-    Adam: {**SHARED, "amsgrad": False, "capturable": False, "decoupled_weight_decay": False},
-    SGD: {**SHARED, "dampening": 0, "nesterov": False},
-}
-FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""The options that change how torch computes a step, and not the result."""
-NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
 MASTERS, LOSS_SCALE = "masters", "loss_scale"
 _PARAMETER = attrgetter("parameter")
 R = TypeVar("R")
@@ -48,7 +37,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self,
         gradients: OptimizerBackend,
         records: Sequence[ParamState],
-        optimizer: Optimizer,
+        rule: OptimizerRule,
         *,
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
@@ -57,20 +46,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         _check_max_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self._gradients, self._loss_scale = gradients, loss_scale
-        self._rule = StepRule.SGD if isinstance(optimizer, SGD) else StepRule.ADAM
-        self._fixed = FIXED[type(optimizer)]
-        self._name = type(optimizer).__name__
+        self.rule = rule
         self._outcome: Outcome | None = None
         self._scaled = False
-        self._source, self._spec, self._known = records, optimizer, len(records)
-        self._members = _members(optimizer, records)
+        self._source, self._known = records, len(records)
+        self._members = _members(rule.spec, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
-        self._format = StateFormat(gradients, self._rule, self._name)
+        self._format = StateFormat(gradients, rule, self._kept, self._possible)
         self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
         self._complete = False
         super().__init__(
-            [_group(each, rows) for each, rows in zip((optimizer, *optimizer.groups), self._members, strict=True)],
-            {**_numbers(optimizer), **self._fixed},
+            [_group(settings, rows) for settings, rows in zip(rule.groups, self._members, strict=True)],
+            rule.defaults,
         )
         if loss_scale is not None:
             self.param_groups[0][LOSS_SCALE] = None  # a place for `state_dict`, which torch's flattening asks for
@@ -95,8 +82,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Update the parameters from the gradients that are there."""
         self._gradients.check_usable()
-        if len(self._source) > self._known:
-            self._take_in()
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
@@ -158,7 +143,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _take_in(self) -> None:
         """Add parameters that were added to the model to the groups that match them."""
         added, self._known = self._source[self._known :], len(self._source)
-        for index, found in enumerate(_members(self._spec, added)):
+        for index, found in enumerate(_members(self.rule.spec, added)):
             group = self.param_groups[index]
             group["params"] += [record.parameter for record in found]
             group["param_names"] += [record.name for record in found]
@@ -166,12 +151,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._groups_of.update(dict.fromkeys(found, index))
             self._state.add(found)
 
-    def settings(self) -> Callable[[ParamState], Settings]:
+    def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
-        found: dict[ParamState, Settings] = {}
+        if len(self._source) > self._known:
+            self._take_in()
+        found: dict[ParamState, StepSettings] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)
-            found.update(dict.fromkeys(members, self._read(group)))
+            found.update(dict.fromkeys(members, self.rule.read(index, group)))
         return found.__getitem__
 
     def _check_group(self, index: int, group: dict[str, Any], members: Sequence[ParamState]) -> None:
@@ -182,29 +169,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 f"param_groups[{index}]['params'] was changed; which parameters belong to a group is settled by "
                 "chunked(): release(model) and call it again with other groups"
             )
-        self._check_fixed(f"param_groups[{index}]", group)
-
-    def _check_fixed(self, where: str, group: dict[str, Any]) -> None:
-        for key, value in self._fixed.items():
-            if key not in FREE and group.get(key, value) != value:
-                raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self._name} has only {value!r}")
-
-    def _read(self, group: dict[str, Any]) -> Settings:
-        """Values may be tensors (a learning rate that a compiled loop changes)."""
-        names = ("lr", "weight_decay", "momentum" if self._rule is StepRule.SGD else "eps")
-        lr, decay, last = _floats(names, [group[name] for name in names])
-        if self._rule is StepRule.SGD:
-            return _settings(kind=StepRule.SGD, lr=lr, weight_decay=decay, momentum=last)
-        if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
-            raise InvalidInput(f"betas must be two numbers when the optimizer steps, found {group['betas']!r}")
-        return _settings(
-            kind=StepRule.ADAM,
-            lr=lr,
-            weight_decay=decay,
-            betas=tuple(_floats(("betas", "betas"), group["betas"])),
-            eps=last,
-            decoupled=self._fixed["decoupled_weight_decay"],
-        )
+        self.rule.check(f"param_groups[{index}]", group)
 
     # ---- state ----
 
@@ -232,15 +197,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             masters = False
         state, groups, index = {}, [], 0
         for group, members in zip(self.param_groups, self._members, strict=True):
-            packed = {key: value for key, value in group.items() if key != "params"}
-            if packed["fused"] is None and packed["foreach"] is None:
-                packed["fused"] = True  # torch's optimizer then goes on with the step that is the engine's
+            packed = self.rule.for_torch({key: value for key, value in group.items() if key != "params"})
             groups.append({**packed, "params": list(range(index, index + len(members)))})
             for record in members:
                 if keys := self._keys(record, masters):
                     state[index] = {key: self._format.read(record, key) for key in keys}
                 index += 1
         found: dict[str, Any] = {"state": state, "param_groups": groups}
+        alone = {index: entry[MASTER] for index, entry in state.items() if [*entry] == [MASTER]}
+        if alone and not self.rule.starts_from_zeros:
+            found[MASTERS] = alone
+            found["state"] = {index: entry for index, entry in state.items() if index not in alone}
         if self._loss_scale is not None:
             found[LOSS_SCALE] = groups[0][LOSS_SCALE] = self._loss_scale.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -252,8 +219,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Return the names in a parameter's entry of `state_dict` and `state`."""
         if masters is None:
             masters = self.masters_in_state_dict and record.dtype.itemsize < 4
-        group = self.param_groups[self._groups_of[record]]
-        return self._format.keys(record, momentum=bool(group.get("momentum")), master=masters)
+        return self._format.keys(record, master=masters)
+
+    def _kept(self, record: ParamState) -> tuple[str, ...]:
+        """Name what the entry of a stepped parameter holds."""
+        index = self._groups_of[record]
+        return self.rule.state_names(index, self.param_groups[index])
+
+    def _possible(self, record: ParamState) -> tuple[str, ...]:
+        """Name what it may hold, whatever the settings."""
+        return self.rule.state_names(self._groups_of[record])
 
     @defer_interrupts_installing
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -307,15 +282,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             )
         matched = []
         for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
-            self._check_fixed(f"the state's param_groups[{index}]", theirs)
+            self.rule.check(f"the state's param_groups[{index}]", theirs)
             _check_order(index, own["param_names"], theirs.get("param_names"))
-            absent = [key for key in NUMBERS if key in own and key not in theirs]
+            wanted = [key for key, value in self.rule.groups[0].items() if not isinstance(value, bool | None)]
+            absent = [key for key in wanted if key not in theirs]
             if absent:
-                raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self._name}'s?")
+                raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self.rule.name}'s?")
             names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
             numbers = {key: value for key, value in theirs.items() if key not in names and key != LOSS_SCALE}
             matched.append({**own, **deepcopy(numbers), **names})
-            self._read(matched[-1])
+            self.rule.read(index, matched[-1])
         return matched
 
     # ---- what torch's optimizers can do and this cannot ----
@@ -335,14 +311,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        rows = [f"ChunkedOptimizer({self._name}, max_grad_norm={self.max_grad_norm}, loss_scale={self.loss_scale:g})"]
+        rows = [
+            f"ChunkedOptimizer({self.rule.name}, max_grad_norm={self.max_grad_norm}, loss_scale={self.loss_scale:g})"
+        ]
         for index, group in enumerate(self.param_groups):
-            numbers = ", ".join(f"{name}={group[name]}" for name in NUMBERS if name in group)
+            numbers = ", ".join(f"{name}={group[name]}" for name in self.rule.groups[0])
             rows.append(f"  group {index}: {len(group['params'])} parameters, {numbers}")
         return "\n".join(rows)
 
 
-def _members(optimizer: Optimizer, records: Iterable[ParamState]) -> list[list[ParamState]]:
+def _members(optimizer: Spec, records: Iterable[ParamState]) -> list[list[ParamState]]:
     """Return the records of each group: first those that no `Group` matches."""
     members: list[list[ParamState]] = [[] for _ in range(len(optimizer.groups) + 1)]
     for record in records:
@@ -351,15 +329,10 @@ def _members(optimizer: Optimizer, records: Iterable[ParamState]) -> list[list[P
     return members
 
 
-def _numbers(source: object) -> dict[str, Any]:
-    """Return the settings that the optimizer or a `Group` sets itself, by name."""
-    return {name: value for name in NUMBERS if (value := getattr(source, name, None)) is not None}
-
-
-def _group(source: object, members: Sequence[ParamState]) -> dict[str, Any]:
+def _group(settings: Mapping[str, Any], members: Sequence[ParamState]) -> dict[str, Any]:
     # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
     parameters, names = [record.parameter for record in members], [record.name for record in members]
-    return {"params": parameters, "param_names": names, **_numbers(source)}
+    return {"params": parameters, "param_names": names, **settings}
 
 
 def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
@@ -370,21 +343,6 @@ def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) ->
             f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
             f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
         )
-
-
-def _floats(names: Sequence[str], values: Sequence[Any]) -> list[float]:
-    """Convert the values of a param group (any: numbers, or tensors of one element) to floats."""
-    found = []
-    for name, value in zip(names, values, strict=True):
-        try:
-            found.append(float(value))
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise InvalidInput(f"{name} must be a number when the optimizer steps, found {value!r}") from None
-    return found
-
-
-_settings = lru_cache(maxsize=64)(Settings)
-"""Checks numbers once: most steps have those of the step before."""
 
 
 def _check_max_norm(value: object) -> None:

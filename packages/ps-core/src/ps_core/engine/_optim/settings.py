@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
 
-class StepRule(StrEnum):
-    """The arithmetic of a step."""
-
-    ADAM = "adam"
-    SGD = "sgd"
+Scalars: TypeAlias = tuple[tuple[str, float], ...]
+"""The values that an optimizer keeps for a whole parameter, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The numbers of one parameter's step. Neighbours with equal settings are stepped in one call.
+class Progress(NamedTuple):
+    """How far the steps of a parameter have come."""
 
-    What a rule does not use stays at its default, so that equal steps have equal settings.
-    """
+    steps: int
+    """Number of steps so far."""
+    scalars: Scalars = ()
+    """Empty before the first step, and of AdamW, Adam and SGD of `ps_core`."""
 
-    kind: StepRule
-    lr: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.0, 0.0)
-    eps: float = 0.0
-    decoupled: bool = False
-    momentum: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "eps"):
-            _within(name, getattr(self, name), math.inf, "a finite number of at least 0")
-        for name, share in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
-            _within(name, share, 1, "a number of at least 0 and less than 1")
+class StepSettings(Protocol):
+    """The settings of one parameter's step. Neighbours with equal settings are stepped in one call."""
+
+    def step(
+        self,
+        progress: Progress,
+        rows: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        target: torch.Tensor | None,
+        factor: float,
+    ) -> None:
+        """Make the step that follows ``progress``, in place.
+
+        ``rows``: the master, and the states in the order of `STATES`. The gradient is multiplied by ``factor``.
+        ``target``: the weight in 16 bits, which may be the same memory as ``gradient``.
+        """
+        ...
+
+    def after(self, progress: Progress) -> Scalars:
+        """Return the scalars after that step."""
+        ...
+
+    def values_by_name(self) -> dict[str, Any]:
+        """Return what the step goes by, to be compared between ranks. (Any: some settings are no numbers.)"""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,9 @@ class OptimizerBackend(Protocol):
         """Forget the gradients of these, or of all."""
         ...
 
-    def step(self, settings: Callable[[ParamState], Settings], max_norm: float | None, loss_scale: float) -> Outcome:
+    def step(
+        self, settings: Callable[[ParamState], StepSettings], max_norm: float | None, loss_scale: float
+    ) -> Outcome:
         """Update every parameter that has a gradient, or none if one of them is not finite."""
         ...
 
@@ -94,8 +104,3 @@ class OptimizerBackend(Protocol):
     def states_loaded(self) -> None:
         """Hear that a state dict was loaded whole."""
         ...
-
-
-def _within(name: str, value: float, end: float, meant: str) -> None:
-    if not 0 <= value < end:
-        raise InvalidInput(f"{name} must be {meant} when the optimizer steps, found {value!r}")

@@ -4,19 +4,22 @@
 ``param_groups[0]`` holds the parameters that no `Group` matches, ``param_groups[i]`` those of ``groups[i - 1]``, empty
 ones too; with no groups that is ``torch.optim.AdamW(model.parameters())``, frozen parameters included (they never have
 a state). ``state_dict()`` is what ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with the same groups would give, and each
-loads the other's. Two things are added, which torch's optimizers never read:
+loads the other's; with a `TorchOptimizer` it is what its class would give. Two things are added, which torch's
+optimizers never read:
 
     state[index]["master"]      the fp32 parameter, where the model's own ``state_dict`` rounds it to 16 bits
     "loss_scale"                ``torch.amp.GradScaler``'s state, in fp16; in ``param_groups[0]`` too, for of what is
                                 beside the groups ``torch.distributed.checkpoint.state_dict`` keeps nothing
 
 torch's Adam takes any entry that is not empty for one with moments. So a parameter that has a master, but was never
-stepped, has ``step`` 0 and moments of zeros: what torch itself begins with. torch's SGD needs no such filling.
+stepped, has ``step`` 0 and moments of zeros: what torch itself begins with. torch's SGD needs no such filling. The
+states that other classes begin with are not known: masters of parameters that were never stepped are beside the groups
+there, as ``"masters"``, by the parameters' numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +27,12 @@ import torch
 
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
-from ps_core.engine._optim.settings import OptimizerBackend, StepRule
+from ps_core.engine._optim.rules import OptimizerRule
+from ps_core.engine._optim.settings import OptimizerBackend, Progress, Scalars
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
-MOMENTS = {StepRule.ADAM: {"exp_avg": Kind.M, "exp_avg_sq": Kind.V}, StepRule.SGD: {"momentum_buffer": Kind.M}}
 STEP, MASTER = "step", "master"
 
 
@@ -38,40 +41,48 @@ class StateEntry:
     """One parameter's state, checked."""
 
     steps: int
-    moments: dict[Kind, torch.Tensor]
+    states: dict[Kind, torch.Tensor]
     """Empty: as before the first step."""
     master: torch.Tensor | None
     """None: the parameter keeps the one it has."""
+    scalars: Scalars = ()
 
 
 class StateFormat:
     """Read, check and write the state of single parameters; see [Note: one format]."""
 
-    def __init__(self, gradients: OptimizerBackend, rule: StepRule, optimizer_name: str) -> None:
-        self._gradients, self._rule, self._name = gradients, rule, optimizer_name
-        self.moments = MOMENTS[rule]
+    def __init__(
+        self,
+        gradients: OptimizerBackend,
+        rule: OptimizerRule,
+        kept: Callable[[ParamState], tuple[str, ...]],
+        possible: Callable[[ParamState], tuple[str, ...]],
+    ) -> None:
+        """``kept``: what a stepped parameter's entry holds; ``possible``: what it may hold by other settings, too."""
+        self._gradients, self._rule = gradients, rule
+        self._kept, self._possible = kept, possible
 
-    def keys(self, record: ParamState, *, momentum: bool, master: bool) -> tuple[str, ...]:
-        """Name the values in a parameter's entry; ``momentum``: its group has one; ``master``: it holds the master."""
+    def keys(self, record: ParamState, *, master: bool) -> tuple[str, ...]:
+        """Name the values in a parameter's entry; ``master``: it holds the master."""
         if not record.trainable:
             return ()
-        last = (MASTER,) if master else ()
-        if self._rule is StepRule.ADAM:
-            return (STEP, *self.moments, *last) if record.steps or master else ()
-        return (*self.moments, *last) if record.steps and momentum else last
+        kept, last = self._kept(record), (MASTER,) if master else ()
+        begun = record.steps or (master and self._rule.starts_from_zeros and STEP in kept)
+        return (*kept, *last) if begun else last
 
-    def read(self, record: ParamState, key: str) -> torch.Tensor:
-        """Copy one value into CPU memory."""
-        if key == STEP:
-            return torch.tensor(float(record.steps))
-        return self._gradients.read_state(record, Kind.P32 if key == MASTER else self.moments[key])
+    def read(self, record: ParamState, key: str) -> Any:
+        """Copy one value into CPU memory (any: a tensor, or a number where torch's optimizer has one)."""
+        kind = Kind.P32 if key == MASTER else self._rule.states.get(key)
+        if kind is None:
+            return self._rule.scalar(Progress(record.steps, record.scalars), key)
+        return self._gradients.read_state(record, kind)
 
     def check(self, record: ParamState, given: Mapping[str, Any]) -> StateEntry:
         """Refuse an entry that is not this optimizer's, or does not fit the parameter."""
         entry = {key: value for key, value in given.items() if not _absent(value)}
-        master = entry.pop(MASTER, None)
+        master, states = entry.pop(MASTER, None), self._rule.states
         if not record.trainable:
-            if self.moments.keys() & entry.keys():
+            if states.keys() & entry.keys():
                 raise InvalidInput(
                     f"there is a state for {record.name!r}, which is frozen; unfreeze it before chunked()"
                 )
@@ -80,44 +91,64 @@ class StateFormat:
             master = shaped(f"the master of {record.name!r}", master, record)
             if master.dtype.itemsize < 4:
                 master = None  # torch's optimizers cast what they load to a parameter's 16 bits: no better than weights
-        if not entry or (self._rule is StepRule.SGD and not self.moments.keys() & entry.keys()):
+        wanted = self._possible(record)
+        if not entry or (STEP not in wanted and not states.keys() & entry.keys()):
             return StateEntry(0, {}, master)
-        absent = sorted({*self.moments, *((STEP,) if self._rule is StepRule.ADAM else ())} - entry.keys())
+        absent = sorted(set(wanted) - entry.keys())
         if absent:
             raise InvalidInput(
-                f"the state of {record.name!r} has no {absent[0]!r}, found {sorted(entry)}: is it {self._name}'s?"
+                f"the state of {record.name!r} has no {absent[0]!r}, found {sorted(entry)}: is it {self._rule.name}'s?"
             )
-        moments = {kind: shaped(f"{key} of {record.name!r}", entry[key], record) for key, kind in self.moments.items()}
-        return StateEntry(step_of(record, entry[STEP]) if self._rule is StepRule.ADAM else 1, moments, master)
+        found = {
+            states[key]: shaped(f"{key} of {record.name!r}", entry[key], record) for key in states if key in wanted
+        }
+        steps = step_of(record, entry[STEP]) if STEP in wanted else 1
+        single = {key: _number(record, key, entry[key]) for key in wanted if key not in states}
+        return StateEntry(steps, found, master, self._rule.scalars(single) if steps else ())
 
     def write(self, record: ParamState, entry: StateEntry) -> None:
-        """Replace a parameter's moments and count of steps; masters are the caller's."""
-        moments = entry.moments
-        if record.steps and not moments:
-            moments = {kind: torch.zeros(record.shape) for kind in self.moments.values()}
-        for kind, value in moments.items():
+        """Replace a parameter's states and count of steps; masters are the caller's."""
+        states = entry.states
+        if record.steps and not states:
+            states = {kind: torch.zeros(record.shape) for kind in self._rule.states.values()}
+        for kind, value in states.items():
             self._gradients.write_state(record, kind, on_cpu(value))
-        record.steps = entry.steps
+        record.set_progress(entry.steps, entry.scalars)
 
     def set(self, record: ParamState, key: str, value: Any) -> None:
         """Replace one value of a parameter."""
         if not record.trainable:
             raise InvalidInput(f"{record.name!r} is frozen and has no state: unfreeze it before chunked()")
-        if key == STEP and self._rule is StepRule.ADAM:
-            record.steps = step_of(record, value)
-        elif key == MASTER:
+        possible, kind = self._possible(record), self._rule.states.get(key)
+        if key == MASTER:
             self._gradients.write_state(record, Kind.P32, on_cpu(shaped(f"{key} of {record.name!r}", value, record)))
-        elif key in self.moments:
-            shaped(f"{key} of {record.name!r}", value, record)
-            self._gradients.write_state(record, self.moments[key], on_cpu(value))
-            if self._rule is StepRule.SGD:
-                record.steps = max(1, record.steps)
-        else:
-            known = [*((STEP,) if self._rule is StepRule.ADAM else ()), *self.moments, MASTER]
+        elif key not in possible:
             raise InvalidInput(
-                f"optimizer.state has no place for {key!r} of {record.name!r}, only for {known}: keep it in a "
-                "dictionary of your own, by the parameter"
+                f"optimizer.state has no place for {key!r} of {record.name!r}, only for {[*possible, MASTER]}: keep it "
+                "in a dictionary of your own, by the parameter"
             )
+        elif not (record.steps or self._rule.starts_from_zeros):
+            raise InvalidInput(
+                f"{record.name!r} has no state before its first step, so {key!r} cannot be set alone: assign all of "
+                f"{list(possible)}, as in optimizer.state[p] = {{...}}"
+            )
+        elif kind is not None:
+            shaped(f"{key} of {record.name!r}", value, record)
+            self._gradients.write_state(record, kind, on_cpu(value))
+            if STEP not in possible:
+                record.set_progress(max(1, record.steps), record.scalars)
+        else:
+            steps = step_of(record, value) if key == STEP else record.steps
+            single = {**dict(record.scalars), key: _number(record, key, value)}
+            record.set_progress(steps, self._rule.scalars(single))
+
+
+def _number(record: ParamState, key: str, value: Any) -> float:
+    """Read a single value from a number, or a tensor of one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(f"{key} of {record.name!r} must be one number, found {value!r}") from None
 
 
 def _absent(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
-from ps_core.engine._optim.state_format import StateEntry, StateFormat
+from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
@@ -135,7 +135,7 @@ class ParameterState(MutableMapping[str, Any]):
     def __delitem__(self, key: str) -> None:
         if key not in self._keys():
             raise KeyError(key)
-        if key != "momentum_buffer":
+        if any(other not in (key, MASTER) for other in self._keys()):
             raise InvalidInput(
                 f"{key!r} of {self._record.name!r} cannot be deleted alone: del optimizer.state[p] makes a parameter's "
                 "state as before its first step"

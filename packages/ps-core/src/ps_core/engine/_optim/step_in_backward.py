@@ -7,25 +7,25 @@ the pass then steps the group, with the settings that the optimizer has at that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from weakref import WeakMethod
 
+import torch
+
 from ps_core._errors import InvalidInput
-from ps_core._options import Options
+from ps_core._options import IN_BACKWARD, Options
 from ps_core._program import Precision
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._parameters.param_state import ParamGroup
-
-IN_BACKWARD = "in_backward"
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 
 class StepInBackward:
-    """The groups of one model that were stepped since the optimizer's last step."""
+    """The groups of one model that were stepped since the optimizer's last step; none without that option."""
 
     def __init__(self) -> None:
         self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
-        self.groups: set[ParamGroup] = set()
-        """Those that were stepped within backward, until ``optimizer.step()``."""
+        self.groups: dict[ParamGroup, SettingsOf] = {}
+        """Those that were stepped within backward, until ``optimizer.step()``, and the settings of that step."""
 
     def use(self, settings: Callable[[], SettingsOf]) -> None:
         """Read settings by this method of the optimizer, which is made after the engine, and not kept alive here."""
@@ -49,25 +49,85 @@ class StepInBackward:
                 "option out (for several backward passes a step)"
             )
 
-    def check_gradient(self, group: ParamGroup, name: str) -> None:
-        """Raise if a gradient comes for a group that was stepped."""
-        if group in self.groups:
+    def check_use(self, records: Iterable[ParamState], *, opening: bool) -> None:
+        """Raise if a pass with gradients computes with parameters that were stepped; ``opening``: it only reads."""
+        if torch._C._current_graph_task_id() == -1 and (opening or not torch.is_grad_enabled()):
+            return
+        for record in records:
+            if record.group in self.groups:
+                raise InvalidInput(
+                    f"{record.name!r} is used after its group was stepped within backward, and before "
+                    "optimizer.step(): call optimizer.step() first; where backward itself does other than the "
+                    "recorded pass, leave out Options(step='in_backward')"
+                )
+
+    def check_step(self, settings: SettingsOf, max_norm: float | None) -> None:
+        """Raise if gradients are to be clipped of which some were used, or if param groups were changed since."""
+        if max_norm is not None:
             raise InvalidInput(
-                f"a gradient of {name!r} came after its group was stepped within backward: this backward pass does "
-                "other than the recorded one; leave out Options(step='in_backward') for such a model"
+                "max_grad_norm was set, but Options(step='in_backward') has stepped groups already: set "
+                "optimizer.max_grad_norm = None to go on; to clip, leave that option out"
+            )
+        for group, used in self.groups.items():
+            for record in group.tensors:
+                if settings(record) != used(record):
+                    raise InvalidInput(
+                        f"the settings of {record.name!r} were changed between backward and optimizer.step(), but "
+                        "Options(step='in_backward') has stepped its group with the old ones: set them back to go on; "
+                        "change settings before backward, or leave that option out"
+                    )
+
+    def check_gradient(self, record: ParamState) -> None:
+        """Raise if a gradient comes for a group that was stepped."""
+        if record.group in self.groups:
+            raise InvalidInput(
+                f"a gradient of {record.name!r} came after its group was stepped within backward: this backward pass "
+                "does other than the recorded one; leave out Options(step='in_backward') for such a model"
+            )
+
+    def check_read(self, record: ParamState) -> None:
+        """Raise where ``grad`` is read of a parameter whose group was stepped: clipping would see no gradient."""
+        if record.group in self.groups:
+            raise InvalidInput(
+                f"the gradient of {record.name!r} was used within backward, where its group was stepped: call "
+                "optimizer.step() first; to read, clip or change gradients, leave out Options(step='in_backward')"
+            )
+
+    def check_saved(self, what: str) -> None:
+        """Raise where a checkpoint is made amid a step, of groups that were stepped and others that were not."""
+        if self.groups:
+            raise InvalidInput(
+                f"Options(step='in_backward') has stepped some groups, and nothing can be {what} before the others: "
+                "call optimizer.step() first"
+            )
+
+    def check_discard(self) -> None:
+        """Raise where gradients are forgotten amid a step: some groups would be stepped, and some not."""
+        if self.groups:
+            raise InvalidInput(
+                "zero_grad() before optimizer.step(): Options(step='in_backward') has stepped some groups already; "
+                "call optimizer.step() first, which steps the others, or load a checkpoint"
+            )
+
+    def check_skip(self) -> None:
+        """Raise where a step is to be skipped of which a part was made."""
+        if self.groups:
+            raise FloatingPointError(
+                "a gradient is not finite; groups on the host were stepped within backward, so no step can be "
+                "skipped: load a checkpoint, and train with Options(step='after_backward') to skip such steps"
             )
 
     def end(self) -> None:
-        """Note that the optimizer's step was called."""
+        """Note that the optimizer's step was called, or that all values are to be replaced."""
         self.groups.clear()
 
 
-def step_in_backward(
+def check_step_option(
     options: Options, precision: Precision, *, max_grad_norm: float | None, accumulation_steps: int, alone: bool
-) -> StepInBackward | None:
-    """Return what steps within backward, if the options ask for it; raise where a step needs a decision first."""
+) -> None:
+    """Raise where steps within backward are asked for, but need a decision first."""
     if options.step != IN_BACKWARD:
-        return None
+        return
     against = {
         "max_grad_norm": max_grad_norm is not None,
         "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16,
@@ -80,4 +140,3 @@ def step_in_backward(
                 f"Options(step='in_backward') with {what}: a group is stepped before all gradients are known; use "
                 "step='after_backward'"
             )
-    return StepInBackward()

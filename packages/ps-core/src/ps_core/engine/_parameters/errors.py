@@ -251,8 +251,8 @@ def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
     what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"
     return UnsupportedParameter(
         f"{what}, but what is trained is its fp32 master: in place of an optimizer of torch.optim, step the one that "
-        "chunked(model, AdamW(...)) returns, with AdamW, Adam or SGD of ps_core; other changes belong inside "
-        f"`with materialized(model, names=[{name!r}], write=True):`"
+        "chunked(model, AdamW(...)) returns, with AdamW, Adam, SGD or TorchOptimizer of ps_core; other changes belong "
+        f"inside `with materialized(model, names=[{name!r}], write=True):`"
     )
 
 

@@ -80,14 +80,15 @@ def group_parameters(
     options: Options,
     precision: Precision,
     *,
-    training: bool,
+    states: int | None,
     device_bytes: int | None,
     tables: Collection[str] = (),
     ties: Collection[Collection[str]] = (),
 ) -> Grouping:
     """Groups for a model; nothing is moved or allocated yet.
 
-    ``tables`` stay on the host. Parameters of a tie (``ties``, by name) come one after the other, in one group.
+    ``states``: how many the optimizer keeps; None: there is none. ``tables`` stay on the host. Parameters of a tie
+    (``ties``, by name) come one after the other, in one group.
     """
     groups: list[ParamGroup] = []
     records: dict[str, ParamState] = {}
@@ -102,14 +103,14 @@ def group_parameters(
             kept = any(fnmatch.fnmatchcase(each, pattern) for each in every for pattern in options.keep_fp32)
             dtype = torch.float32 if kept else DTYPES[precision]
             fixed = 1 if tied[0][0] in tables else 0 if kept and precision is not Precision.FP32 else None
-            trainable = training and any(parameter.requires_grad for _, parameter in tied)
+            trainable = states is not None and any(parameter.requires_grad for _, parameter in tied)
             sorts.setdefault(_GroupKey(trainable, dtype, fixed), []).append(tied)
         for sort, rows in sorts.items():
             whole = _numel(rows) <= limit
             for part in [rows] if whole else [[row] for row in rows]:
                 group = runs.get(sort)
                 if group is None or group.numel + _numel(part) > limit:
-                    group = runs[sort] = _group(len(groups), sort)
+                    group = runs[sort] = _group(len(groups), sort, states or 0)
                     groups.append(group)
                 for tied in part:
                     found = [_record(places[name], name, each, sort, owners[id(each)]) for name, each in tied]
@@ -124,13 +125,14 @@ def _numel(rows: list[_Tied]) -> int:
     return sum(parameter.numel() for tied in rows for _, parameter in tied)
 
 
-def _group(index: int, sort: _GroupKey) -> ParamGroup:
+def _group(index: int, sort: _GroupKey, states: int) -> ParamGroup:
     return ParamGroup(
         index=index,
         weight=Kind.P32 if sort.dtype is torch.float32 else Kind.P16,
         dtype=sort.dtype,
         trainable=sort.trainable,
         fixed_tier=sort.fixed_tier,
+        states=states,
     )
 
 

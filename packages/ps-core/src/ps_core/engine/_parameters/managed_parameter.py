@@ -1,8 +1,8 @@
 """The class every managed parameter gets: it fetches its memory before any operation on it.
 
 A parameter keeps its identity; only its class changes, and changes back when the model is released. What asks for
-shape, type or place is answered at once. The gradient is the engine's to answer. Any other function *touches* each
-managed parameter among its arguments first, so that nothing can meet memory that is not there.
+shape, type or place is answered at once. The gradient is the engine's to answer. Any other function first fetches each
+managed parameter among its arguments. So nothing can meet memory that is not there.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ class ParameterOwner(Protocol):
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
         """Return a copy for the state dict that is being collected; None if none is."""
+
+    def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
+        """Store a gradient that autograd just made."""
+
+    def deliver(self, record: ParamState) -> None:
+        """Store the gradient of a table on the host, which autograd did not see."""
 
 
 def _descriptor(name: str) -> Any:
@@ -121,7 +127,8 @@ class ManagedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         found = managed(args)
         if kwargs:
-            found = list(dict.fromkeys((*found, *managed(kwargs.values()))))
+            others = managed(kwargs.values())
+            found = list(dict.fromkeys((*found, *others))) if found and others else found or others
         else:
             kwargs = {}
         if not found:
@@ -303,8 +310,14 @@ def version_of(parameter: nn.Parameter) -> int:
         return parameter._version
 
 
+def accept_changes(record: ParamState) -> None:
+    """Note that the parameter's changes in place so far were meant, so that nothing refuses them."""
+    record.counted_version = version_of(record.parameter)
+    record.group.forget_moment()
+
+
 def plain_value(record: ParamState, read: Callable[[ParamState], torch.Tensor]) -> torch.Tensor:
-    """Return what a parameter is to hold once it is plain: a copy, or the memory of one that it is tied to."""
+    """Return what a parameter holds once it is plain: a copy, or the memory of a tied one."""
     for other in record.others:
         if type(other.parameter) is not ManagedParameter:
             return other.parameter.detach()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import IllegalTransition, UnsupportedParameter
-from ps_core._program import Extent, Kind
+from ps_core._program import STATES, Extent, Kind
 from ps_core.engine._memory.chunk import Chunk, SlotView
 from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
@@ -20,6 +20,8 @@ from ps_core.engine._parameters.state_transitions import (
     legal_events,
 )
 
+HOST = 1
+"""The tier of the host's memory."""
 TAIL_NUMEL = 64
 """A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
 
@@ -68,6 +70,8 @@ class ParamState:
     norm_part: torch.Tensor | None = None
     """Sum of squares and non-finite flag of the gradient, once measured."""
     steps: int = 0
+    scalars: tuple[tuple[str, float], ...] = ()
+    """The values that a `TorchOptimizer` keeps for the whole parameter, by name; empty before its first step."""
     saved_token: object = field(default_factory=object)
     """An object that every saved tensor of this parameter refers to."""
     saved_token_uses: int = 0
@@ -118,6 +122,10 @@ class ParamState:
     def piece(self) -> slice:
         """Elements of the parameter in this rank's shard of the group; all of them where there is one rank."""
         return self.group.clip(self.span)
+
+    def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
+        """Set how many steps there were, and `scalars` after them, as a state that is loaded says."""
+        self.steps, self.scalars = steps, scalars
 
     def train(self) -> None:
         """Note that a parameter that was frozen gets gradients, and a master in its group."""
@@ -207,8 +215,8 @@ class ParamState:
         self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
 
-    def mark_stepped(self) -> None:
-        """Note that the optimizer used the gradient up and wrote the new weight."""
+    def mark_stepped(self, scalars: tuple[tuple[str, float], ...] = ()) -> None:
+        """Note that the optimizer used the gradient up and wrote the new weight; ``scalars``: as `scalars` says."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.STEPPED, self.contents, self.gradient]
         except KeyError:
@@ -216,7 +224,7 @@ class ParamState:
         self.own_gradient = self.norm_part = self.grad_proxy = None
         self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
-        self.steps += 1
+        self.steps, self.scalars = self.steps + 1, scalars
         self.update_count += 1
 
     def _illegal(self, event: ParamEvent) -> IllegalTransition:
@@ -249,6 +257,8 @@ class ParamGroup:
     """Serial number of the last moment that reads the group; -1: the next use begins a moment."""
     last_grad_moment: int = -1
     """Serial number of the last moment that brings gradients of the group."""
+    states: int = 2
+    """The number of `STATES` that the optimizer keeps for each parameter."""
     gathered: bool = False
     """True if chunks hold one of ``ranks`` equal shards, and parameters are bound to a copy gathered from all ranks."""
     rank: int = 0
@@ -266,11 +276,16 @@ class ParamGroup:
     @property
     def on_host(self) -> bool:
         """True if the group stays on the host tier: the compute tier gets rows of it only."""
-        return self.fixed_tier == 1
+        return self.fixed_tier == HOST
 
     def number_after(self, count: int) -> None:
         """Number the group after ``count`` others that were there before; it has no chunks yet."""
         self.index += count
+
+    @property
+    def state_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the optimizer's states."""
+        return STATES[: self.states]
 
     def add(self, record: ParamState) -> None:
         """Append a parameter to the group."""

@@ -27,7 +27,7 @@ def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
     """
     if not group.trainable:
         return (group.weight,)
-    kinds = tuple(dict.fromkeys((group.weight, Kind.P32, Kind.M, Kind.V)))
+    kinds = tuple(dict.fromkeys((group.weight, Kind.P32, *group.state_kinds)))
     sums = (accumulates and group.fixed_tier != 0) or (group.weight is Kind.P32 and (group.gathered or group.on_host))
     return (*kinds, Kind.ACC) if sums else kinds
 
@@ -135,7 +135,7 @@ def _check_compute_tier(store: TierStore, groups: list[ParamGroup], *, accumulat
 def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset: int = -1) -> None:
     size = bytes_of(group, kind)
     slot = store.reserve(tier, size, offset)
-    if kind in (Kind.M, Kind.V) and (store.poison or slot.offset >= 0):
+    if kind in group.state_kinds and (store.poison or slot.offset >= 0):
         store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
     chunk = Chunk(group.extent(kind), size, slot, planned=True)
     chunk.mark_written(slot)

@@ -145,7 +145,7 @@ class Residency:
         return self.transfers.copy_to(chunk, chunk.copies[0])
 
     def evict(self, group: ParamGroup) -> bool:
-        """Release a group's copy on the compute tier once its home slot is current; False if a live alias keeps it."""
+        """Write a group's home slot, and release its copy on the compute tier; False if a live alias keeps that."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
@@ -163,6 +163,13 @@ class Residency:
         self.transfers.watcher.evicted()
         return True
 
+    def release_chunks(self, group: ParamGroup) -> None:
+        """Release the home slot and the copies of every chunk of a group, which is not used any more."""
+        for chunk in group.chunks.values():
+            for slot in (chunk.home, *chunk.copies.values()):
+                self.transfers.release_slot(slot)
+        group.chunks.clear()
+
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Round the masters of these parameters to 16 bits, into the group's home slot."""
         chunk, master = group.weight_chunk, group.chunks[Kind.P32]
@@ -174,7 +181,7 @@ class Residency:
             return
         source, target = self.transfers.at_home(master), self.transfers.at_home(chunk)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
-        self.store.device.work(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
+        self.store.device.declare_access(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
         whole = target.flat(group.dtype, group.chunk_numel)
         values = source.flat(torch.float32, group.chunk_numel)
         for record in records:
@@ -185,7 +192,7 @@ class Residency:
 
     @defer_interrupts_installing
     def contents(self, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk's current bytes for the host thread: a view of a slot, or a copy read from the disk."""
+        """Return a chunk's current bytes for the host thread: a view of a slot, or read from the disk."""
         if chunk.home.place is None:
             return self.transfers.at_home(chunk).memory[: chunk.bytes]
         source = self.transfers.near(chunk)
@@ -211,7 +218,7 @@ class Residency:
         return self.part_of(self.transfers.near(chunk), record, group.dtype_of(kind))
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter's elements in a slot: a view, or for a slot on the disk a copy in host memory."""
+        """Return a parameter's elements in a slot: a view, or a copy in host memory of those on disk."""
         if slot.place is None:
             return slot.flat(dtype, record.group.chunk_numel)[record.span]
         return self.transfers.read(slot, record.offset * dtype.itemsize, record.numel * dtype.itemsize).view(dtype)
@@ -224,7 +231,7 @@ class Residency:
         self.transfers.wait_for_other_queues(Queue.CPU)
         if chunk.home.place is None:
             target = chunk.home.flat(dtype, group.chunk_numel)[record.span]
-            self.store.device.work(Queue.CPU, f"write {record.name}", (), (target,))
+            self.store.device.declare_access(Queue.CPU, f"write {record.name}", (), (target,))
             target.copy_(value)
         else:
             source = value.to("cpu", dtype).contiguous().view(torch.uint8)

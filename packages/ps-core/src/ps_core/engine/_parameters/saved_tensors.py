@@ -23,6 +23,8 @@ from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts
 
+_STRIDED = torch.strided
+
 
 class AliasPolicy(Enum):
     """Parameters that are given to a call as aliases of their memory."""
@@ -60,8 +62,9 @@ class SavedParameterRef:
 
 
 Packed: TypeAlias = torch.Tensor | SavedParameterRef | tuple[torch.Tensor, int]
-"""Others are kept with their version, and not as themselves: a result that its own operator keeps would hold the
-operator, and that the result, for ever if no backward pass comes."""
+"""Other tensors are kept as ``(detached tensor, version)``. An operator that saved its own output would form a cycle
+with ``grad_fn``, and leak if backward never runs.
+"""
 
 
 class SavedTensors:
@@ -116,7 +119,7 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd keeps of a tensor for backward: a reference to a parameter, or tensor and version."""
-        if tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.is_meta or tensor.layout is not _STRIDED:
             return tensor
         storage = tensor.untyped_storage()
         record = self._owners.get(storage._cdata)
@@ -143,12 +146,19 @@ class SavedTensors:
             return packed
         record = packed.record
         if packed.update_count != record.update_count:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
-            )
+            raise _was_stepped(record)
         bound = self._fetcher.fetch(record)
+        if packed.update_count != record.update_count:  # a plan may step a group while it goes on to the next moment
+            raise _was_stepped(record)
         return bound.view.as_strided(packed.shape, packed.stride, packed.offset)
+
+
+def _was_stepped(record: ParamState) -> RuntimeError:
+    """Return the error of a parameter that was stepped since it was saved, in PyTorch's words."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
+    )
 
 
 def active() -> bool:

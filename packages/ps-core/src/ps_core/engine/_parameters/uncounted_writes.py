@@ -115,7 +115,7 @@ class ExposedParameters:
         if source is None:
             return False
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
-        self._residency.store.device.work(Queue.CPU, f"compare {record.name}", (mine, source), ())
+        self._residency.store.device.declare_access(Queue.CPU, f"compare {record.name}", (mine, source), ())
         return not _same(mine, source)
 
 

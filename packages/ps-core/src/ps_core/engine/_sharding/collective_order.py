@@ -7,15 +7,17 @@ done yet are passed over. The training thread finds the decision the next time i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 
 import torch
 
+from ps_core._plan import Queue
 from ps_core.engine._devices.device import Event
 from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collective_schedule import (
     WINDOW,
@@ -94,8 +96,14 @@ class LocalState:
 class CollectiveOrder:
     """One process's part in the order of things."""
 
-    def __init__(self, together: AsyncCollectives, groups: Sequence[ParamGroup], ordering: CollectiveOrdering) -> None:
-        self._together, self._ordering = together, ordering
+    def __init__(
+        self,
+        together: AsyncCollectives,
+        groups: Sequence[ParamGroup],
+        ordering: CollectiveOrdering,
+        watcher: TransferObserver,
+    ) -> None:
+        self._together, self._ordering, self._watcher = together, ordering, watcher
         self._groups = len(groups)
         self._tensors = 1 + max((record.index for group in groups for record in group.tensors), default=-1)
         self._mask = [sum(1 << record.index for record in group.tensors) for group in groups]
@@ -258,14 +266,16 @@ class CollectiveOrder:
         if collective.kind is ProposalKind.GATHER:
             chosen = takers(proposals, collective, self._collectives, base, step.position)
             if chosen:
-                buffers.all_gather(step.whole, step.shard, group.name, chosen)
+                gather = partial(buffers.all_gather, step.whole, step.shard, group.name, chosen)
+                self._run(f"gather {group.name}", gather)
         else:
             chosen = givers(proposals, collective, self._collectives, base, step.position)
             if chosen:
                 assert step.scratch is not None, "a sum has scratch"
                 step.tensors = tensors_of(proposals) & self._mask[collective.group]
                 what, dtype = f"gradients of {group.name}", group.dtype
-                buffers.reduce_scatter(step.shard, step.whole, step.scratch, what, kind=dtype, givers=chosen)
+                add = partial(buffers.reduce_scatter, step.shard, step.whole, step.scratch, what)
+                self._run(f"reduce-scatter of {group.name}", partial(add, kind=dtype, givers=chosen))
             with self._lock:
                 if step.whole is not None:
                     self.known.staged &= ~(1 << collective.group)
@@ -277,3 +287,11 @@ class CollectiveOrder:
             step.index = len(self.done)
             self.done.append(CompletedCollective(collective, step.position is not None, step.tensors))
         step.done = True
+
+    def _run(self, what: str, collective: Callable[[], object]) -> None:
+        """Run a collective, recorded if the model is profiled."""
+        recorder = self._watcher.recorder
+        if recorder is None:
+            collective()
+        else:
+            recorder.record(Queue.COLL, what, collective)

@@ -10,7 +10,6 @@ without notes compares nothing. If others have some, the collective that it does
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from hashlib import blake2b
 from itertools import groupby
 from zlib import crc32
@@ -19,7 +18,6 @@ import torch
 
 from ps_core._errors import RanksDiverged
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.settings import Settings
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
@@ -74,9 +72,9 @@ class Alike:
 
         Return what every rank ``told`` besides, which may differ.
         """
-        settings = [settings_of(record) for record in records]
+        settings = [settings_of(record).values_by_name() for record in records]
         items = {
-            **{each.name: _runs(getattr(one, each.name) for one in settings) for each in fields(Settings)},
+            **{name: _runs(row[name] for row in settings) for name in settings[0]},
             "max_grad_norm": str(max_norm),
             "the loss scale": str(loss_scale),
             "steps so far": _runs(record.steps for record in records),

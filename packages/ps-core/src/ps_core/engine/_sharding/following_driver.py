@@ -73,7 +73,7 @@ class FollowingDriver:
             self._fetched[group] = None
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
-            self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
+            self._store.device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
 
     def _bring(self, group: ParamGroup) -> None:
         """Gather a group as the plan does, if its gather can be reached; else ask the other ranks for it."""
@@ -133,7 +133,7 @@ class FollowingDriver:
             self._staged[group] = self._take_whole(group), []
         slot, records = self._staged[group]
         target = record.shaped(slot.flat(group.dtype, group.chunk_numel))
-        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in records:
             target.add_(gradient)
         else:

@@ -54,7 +54,7 @@ class InFlightCollectives:
             slot, whole, own = self._shards.begin_gather(group)
             step = CollectiveOp(collective, group, position, own, whole, slot=slot)
             self.ahead[group] = step
-            self._store.device.work(Queue.COLL, name, (own,), (whole,))
+            self._store.device.declare_access(Queue.COLL, name, (own,), (whole,))
         else:
             step = CollectiveOp(collective, group, position, torch.empty(0))
             self.offer(step)
@@ -65,7 +65,7 @@ class InFlightCollectives:
         self.finds_hole(step.group.chunks[step.group.weight].bytes)
         step.shard, lent = self._shards.shard_for_peers(step.group, changing=self.sum_on_way(step.group) is not None)
         step.slots = () if lent is None else (lent,)
-        self._store.device.work(Queue.COLL, f"gather {step.group.name}", (step.shard,), ())
+        self._store.device.declare_access(Queue.COLL, f"gather {step.group.name}", (step.shard,), ())
 
     # Sums.
 
@@ -91,7 +91,7 @@ class InFlightCollectives:
             self._clear(group, staged, step.whole)
         self._shards.ordering.before()
         reads = () if step.whole is None else (step.whole,)
-        self._store.device.work(Queue.COLL, name, reads, (target.memory, scratch.memory))
+        self._store.device.declare_access(Queue.COLL, name, reads, (target.memory, scratch.memory))
         step.shard, step.scratch, step.slot = target.flat(kind, numel), scratch.memory, target
         step.slots = (scratch,) if direct else (scratch, target)
 
@@ -128,7 +128,7 @@ class InFlightCollectives:
         gaps = [record.span for record in group.tensors if record not in staged.records]
         for gap in (*gaps, slice(group.numel, group.chunk_numel)):
             if gap.stop > gap.start:
-                self._store.device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
+                self._store.device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
                 whole[gap].zero_()
 
     def sum_on_way(self, group: ParamGroup) -> CollectiveOp | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from platform import node as node_name
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core._options import Optimizer
 from ps_core.engine._devices.device import Device
+from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._parameters.grouping import Grouping
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.compare_ranks import checksum
@@ -33,7 +32,7 @@ class SingleProcess:
     def check(self, device: Device) -> None:
         """Do nothing: one process can use any device."""
 
-    def share(self, packing: Grouping, optimizer: Optimizer | None, how: str) -> None:
+    def share(self, packing: Grouping, optimizer: OptimizerRule | None, how: str) -> None:
         """Do nothing: there is one process."""
 
     def values(self, values: Values) -> Values:
@@ -76,7 +75,7 @@ class GroupJoin:
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), or give each process its own 'cuda:0', 'cuda:1'"
             )
 
-    def share(self, packing: Grouping, optimizer: Optimizer | None, how: str) -> None:
+    def share(self, packing: Grouping, optimizer: OptimizerRule | None, how: str) -> None:
         """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
         for group in packing.groups:
             group.gathered, group.fixed_tier = True, None
@@ -91,8 +90,7 @@ class GroupJoin:
             "the model and its groups",
             f"{len(rows)} tensors of {numel:,} elements in {len(packing.groups)} groups ({layout})",
         )
-        rule = "" if optimizer is None else f"{replace(optimizer, groups=())} and {len(optimizer.groups)} groups"
-        self._together.agree("how it is trained", f"{how}, {rule}")
+        self._together.agree("how it is trained", f"{how}, {'' if optimizer is None else optimizer}")
 
     def values(self, values: Values) -> Values:
         """Yield the same values; at the end raise `RanksDiverged` if ranks were given different ones."""

@@ -22,6 +22,7 @@ from ps_core._options import Options
 from ps_core._plan import Tier
 from ps_core._plan_text import plan_from_text, plan_to_text
 from ps_core._planner.search import Planned, Setup, adopted
+from ps_core._simulate.machine import Machine
 from ps_core._trace import Amounts, Trace
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_request import PlanRequest
@@ -97,12 +98,12 @@ class RanksPlanRequest(PlanRequest):
     def _tiers(self) -> tuple[Tier, ...]:
         return self._smallest
 
-    def _find(self, trace: Trace, layout: Layout) -> Planned:
+    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...], machine: Machine) -> Planned:
         """Have rank 0 search, and every rank verify what it found."""
         planned, text, error = None, "", None
         if self._together.process == 0:
             try:
-                planned = super()._find(trace, layout)
+                planned = super()._find(trace, layout, tiers, machine)
                 text = plan_to_text(planned.plan)
             except DoesNotFit as why:
                 error = why.with_traceback(None)
@@ -114,7 +115,7 @@ class RanksPlanRequest(PlanRequest):
             tier, moment, needed, available, proven = json.loads(text)
             raise DoesNotFit(tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=proven)
         if planned is None:
-            planned = adopted(plan_from_text(text), trace, layout, self.machine, setup=self._setup)
+            planned = adopted(plan_from_text(text), trace, layout, machine, setup=self._setup)
         self._together.agree("the plan", f"{planned.plan.fingerprint} for {trace_hash(trace)}")
         return planned
 

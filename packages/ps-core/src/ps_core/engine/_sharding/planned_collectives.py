@@ -127,7 +127,7 @@ class RanksExecutor(InstructionExecutor):
     def _write(self, record: ParamState, gradient: torch.Tensor) -> None:
         slot, records = self._staged[record.group]
         target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
-        self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in records:
             target.add_(gradient)
         else:
@@ -152,7 +152,7 @@ class RanksExecutor(InstructionExecutor):
             return True
         if staged is not None and record in staged[1]:
             target = record.shaped(staged[0].flat(record.dtype, record.group.chunk_numel))
-            self._device.work(Queue.COMPUTE, f"gradient of {record.name}", (target,), (target,))
+            self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (target,), (target,))
             target.add_(gradient)
             return True
         if record not in self._plan.learning[record.group] or not super().place_gradient(record, gradient):

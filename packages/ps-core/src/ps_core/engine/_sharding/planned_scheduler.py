@@ -14,7 +14,8 @@ from torch import nn
 
 from ps_core._errors import DoesNotFit
 from ps_core._options import Options
-from ps_core._program import Precision, SegmentName
+from ps_core._planner.search import Setup
+from ps_core._program import SegmentName
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_request import PlanRequest
@@ -39,10 +40,9 @@ class RanksScheduler(PlanScheduler):
     def __init__(
         self,
         engine: Engine,
+        setup: Setup,
         *,
         model_name: str,
-        precision: Precision,
-        accumulate: int,
         options: Options,
         cast: torch.dtype | None,
         demand: ShardedDriver,
@@ -50,15 +50,7 @@ class RanksScheduler(PlanScheduler):
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         self._together: AsyncCollectives = engine.residency.together
         self._demand = demand
-        super().__init__(
-            engine,
-            model_name=model_name,
-            precision=precision,
-            accumulate=accumulate,
-            training=True,
-            options=options,
-            cast=cast,
-        )
+        super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
         self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike

@@ -73,7 +73,7 @@ class ShardedDriver(OnDemandDriver):
     ) -> None:
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher = residency, gradients, watcher
-        self._order = CollectiveOrder(together, residency.groups, residency.ordering)
+        self._order = CollectiveOrder(together, residency.groups, residency.ordering, watcher)
         self._in_flight = InFlightCollectives(residency, gradients, self._order)
         self._negotiator = Negotiator(residency, self._in_flight, self._order, together.process)
         self._headroom = GatherHeadroom(residency, self._in_flight, self._negotiator, prefetch)
@@ -120,7 +120,7 @@ class ShardedDriver(OnDemandDriver):
             self.fetched[group] = None
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
-            self._store.device.work(Queue.COMPUTE, name, (slot.memory,), ())
+            self._store.device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
         self._advance()
 
     def _open(self, *, backward: bool) -> None:
@@ -275,7 +275,7 @@ class ShardedDriver(OnDemandDriver):
             self._negotiator.wait(step)
         staged = self._in_flight.staged.get(group) or self._stage(group)
         target = record.shaped(staged.slot.flat(group.dtype, group.chunk_numel))
-        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in staged.records:
             target.add_(gradient)
         else:

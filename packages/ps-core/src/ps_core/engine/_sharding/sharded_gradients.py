@@ -19,9 +19,10 @@ from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._gradients.gradient_store import GradientStore, Launch, measured, measured_spans
+from ps_core.engine._gradients.gradient_store import GradientStore, measured_spans
+from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._optim.clip_or_skip import numbers
+from ps_core.engine._optim.group_step import numbers
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
@@ -71,7 +72,7 @@ class ShardedGradients(GradientStore):
             slot = self.left_over[self.passes, record] = self._store.reserve(min(1, len(self._store.tiers) - 1), size)
             slot.flat(record.dtype, record.numel).fill_(-0.0)
         target = slot.flat(record.dtype, record.numel).as_strided(record.shape, record.stride)
-        self._store.device.work(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.add_(gradient)
 
     def drop_left_over(self) -> None:
@@ -131,7 +132,7 @@ class ShardedGradients(GradientStore):
         """Return the chunk that the next sum of a group fills; None: the next is added to one that is there."""
         if any(each.gradient not in (GradientPlace.NONE, GradientPlace.ON_ITS_WAY) for each in group.tensors):
             return None
-        return group.chunks[Kind.P16] if self._goes_over(group) else self.accumulator(group)
+        return group.chunks[Kind.P16] if self._goes_over(group) else self.sums.accumulator(group)
 
     def direct_target(self, group: ParamGroup) -> Slot | None:
         """Return the slot on the compute tier that the sum over ranks may go to directly; None: there is none."""
@@ -180,12 +181,12 @@ class ShardedGradients(GradientStore):
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Add to what there is, in fp32."""
         self.restore_weights(group)
-        chunk, kind = self.accumulator(group), self.dtype(group)
+        chunk, kind = self.sums.accumulator(group), self.dtype(group)
         tier = self._store.work_tier(chunk.home.tier)
         stage = slot if tier == slot.tier else self._down(slot, tier)
         source = stage.flat(kind, group.shard_numel)
         self._shards.transfers.wait_for_other_queues(Queue.CPU)
-        self._store.device.work(Queue.CPU, f"sums of {group.name}", (source,), ())
+        self._store.device.declare_access(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
             for part in self._cut(chunk, record.piece):
@@ -218,7 +219,7 @@ class ShardedGradients(GradientStore):
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         gone = [record for record in group.tensors if record.contents is not SlotContents.WEIGHT]
         if over:
-            source, target = group.chunks[Kind.P16], self.accumulator(group)
+            source, target = group.chunks[Kind.P16], self.sums.accumulator(group)
             for part in self._cut(target, slice(0, group.shard_numel)):
                 self._shards.save(target, part, self._shards.load(source, part))
             for record in over:
@@ -268,7 +269,7 @@ class ShardedGradients(GradientStore):
     def _measure_all(self, records: list[ParamState], slot: Slot) -> None:
         """Measure a sum while it is on the compute tier."""
         group = records[0].group
-        self._store.device.work(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
+        self._store.device.declare_access(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
         self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:

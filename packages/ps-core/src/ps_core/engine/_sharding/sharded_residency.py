@@ -122,7 +122,7 @@ class ShardedResidency(Residency):
         target = place if near else self.store.reserve(1, place.bytes)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
         self.transfers.wait_for_other_queues(queue)
-        self.store.device.work(queue, f"shard of {group.name}", (values,), (target.memory,))
+        self.store.device.declare_access(queue, f"shard of {group.name}", (values,), (target.memory,))
         target.flat(group.dtype, group.shard_numel).copy_(values)
         if target is not place:
             self.transfers.finish(self.transfers.launch(target, place, place.bytes))
@@ -222,7 +222,7 @@ class ShardedResidency(Residency):
         dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
             target = self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
-            self.store.device.work(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))
+            self.store.device.declare_access(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
         else:
@@ -275,7 +275,7 @@ class ShardedResidency(Residency):
     def contents(self, chunk: Chunk) -> torch.Tensor:
         """Return all bytes of one kind of a group, gathered from all ranks."""
         group, shard = self.groups[chunk.extent.index], self.shard(chunk)
-        self.store.device.work(Queue.CPU, f"read {group.name}", (shard,), ())
+        self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
         whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
         self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole

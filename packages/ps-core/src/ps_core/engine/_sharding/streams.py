@@ -161,7 +161,7 @@ class DeviceStaging:
     @contextmanager
     def on_stream(self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
         """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
-        self._device.work(Queue.COLL, what, reads, writes)
+        self._device.declare_access(Queue.COLL, what, reads, writes)
         with self._device.on(Queue.COLL):
             yield
 

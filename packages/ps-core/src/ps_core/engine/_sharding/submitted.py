@@ -79,13 +79,13 @@ class CollectiveQueue:
 
     def gather(self, group: ParamGroup, own: torch.Tensor, whole: torch.Tensor) -> Submitted:
         """Submit a gather of a group, of which ``own`` is this rank's shard."""
-        self._device.work(Queue.COLL, f"gather {group.name}", (own,), (whole,))
+        self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
         what = f"{group.name} in {self._during}"
         return self._submit(Submitted(self._ordering, group, own, whole, None, what=what))
 
     def sum(self, group: ParamGroup, into: torch.Tensor, whole: torch.Tensor, scratch: torch.Tensor) -> Submitted:
         """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
-        self._device.work(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
+        self._device.declare_access(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
         what = f"gradients of {group.name}"
         return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what))
 
@@ -94,7 +94,7 @@ class CollectiveQueue:
         gaps = [record.span for record in group.tensors if record not in records]
         for gap in (*gaps, slice(group.numel, group.chunk_numel)):
             if gap.stop > gap.start:
-                self._device.work(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
+                self._device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
                 whole[gap].fill_(-0.0)
 
     def _submit(self, each: Submitted) -> Submitted:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ps_core.engine._support.work_recorder import WorkRecorder
+
 PHASES = ("forward", "backward", "step", "stalled")
 
 
@@ -52,6 +54,8 @@ class PhaseTimer:
 class Counters(PhaseTimer):
     """Counts of one engine, and its times."""
 
+    by_torch: bool = False
+    """True if PyTorch's own code steps: the optimizer is a `TorchOptimizer`."""
     moved_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
     """By tiers: from, to."""
     evictions: int = 0
@@ -66,6 +70,18 @@ class Counters(PhaseTimer):
     """Passes that ran by the plan to their end."""
     steps: int = 0
     skipped: int = 0
+    recorder: WorkRecorder | None = None
+    """Records when queues work; None: the model is not profiled."""
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    """By cause: seconds a step that the device was idle, as last profiled."""
+
+    def record_with(self, recorder: WorkRecorder | None) -> None:
+        """Record when queues work from now on; None: no longer."""
+        self.recorder = recorder
+
+    def profiled(self, idle_s: Mapping[str, float]) -> None:
+        """Store the seconds a step that the device was idle in a profile, by cause."""
+        self.idle_s = idle_s
 
     def moved(self, source: int, target: int, size: int) -> None:
         """Add bytes that went from one tier to another."""
@@ -93,6 +109,8 @@ class Counters(PhaseTimer):
         """Count a step; ``skipped``: it was left out because a gradient was not finite."""
         self.end_step()
         self.steps += 1
+        if self.recorder is not None:
+            self.recorder.stepped()
         self.skipped += skipped
 
     def diverged(self, why: str) -> None:

@@ -4,14 +4,14 @@ A Python signal handler may run between any two instructions, and that for Ctrl-
 the engine does between two of the model's operations is over soon, so it is let finish first.
 
 [Note: whose handler]
-Ours asks whether a `defer_interrupts` function runs, and calls the one that was there at once or afterwards. It is put
-in when a pass begins (or something rare, as a step), and taken out when all that it was put in for has ended: notebooks
-set theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
+Ours calls the one that was there before: at once, or after the `defer_interrupts` function that runs. It is put in when
+a pass begins (or something rare, as a step). It is taken out when all that needs it has ended, because notebooks set
+theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
 
 [Note: when it waits]
-While a `defer_interrupts` function runs; at its very first instruction, where it does not count as running yet (so that
-what tidies up after one interrupt is not broken off by the next); and within a `callback`, whose exceptions Python
-prints and forgets: there an interrupt would be lost. It then comes at the end of the next `defer_interrupts` function.
+While a `defer_interrupts` function runs. At its very first instruction, where it does not count as running yet: what
+tidies up after one interrupt is not broken off by the next. Within a `callback`, whose exceptions Python prints and
+forgets, so that an interrupt would be lost. It then comes at the end of the next `defer_interrupts` function.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,7 +93,7 @@ def install() -> None:
     """Put our handler in, until `uninstall`; only a handler that is Python's can be replaced."""
     _STATE.users += 1
     try:
-        if threading.get_ident() == _MAIN:
+        if get_ident() == _MAIN:
             _install()
     except BaseException:  # an interrupt that came before ours was in
         _STATE.users -= 1
@@ -114,7 +115,7 @@ def interrupt_waits() -> bool:
 def uninstall() -> None:
     """End one need of our handler; with the last one, put the handler back that was there."""
     _STATE.users -= 1
-    if threading.get_ident() == _MAIN:
+    if get_ident() == _MAIN:
         _deliver_outermost()
 
 
@@ -129,7 +130,7 @@ def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if threading.get_ident() != _MAIN:
+        if get_ident() != _MAIN:
             return function(*args, **kwargs)
         _STATE.depth += 1
         try:
@@ -148,7 +149,7 @@ def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if threading.get_ident() != _MAIN:
+        if get_ident() != _MAIN:
             return function(*args, **kwargs)
         _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
         _STATE.users += 1

@@ -14,6 +14,7 @@ set for good where two threads leave their modes in the order in which they ente
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sys
 import warnings
@@ -26,7 +27,8 @@ import torch
 
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 
-_ONE_AT_A_TIME = RLock()
+WAIT_S = 60.0
+"""Without an end, a model whose code waits for another thread's first pass would never go on."""
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 """Writes the traceback of every operator that refuses fake tensors, also where the caller handles it."""
 
@@ -38,12 +40,21 @@ def _say_nothing(_: logging.LogRecord) -> bool:
 class Isolation:
     """See [Note: what a fake pass leaves alone]."""
 
+    _one_at_a_time = RLock()
+
     def __init__(self) -> None:
         self._exits = ExitStack()
 
+    @classmethod
+    def forget_other_threads(cls) -> None:
+        """Replace the lock in a forked process, where a thread that held the old one does not go on."""
+        cls._one_at_a_time = RLock()
+
     def enter(self, *contexts: AbstractContextManager[Any]) -> None:
         """Wait for other threads' fake passes, save this thread's state, then enter the contexts in this order."""
-        self._exits.enter_context(_ONE_AT_A_TIME)
+        if not self._one_at_a_time.acquire(timeout=WAIT_S):
+            raise TimeoutError(f"a fake pass of another thread did not end within {WAIT_S} s; it may wait for this one")
+        self._exits.callback(self._one_at_a_time.release)
         self._exits.callback(_forget_casts)
         for restore in _random_states():
             self._exits.callback(restore)
@@ -70,6 +81,9 @@ class Isolation:
     def restore(self) -> None:
         """Put everything back; do nothing where `enter` was not called."""
         self._exits.close()
+
+
+os.register_at_fork(after_in_child=Isolation.forget_other_threads)
 
 
 def _random_states() -> list[Callable[[], None]]:

@@ -50,23 +50,6 @@ class PassRecording:
     overrun: bool = False
     """A moment took more of the compute tier than its plan had left for it."""
 
-    def begin(
-        self, *, backward: bool, reads: list[ParamGroup], grad_groups: list[ParamGroup], held: list[ParamState]
-    ) -> MomentRecord:
-        """Begin a moment."""
-        if not backward and self.moments and self.moments[-1].backward:
-            self.regular = False
-        first = (reads or grad_groups)[0]
-        moment = MomentRecord(
-            backward,
-            tuple(group.index for group in reads),
-            tuple(group.index for group in grad_groups),
-            tuple(record.index for record in held),
-            f"{'backward' if backward else 'forward'} of {first.name}",
-        )
-        self.moments.append(moment)
-        return moment
-
     @property
     def ends_backward(self) -> bool:
         """True if the last moment so far is one of backward."""

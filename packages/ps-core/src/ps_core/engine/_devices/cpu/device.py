@@ -15,6 +15,7 @@ from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.pages import give_back_pages
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
+from ps_core.engine._devices.timer import HostTimer
 from ps_kernels import PinnedArena
 
 
@@ -45,6 +46,10 @@ class CpuDevice:
     def worker(self) -> Worker | None:
         """Return None: there is nothing to work beside."""
         return None
+
+    def timer(self) -> HostTimer:
+        """Return what notes times on this device's queues."""
+        return HostTimer(self._disk, self.worker)
 
     def nonmodel_bytes(self) -> TensorBytesTracker:
         """Return a tracker of the tensors on the CPU."""
@@ -105,7 +110,9 @@ class CpuDevice:
 
     # Order.
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         """Check nothing; but wait for a disk queue that the host thread is about to work on."""
         if queue in DISK_QUEUES:
             self._disk.await_host_work(queue)

@@ -31,7 +31,8 @@ from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations, PinnedBlockCache
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
-from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, TorchRuntime
+from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, torch_runtime
+from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
@@ -79,7 +80,8 @@ class CudaDevice:
         """Behind all that one of these was given; None: it was given more since."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
-        self._owned = EngineAllocations()
+        self._timing_events: list[RawEvent] = []
+        self._owned = EngineAllocations.of(runtime)
         self._host = PinnedBlockCache(runtime, self._after_copies, pin=pin)
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
@@ -91,11 +93,15 @@ class CudaDevice:
         """The thread that steps beside what the device computes."""
         return self._worker
 
+    def timer(self) -> CudaTimer:
+        """Return what notes times on this device's queues."""
+        return CudaTimer(self._runtime, self._stream, self._timing_events, self._disk, self._worker)
+
     # Memory.
 
     def nonmodel_bytes(self) -> AllocatorBytesTracker:
         """Make a counter by PyTorch's allocator."""
-        return AllocatorBytesTracker(self._runtime, lambda: self._owned.bytes)
+        return AllocatorBytesTracker(self._runtime, self._owned)
 
     @property
     def machine(self) -> Machine:
@@ -162,7 +168,9 @@ class CudaDevice:
         self._runtime.used_by(source, stream)
         self._given(queue)
 
-    def work(self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def declare_access(
+        self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
         """Check nothing; but notice here if PyTorch's current stream changed."""
         if queue is Queue.COMPUTE:
             self._stream(queue)
@@ -294,4 +302,4 @@ def cuda_device(name: str, *, pin: bool) -> CudaDevice:
     index = torch.cuda.current_device() if where.index is None else where.index
     if index >= torch.cuda.device_count():
         raise InvalidInput(f"device={name!r}: this computer has {torch.cuda.device_count()} CUDA devices, from cuda:0")
-    return CudaDevice(TorchRuntime(index), pin=pin)
+    return CudaDevice(torch_runtime(index), pin=pin)

@@ -11,19 +11,44 @@ from types import TracebackType
 
 import torch
 
-from ps_core.engine._devices.cuda.runtime import Allocated, CudaRuntime
+from ps_core.engine._devices.cuda.runtime import CudaRuntime
 from ps_kernels import PinnedArena
 
 _SPARES, _SPARE_BYTES = 8, 1 << 31
 """Blocks of host memory that are kept for another of their size: so many of any size, and as many as are so large."""
 
 
+_SHARED: weakref.WeakKeyDictionary[CudaRuntime, EngineAllocations] = weakref.WeakKeyDictionary()
+
+
 class EngineAllocations:
-    """Counts the device memory that is the engine's. Tensors end on any thread, so each has an entry of its own."""
+    """Counts the memory of one device that is the engine's, for all models there; and resets the allocator's peak.
+
+    Tensors end on any thread, so each has an entry of its own.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self._count = itertools.count()
+        self._trackers: dict[int, weakref.ref[AllocatorBytesTracker]] = {}
+
+    @staticmethod
+    def of(runtime: CudaRuntime) -> EngineAllocations:
+        """Return the device's."""
+        return _SHARED.setdefault(runtime, EngineAllocations())
+
+    def watch(self, tracker: AllocatorBytesTracker) -> None:
+        """Let a tracker note the peak whenever it is reset, also for another model."""
+        key = next(self._count)
+        self._trackers[key] = weakref.ref(tracker)
+        weakref.finalize(tracker, self._trackers.pop, key).atexit = False
+
+    def before_reset(self) -> None:
+        """Let all models note the allocator's peak, which is reset next."""
+        for known in list(self._trackers.values()):  # another thread may put a model on the device meanwhile
+            tracker = known()
+            if tracker is not None:
+                tracker.note()
 
     @property
     def bytes(self) -> int:
@@ -89,12 +114,13 @@ class AllocatorBytesTracker:
     mark below which nothing counts goes down with it. Everything is known on the host: reading waits for nothing.
     """
 
-    def __init__(self, runtime: CudaRuntime, owned_bytes: Callable[[], int]) -> None:
-        self._runtime, self._owned_bytes = runtime, owned_bytes
+    def __init__(self, runtime: CudaRuntime, owned: EngineAllocations) -> None:
+        self._runtime, self._owned = runtime, owned
         self._base_bytes = self._others(runtime.allocated().now)
         self._peak_bytes = 0
         self._on = False
         self._depth = 0
+        owned.watch(self)
 
     @property
     def current_bytes(self) -> int:
@@ -104,9 +130,9 @@ class AllocatorBytesTracker:
     def start(self) -> None:
         """Start, or start again, to count."""
         if not self._on:
-            self._on = True
             self._base_bytes = min(self._base_bytes, self._others(self._runtime.allocated().now))
-            self._runtime.reset_peak()
+            self._reset()  # what came before does not count
+            self._on = True
 
     def stop(self) -> bool:
         """Stop counting."""
@@ -121,9 +147,10 @@ class AllocatorBytesTracker:
 
     def take_peak(self) -> int:
         """Return the most bytes alive at once since the last call, and start anew."""
-        found = self._note()
-        peak, self._peak_bytes = self._peak_bytes, self._above(found.now)
-        self._runtime.reset_peak()
+        found = self._runtime.allocated()
+        peak = max(self._peak_bytes, self._above(found.peak))
+        self._reset()
+        self._peak_bytes = self._above(found.now)
         return peak
 
     def paused(self) -> AllocatorBytesTracker:
@@ -131,24 +158,27 @@ class AllocatorBytesTracker:
         return self
 
     def __enter__(self) -> None:
-        if not self._depth and self._on:
-            self._note()
+        self.note()
         self._depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._depth == 1 and self._on:
+            self._reset()  # what came meanwhile does not count
         self._depth -= 1
-        if not self._depth and self._on:
-            self._runtime.reset_peak()
 
-    def _note(self) -> Allocated:
-        found = self._runtime.allocated()
-        self._peak_bytes = max(self._peak_bytes, self._above(found.peak))
-        return found
+    def note(self) -> None:
+        """Take the allocator's peak, if it is one of a time that counts."""
+        if self._on and not self._depth:
+            self._peak_bytes = max(self._peak_bytes, self._above(self._runtime.allocated().peak))
+
+    def _reset(self) -> None:
+        self._owned.before_reset()
+        self._runtime.reset_peak()
 
     def _others(self, allocated_bytes: int) -> int:
-        return allocated_bytes - self._owned_bytes()
+        return allocated_bytes - self._owned.bytes
 
     def _above(self, allocated_bytes: int) -> int:
         return max(0, self._others(allocated_bytes) - self._base_bytes)

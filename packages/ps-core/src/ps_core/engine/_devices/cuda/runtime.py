@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,6 +70,16 @@ class CudaRuntime(Protocol):
     def event(self) -> RawEvent:
         """Return a new event."""
 
+    @property
+    def now_s(self) -> float:
+        """The host's clock, in seconds."""
+
+    def timing_event(self) -> RawEvent:
+        """Return a new event that also notes when it is reached."""
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Return the seconds between two timing events that were reached (any: the runtime's own class)."""
+
     def synchronize(self) -> None:
         """Wait for everything on the device."""
 
@@ -131,6 +143,20 @@ class TorchRuntime:
         made: RawEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return made
 
+    @property
+    def now_s(self) -> float:
+        """The host's clock, in seconds."""
+        return time.perf_counter()
+
+    def timing_event(self) -> RawEvent:
+        """Return a new event that also notes when it is reached."""
+        made: RawEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return made
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Return the seconds between two timing events."""
+        return float(first.elapsed_time(second)) / 1e3
+
     def synchronize(self) -> None:
         """Wait for everything on the device."""
         torch.cuda.synchronize(self.torch_device)
@@ -181,3 +207,9 @@ class TorchRuntime:
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(told)
+
+
+@cache
+def torch_runtime(index: int) -> TorchRuntime:
+    """Return the one of a device, which all models there share."""
+    return TorchRuntime(index)

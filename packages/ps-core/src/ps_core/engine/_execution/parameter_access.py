@@ -1,0 +1,232 @@
+"""Bring parameters where a function can read them, and take the gradients that autograd makes of them.
+
+Every use of a managed parameter in forward and backward comes by here; see `_parameters.managed_parameter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ps_core._errors import UnsupportedParameter
+from ps_core.engine._execution.components import Components
+from ps_core.engine._execution.host_tables import HostTables
+from ps_core.engine._execution.instruction_executor import Diverged
+from ps_core.engine._execution.pass_tracker import PassTracker, moving
+from ps_core.engine._execution.usability import Usability
+from ps_core.engine._memory.chunk import SlotView
+from ps_core.engine._optim.group_step import StepDecisions
+from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
+from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
+from ps_core.engine._parameters.param_state import HOST, ParamState
+from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
+from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._support.interrupts import defer_interrupts
+
+
+class ParameterAccess:
+    """The uses of one engine's parameters, and the arrival of their gradients."""
+
+    def __init__(
+        self,
+        parts: Components,
+        passes: PassTracker,
+        records: list[ParamState],
+        deciding: StepDecisions,
+        usability: Usability,
+    ) -> None:
+        self._passes, self._records, self._deciding, self._usability = passes, records, deciding, usability
+        self._residency, self._gradients, self._stepping = parts.residency, parts.gradients, parts.stepping
+        self._resident = parts.residency.store.resident
+        """Nothing ever moves."""
+        self.saved = SavedTensors(self, self._residency.owners, passes.count)
+        self.tables = HostTables(
+            passes,
+            self._gradients,
+            self._residency.store,
+            parts.residency.transfers.watcher,
+            check_usable=usability.check,
+            accept=self.arrive,
+        )
+
+    # Functions that read parameters.
+
+    def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function once these parameters are where it can read them."""
+        self.touch(records)
+        if self._stepping.groups:
+            self._stepping.check_use(records, opening=function in OPENING)
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and not self.saved.innermost:
+                result = self._call_with_hooks(function, args, kwargs)
+            else:
+                result = function(*args, **kwargs)
+            if self._passes.outside or function in OPENING:
+                self._expose(records, function)
+            # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
+            for record in records:
+                if record.parameter._version != record.counted_version:
+                    break
+            else:
+                return result
+        self.check_unchanged(records)
+        return result
+
+    def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function under our pair of saved-tensor hooks; another pair finds nothing that may go away."""
+        depth = self.saved.depth
+        try:
+            self.saved.push()
+            if whose := self.saved.kept_by_others():
+                every = whose is AliasPolicy.ALL
+                args, kwargs = aliased(args, every), aliased(kwargs, every)
+            return function(*args, **kwargs)
+        finally:
+            self.saved.pop_to(depth)
+
+    def _expose(self, records: list[ParamState], function: Function) -> None:
+        """Note whose memory a call gave away; in backward, only what shows memory as such."""
+        always = function in OPENING
+        if always or torch._C._current_graph_task_id() == -1:
+            with self._passes.nonmodel.paused():
+                for record in records:
+                    if record.bound is not None and (always or record.bound.aliased):
+                        self._residency.exposed.add(record)
+
+    # Changes in place.
+
+    def check_unchanged(self, records: Iterable[ParamState]) -> None:
+        """Refuse changes in place that the engine did not make, and undo them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [r for r in records if r.bound is not None and r.parameter._version != r.counted_version]
+        for record in changed:
+            self._refuse_change(record)
+
+    def _refuse_change(self, record: ParamState) -> None:
+        record.counted_version = version_of(record.parameter)
+        if record.bound is not None:
+            self._residency.undo_changes(record, record.bound.slot)
+        record.group.forget_moment()
+        raise changed_in_place(record.name)
+
+    # Backward (`_parameters.saved_tensors.Fetcher`).
+
+    def fetch(self, record: ParamState) -> SlotView:
+        """Return the record's view on the compute tier, fetching its group if need be."""
+        wanted = [record]
+        if record.compiled_block:
+            wanted += [each for each in record.compiled_block if each.contents is SlotContents.WEIGHT]
+        self.touch(wanted)
+        assert record.bound is not None, "touching binds"
+        return record.bound
+
+    def check_placeholder(self, storage: torch.UntypedStorage) -> None:
+        """Raise if a storage is what a parameter has while it is elsewhere."""
+        for record in self._records:
+            if record.placeholder.untyped_storage().data_ptr() == storage.data_ptr():
+                raise UnsupportedParameter(
+                    f"{record.name!r} was read by code that parameters do not see (compiled or C++): its memory is "
+                    "elsewhere, and it read not-a-number; release(model), or keep that part out of chunked(...)"
+                )
+
+    # Moments.
+
+    @defer_interrupts
+    def touch(self, records: list[ParamState]) -> None:
+        """Fetch these parameters to the compute tier and pin them until the next moment begins."""
+        if self._usability.refuses:
+            self._usability.check()
+        passes = self._passes
+        passes.attach()
+        if self._resident:
+            self._touch_resident(records)
+            return
+        moment = passes.moment
+        for record in records:
+            group, bound = record.group, record.bound
+            if (
+                (group.last_read_moment != moment and group.fixed_tier is None)
+                or record.contents is not SlotContents.WEIGHT
+                or bound is None
+                or bound.slot.version != group.weight_chunk.version
+            ):
+                self._bind(records)
+                break
+        if passes.counting and passes.current is not None:
+            for record in records:
+                passes.current.touched[record.index] = None
+
+    def _bind(self, records: list[ParamState]) -> None:
+        """Bind parameters to the newest copies of their groups; begin a moment if the present one is not for them."""
+        moment = self._passes.moment
+        for record in records:
+            group = record.group
+            if (
+                (group.last_read_moment != moment and group.fixed_tier is None)
+                or record.contents is not SlotContents.WEIGHT
+                or group.weight_chunk.newest(0) is None  # a second gradient rebuilt the weight in the home slot
+            ):
+                self._passes.begin_moment(moving(records), [])
+                break
+        self._residency.bind_all(records)
+
+    def _touch_resident(self, records: list[ParamState]) -> None:
+        for record in records:
+            if record.contents is not SlotContents.WEIGHT:
+                with torch.no_grad():
+                    self._gradients.restore_weights(record.group)
+            if record.bound is None:
+                self._residency.bind(record)
+
+    # Gradients.
+
+    @defer_interrupts
+    def arrive(self, record: ParamState, gradient: torch.Tensor) -> None:
+        """Store a gradient that autograd just made."""
+        if self._deciding.begun is not None:
+            self._deciding.forget()
+        if self._usability.refuses:
+            self._usability.check()
+        record.assigned = False
+        if self._stepping.groups:
+            self._stepping.check_gradient(record)
+        passes, group = self._passes, record.group
+        passes.attach()  # which asks whether gradients are made
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrive(record, gradient)
+            return
+        in_moment = passes.moment in (group.last_read_moment, group.last_grad_moment)
+        if not (self._resident or group.fixed_tier is not None or in_moment):
+            passes.begin_moment([], [group])
+        group.last_grad_moment = passes.moment
+        try:
+            placed = passes.driver.place_gradient(record, gradient)
+        except Diverged as why:
+            passes.diverge(why)
+            placed = False
+        if not placed:
+            self._gradients.accept(record, gradient)
+        moment = passes.current
+        if moment is not None and not record.overwrite_pending and group.fixed_tier != HOST:
+            moment.grads[record.index] = None
+
+
+def accept_gradient(parameter: ManagedParameter) -> None:
+    """Post-accumulate-grad hook: hand autograd's gradient to the engine.
+
+    A module-level function, so that the hook holds no reference to the engine, and dropped models are freed.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, parameter.grad = parameter.grad, None
+    record, owner = parameter._record, parameter._owner
+    if gradient is None:
+        owner.deliver(record)
+    elif record.trainable:
+        if gradient.requires_grad:
+            raise graph_of_gradient(record.name)
+        owner.arrive(record, gradient)
+    else:
+        record.dropped = True

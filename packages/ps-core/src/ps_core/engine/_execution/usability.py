@@ -1,0 +1,66 @@
+"""Refuse what a managed model may not be used for now: it was released, or has other values than its own."""
+
+from __future__ import annotations
+
+from ps_core._errors import InvalidInput
+from ps_core.engine._memory.tier_store import TierStore
+
+
+class Usability:
+    """What one model may not be used for now, and why."""
+
+    def __init__(self, store: TierStore) -> None:
+        self._store = store
+        self.released = False
+        """True after `release`: the engine may not be used any more."""
+        self.materializing = False
+        """True while parameters are ordinary ones (`materialized`); nothing may be trained."""
+        self.averaged = False
+        """True while averages are in the weights' place (`WeightAverage.applied`); no step may be taken."""
+        self.half_loaded = ""
+        """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
+        self.refuses = store.file is not None
+        """True if `check` may raise; asked at every use of a parameter. (With a disk: in a forked process.)"""
+
+    def mark_materialized(self, *, on: bool) -> None:
+        """Refuse to train while parameters are ordinary ones, or allow it again."""
+        self.materializing = on
+        self._update()
+
+    def mark_averaged(self, *, on: bool) -> None:
+        """Refuse steps while averages are in the weights' place, or allow steps again."""
+        self.averaged = on
+
+    def mark_half_loaded(self, what: str) -> None:
+        """Refuse to train while values are replaced by ``what``, or if that failed; empty: it is done."""
+        self.half_loaded = what
+        self._update()
+
+    def mark_released(self) -> None:
+        """Refuse every use from now on."""
+        self.released = True
+        self._update()
+
+    def _update(self) -> None:
+        self.refuses = self.released or self.materializing or bool(self.half_loaded) or self._store.file is not None
+
+    def check(self, *, loading: bool = False) -> None:
+        """Raise where nothing may be trained; ``loading``: all values are about to be replaced."""
+        self._store.check_process()
+        self.check_kept()
+        if self.materializing:
+            raise InvalidInput("inside materialized(model) parameters are copies: train after the block")
+        if self.half_loaded and not loading:
+            raise InvalidInput(
+                f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
+            )
+
+    def check_kept(self) -> None:
+        """Raise if the model was released."""
+        if self.released:
+            raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
+
+    def check_not_averaged(self, what: str) -> None:
+        """Raise inside the block of `WeightAverage.applied`, after which masters and averages change places again."""
+        if self.averaged:
+            raise InvalidInput(f"inside applied() the model has averages for weights: {what} after the block")
