@@ -20,7 +20,7 @@ from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import GradientStore, measured_spans
 from ps_core.engine._gradients.gradient_sums import measured
 from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._memory.room import make_room
+from ps_core.engine._memory.make_room import make_room
 from ps_core.engine._optim.group_step import SettingsOf, numbers
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
