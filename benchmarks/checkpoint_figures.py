@@ -25,7 +25,7 @@ from torch import nn
 
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint
-from ps_core.engine._checkpoint.sections import largest_chunk_bytes
+from ps_core.engine._checkpoint.checkpoint_tensors import largest_chunk_bytes
 from turns import ratios, spread
 
 WIDTH = 1024

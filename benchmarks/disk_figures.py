@@ -33,7 +33,7 @@ from ps_core._plan import Copy
 from ps_core._program import SegmentName
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.disk.file import DiskFile
-from ps_core.engine._devices.disk.streams import DiskStreams
+from ps_core.engine._devices.disk.queues import DiskStreams
 from ps_core.engine._execution.hooks import hooks_of
 from turns import ratios, spread
 

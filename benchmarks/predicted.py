@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ps_core._command.forecast import Forecast, Training, bounds, forecast
-from ps_core._command.scale import largest
+from ps_core._command.largest_model import largest
 from ps_core._errors import DoesNotFit
 from ps_core._planner.policy import Policy
 from ps_core._planner.search import with_policy
 from ps_core._simulate.cluster import DEVICE_RESERVE_BYTES, Cluster
 from ps_core._simulate.machine import MACHINES, default_machine
 from ps_core._units import format_bytes, format_count
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 
 GIB = 2**30
 

@@ -16,7 +16,7 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import Gather, ReduceScatter
 from ps_core._simulate.cluster import ring_s, tree_s
 from ps_core._units import format_bytes
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 
 H100 = Server(label="H100-80GiB, 2000 GiB", machine="h100", device=80 * GIB, host=2000 * GIB)
 PER_NODE = 8

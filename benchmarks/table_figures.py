@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ps_core import AdamW, Budget, DoesNotFit
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core.engine import chunked, release, statistics
 from ps_models import BERTClassifier, BERTConfig, build
 

@@ -18,8 +18,8 @@ from ps_core._simulate.machine import machine
 from ps_core._trace import Trace
 from ps_core._units import parse_bytes
 from ps_core._verify import verify
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 A100 = machine("a100-40")

@@ -10,7 +10,7 @@ from ps_core._command.forecast import Forecast, Training, forecast
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core.report import tide, tide_svg
 
 GIB = 2**30

@@ -19,9 +19,9 @@ import torch
 from device_timing import DRY, MIB, Row, Scale, Taken, alternated, drawn, host_seconds, in_turns, once, row, seconds
 
 import ps_kernels
+from ps_kernels._arithmetic_order import AdamArguments
 from ps_kernels._backends import load
 from ps_kernels._cuda_source import TUNINGS, Tuning
-from ps_kernels._order import AdamArguments
 
 
 def copy_rate(scale: Scale) -> tuple[Row, float]:

@@ -30,7 +30,7 @@ from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Mark
 from ps_core.engine._devices.disk.file import FileExtent
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
+from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
 from ps_core.engine._tracing.op_costs import amounts_of
 
 FREE = ("gradient of", "poison", "saved", "offloaded")

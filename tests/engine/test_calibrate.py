@@ -16,9 +16,9 @@ import torch
 from ps_core._simulate.machine import MACHINES, machine_from_toml
 from ps_core._trace import Amounts
 from ps_core.engine import _calibrate
-from ps_core.engine._calibration import bandwidths, bookkeeping, cpu_caches, operators, probes, transformer_blocks
-from ps_core.engine._calibration.bookkeeping import Bookkeeping, Told, divide
+from ps_core.engine._calibration import bandwidths, cpu_caches, engine_overhead, operators, probes, transformer_blocks
 from ps_core.engine._calibration.cpu_caches import Cache, last_cache, stack_size
+from ps_core.engine._calibration.engine_overhead import Bookkeeping, Told, divide
 from ps_core.engine._calibration.operators import Attended, Operators, Slow, attention
 from ps_core.engine._calibration.probes import BUSY, SPREAD, Probe, collect, steadiness
 from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu, Timed, fit
@@ -326,4 +326,4 @@ def test_a_threads_own_work_is_timed_by_the_processor(monkeypatch: pytest.Monkey
 
 
 def test_budgets_of_the_tiny_model_are_what_they_are_for() -> None:
-    assert bookkeeping._AMPLE > 14 * 2**17 > bookkeeping._TIGHT
+    assert engine_overhead._AMPLE > 14 * 2**17 > engine_overhead._TIGHT

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ps_core._program import Kind
+from ps_core.engine._checkpoint.checkpoint_tensors import entries, layout_of
 from ps_core.engine._checkpoint.crc32 import joined
 from ps_core.engine._checkpoint.manifest import cut as cut_files
-from ps_core.engine._checkpoint.sections import entries, layout_of
 from ps_core.engine._checkpoint.shard_ranges import Layout, cut, plain_order, runs, same_order, spans
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 

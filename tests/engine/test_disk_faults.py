@@ -16,7 +16,7 @@ from checked_device.faults import InjectedFault
 from ps_core import Budget, Options, PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine import chunked
-from ps_core.engine._devices.disk.streams import DISK_QUEUES
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from test_faults import Device, Training, sides
 
 SEEDS = range(3)

@@ -22,7 +22,7 @@ from ps_core import InvalidInput, TierFailure
 from ps_core._plan import Queue
 from ps_core.engine._devices.disk import file as _disk
 from ps_core.engine._devices.disk.file import BLOCK_BYTES, DiskFile, FileExtent
-from ps_core.engine._devices.disk.streams import DiskStreams
+from ps_core.engine._devices.disk.queues import DiskStreams
 
 
 @pytest.fixture

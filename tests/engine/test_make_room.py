@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from _runs import stand_in
 from ps_core._plan import Tier
-from ps_core.engine._memory.room import has_room, make_room
+from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._memory.tier_store import TierStore
 
 

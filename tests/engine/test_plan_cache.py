@@ -11,7 +11,7 @@ import _models as models
 from _cases import rows, square
 from _runs import HOST, chunked_model, stand_in
 from ps_core import Budget, InvalidInput, Options
-from ps_core._planner import recall
+from ps_core._planner import plan_cache
 from ps_core.engine import statistics
 
 
@@ -34,7 +34,7 @@ def test_a_second_run_searches_nothing_and_trains_the_same(tmp_path: Path, monke
     options = Options(group_bytes=4096, plan_cache=str(tmp_path))
     once, _ = train(options)
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.delattr(recall, "find_plan")
+    monkeypatch.delattr(plan_cache, "find_plan")
     again, _ = train(options)
     for name, value in once.items():
         assert torch.equal(value, again[name]), name

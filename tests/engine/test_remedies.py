@@ -9,7 +9,7 @@ import pytest
 from ps_core import Budget, Options
 from ps_core._plan import Tier
 from ps_core.engine._devices.cpu.device import CpuDevice
-from ps_core.engine._memory.suggestions import TierBudget, UserLimits, options_as, suggest_budget
+from ps_core.engine._memory.budget_suggestions import TierBudget, UserLimits, options_as, suggest_budget
 
 DISK = {"disk": "1GiB", "disk_dir": "/var/my disk"}
 

@@ -347,7 +347,7 @@ def test_ordinary_training_exposes_nothing_and_compares_nothing(
     def never(*_: Any) -> None:
         raise AssertionError("nothing was exposed")
 
-    monkeypatch.setattr("ps_core.engine._parameters.uncounted_writes.ExposedParameters.add", never)
+    monkeypatch.setattr("ps_core.engine._parameters.unseen_writes.ExposedParameters.add", never)
     model, optimizer = manage("tight", tmp_path, "bf16")
     train(model, optimizer)
     model.eval()

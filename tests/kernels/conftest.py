@@ -12,7 +12,7 @@ import torch
 import ps_kernels
 from ps_kernels import _backends
 from ps_kernels._backends import fastest
-from ps_kernels._said import say_once
+from ps_kernels._say_once import say_once
 
 
 @pytest.fixture(autouse=True)

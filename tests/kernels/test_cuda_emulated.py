@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 import ps_kernels
 from _emulated import EmulatedLauncher, build, of_one_type
 from ps_kernels import _api, _backends
+from ps_kernels._arithmetic_order import AdamArguments
 from ps_kernels._batch import check_batch
 from ps_kernels._cuda import CudaBackend, split
 from ps_kernels._cuda_source import OPTIONS, TUNINGS, Tuning, options
-from ps_kernels._order import AdamArguments
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: the emulation was not built")
 KINDS = [torch.float32, torch.bfloat16, torch.float16]

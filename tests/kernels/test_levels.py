@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import ps_kernels
 from ps_core import _options
-from ps_core._reference import floats, optim, squares
+from ps_core._reference import floats, optim, sum_of_squares
 from ps_kernels import _backends, _compile, _native
-from ps_kernels._order import BLOCK_NUMEL
+from ps_kernels._arithmetic_order import BLOCK_NUMEL
 
 LEVELS = [name for name in _native.LEVELS if ps_kernels.backends()[name] == "available"]
 EVERY = [*LEVELS, "torch", "numpy"]
@@ -272,7 +272,7 @@ def test_flushing_denormals_elsewhere_changes_nothing(bits: Any) -> None:
 def test_sums_of_squares_are_the_reference(backend: str, numel: int) -> None:
     x, norms = np.random.default_rng(numel).standard_normal(numel).astype(np.float32), np.zeros(2, np.float32)
     ps_kernels.sumsq_finite(view_as(backend, x), view_as(backend, norms), backend=backend)
-    assert norms.tolist() == [squares.single_square_sum(array("f", x.tobytes())), 0]
+    assert norms.tolist() == [sum_of_squares.single_square_sum(array("f", x.tobytes())), 0]
 
 
 def test_a_child_of_fork_works(bits: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 import ps_kernels
 from ps_core import _options
 from ps_core._reference import floats, optim
-from ps_kernels._order import AdamArguments
+from ps_kernels._arithmetic_order import AdamArguments
 from ps_kernels._torch import TorchBackend, _moves, double_root, fused, numpy_root
 
 BOUNDARY = 131_072 + 97

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ps_kernels
-from ps_kernels._order import AdamArguments
+from ps_kernels._arithmetic_order import AdamArguments
 
 BODY, TAIL = 64 * 400, 37
 """PyTorch leaves what is left over after whole vectors to other code, which rounds the variance differently."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ps_core import Phase, Trace, Workload, analytic_trace
 from ps_core._errors import InvalidInput
-from ps_core._workloads.named import names, shape
+from ps_core._workloads.named_shapes import names, shape
 from ps_core._workloads.shapes import tensors
 from ps_core.engine import trace
 from ps_models import BERT, GPT, BERTConfig, GPTConfig, Llama, LlamaConfig, build

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.named import gpt, shape
+from ps_core._workloads.named_shapes import gpt, shape
 from ps_core._workloads.shapes import tensors
 from ps_models import GPT, GPTConfig, build
 from ps_models._loss import IGNORED

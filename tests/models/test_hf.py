@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.named import gpt
+from ps_core._workloads.named_shapes import gpt
 from ps_models import BERT, GPT, BERTClassifier, GPTClassifier, GPTConfig, Llama
 
 transformers = pytest.importorskip("transformers")

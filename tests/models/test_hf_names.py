@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import tensors
 
 transformers = pytest.importorskip("transformers")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.named import gpt
+from ps_core._workloads.named_shapes import gpt
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 from ps_models import GPT, GPTConfig
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core._errors import InvalidInput
-from ps_core._workloads.named import gpt, shape
+from ps_core._workloads.named_shapes import gpt, shape
 from ps_core.engine import HostEmbedding, chunked, release
 from ps_models import (
     GPT,

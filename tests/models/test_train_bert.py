@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from _trainer import data, numbers, rows, train
-from ps_core._workloads.named import names, shape
+from ps_core._workloads.named_shapes import names, shape
 from ps_models import build
 from ps_models.train import TrainOptions, main
 from ps_models.train._data import corpus

@@ -9,12 +9,12 @@ from statistics import fmean
 
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Gather, Plan, ReduceScatter, Tier
-from ps_core._planner.frame import make_frame
 from ps_core._planner.placement import filled
 from ps_core._planner.segments import make_plan
+from ps_core._planner.tier_division import make_frame
 from ps_core._program import WIRE_BYTES, Extent, Program
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 SIZES = ("gpt-1b", "gpt-4b", "gpt-10b", "gpt-30b", "gpt-68b", "gpt-175b", "gpt-1t")

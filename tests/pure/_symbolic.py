@@ -7,7 +7,7 @@ import struct
 from array import array
 from dataclasses import dataclass
 
-from ps_core._reference.learning import Call, Outcome
+from ps_core._reference.training_rules import Call, Outcome
 from ps_core._trace import Phase, Trace
 
 

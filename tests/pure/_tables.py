@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ps_core._command.line import make_parser
+from ps_core._command.arguments import make_parser
 from ps_core._simulate.machine import MACHINES, NUMBERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "command.md"

@@ -8,7 +8,7 @@ from typing import Any
 from ps_core._command.forecast import Forecast, Training, forecast
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
-from ps_core._workloads.named import gpt
+from ps_core._workloads.named_shapes import gpt
 
 MIB, GIB = 2**20, 2**30
 MODEL = gpt(4, 256, vocabulary=1024, name="small")

@@ -17,8 +17,8 @@ from ps_core import cli
 from ps_core._command.doctor import Accelerator
 from ps_core._errors import DoesNotFit
 from ps_core._simulate.machine import MACHINES, UNSTEADY
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import gpt, shape
+from ps_core._workloads.named_shapes import gpt, shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 from ps_core.cli import main
 
@@ -212,8 +212,8 @@ def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_scale(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ps_core._command.scale.HIDDEN", (256,))
-    monkeypatch.setattr("ps_core._command.scale.names", tuple)
+    monkeypatch.setattr("ps_core._command.largest_model.HIDDEN", (256,))
+    monkeypatch.setattr("ps_core._command.largest_model.names", tuple)
     words = ("scale", *TINY, *NO_RESERVE, "--vocab", "1024")
     status, found = document(capsys, *words, "--min-tflops", "0")
     assert status == 0

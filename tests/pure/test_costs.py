@@ -28,7 +28,7 @@ from ps_core._plan import (
 )
 from ps_core._program import Extent, Kind, Precision, Program
 from ps_core._simulate.cluster import ring_s
-from ps_core._simulate.costs import Costs
+from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import MACHINES, Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 

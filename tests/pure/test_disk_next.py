@@ -11,8 +11,8 @@ from ps_core._planner.placement import above_disk, halves
 from ps_core._planner.search import Setup, find_plan
 from ps_core._program import Extent, Kind, Precision, Program
 from ps_core._simulate.machine import machine
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 TRACE = analytic_trace(shape("gpt-50m"), Workload(batch=1, seq=256))

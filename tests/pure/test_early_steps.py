@@ -12,10 +12,10 @@ from ps_core._program import Extent, Kind
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.early_steps import early_steps, newest_first
 from ps_core._simulate.timeline import Timeline
-from ps_core._workloads.analytic import Workload
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import Workload
 from ps_core.cli import main
-from test_issued import Row, forward, step, timeline
+from test_engine_timing import Row, forward, step, timeline
 
 GRADIENT = Extent(Kind.GRAD, 0)
 HOMES = 4

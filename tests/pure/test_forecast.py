@@ -10,10 +10,10 @@ import pytest
 
 from _trainings import MIB, MODEL, timed, training
 from ps_core._command import forecast as forecasting
-from ps_core._command import scale as scaling
+from ps_core._command import largest_model as scaling
 from ps_core._command.advice import advice
 from ps_core._command.forecast import Forecast, Subject, Training, Way, bounds, forecast, surely_fits, trace_of
-from ps_core._command.scale import TooFast, largest
+from ps_core._command.largest_model import TooFast, largest
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._planner import search as searching
 from ps_core._planner.search import TooSlow
@@ -21,7 +21,7 @@ from ps_core._program import Precision
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase, Trace
 from ps_core._verify import verify
-from ps_core._workloads.named import gpt, shape
+from ps_core._workloads.named_shapes import gpt, shape
 
 # ---------------------------------------------------------------- forecasts
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 CONFIGS = Path(__file__).parent / "configs"

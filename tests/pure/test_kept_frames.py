@@ -17,8 +17,8 @@ from _programs import TINY, random_program
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Tier
 from ps_core._planner.bounds import lower_bounds
+from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._planner.search import Setup, find_plan
-from ps_core._planner.tight import tight_plan
 from ps_core._simulate.machine import machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 

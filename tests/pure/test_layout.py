@@ -14,8 +14,8 @@ from ps_core._planner.search import Setup, find_plan, group_sizes
 from ps_core._simulate.machine import machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 from ps_core._verify import verify
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import published_names, shape
+from ps_core._workloads.named_shapes import published_names, shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from _programs import programs_and_tiers
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Gather, Norm, ReduceScatter, Release, Reserve, Run, Tier
-from ps_core._planner.frame import NoRoom, Zone, make_frame
 from ps_core._planner.placement import Placement, filled, lay_home, work_tier
 from ps_core._planner.policy import Policy
 from ps_core._planner.segments import make_plan
+from ps_core._planner.tier_division import NoRoom, Zone, make_frame
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._simulate.clock import moved_bytes
 from ps_core._simulate.machine import machine
 from ps_core._trace import Phase
 from ps_core._verify import verify
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 GIB = 2**30

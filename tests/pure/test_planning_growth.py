@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from _growth import CASES, STEEPEST, WIDEST, exponent, streaming, work
-from ps_core._command import scale
+from ps_core._command import largest_model
 from ps_core._command.forecast import Training, bounds, forecast
 from ps_core._plan import Plan
 from ps_core._planner import arena, arrangement, emit, walker
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 
 GIB = 2**30
 
@@ -112,13 +112,13 @@ def test_the_largest_model_is_found_with_few_looks(written: Counter[str], monkey
         asked["bounds"] += 1
         return bounds(*args)
 
-    monkeypatch.setattr(scale, "bounds", bounded)
+    monkeypatch.setattr(largest_model, "bounds", bounded)
     cluster = Cluster(gpus=8, device_memory=40 * GIB, host_memory=1000 * GIB)
     training = Training(
         cluster=cluster, machine=MACHINES["a100-40"], offload_checkpoints=None, chunked_loss=True, quick=True
     )
     heard: list[str] = []
-    found = scale.largest(training, tell=heard.append)
+    found = largest_model.largest(training, tell=heard.append)
     assert found is not None
     assert found.shape.parameters > 85e9
     assert heard[-1].endswith(f"; best so far: {found.shape.name}")
@@ -132,6 +132,6 @@ def test_what_no_rate_allows_is_not_planned(written: Counter[str]) -> None:
     training = Training(
         cluster=Cluster(device_memory=40 * GIB, host_memory=1000 * GIB), machine=MACHINES["a100-40"], quick=True
     )
-    with pytest.raises(scale.TooFast):
-        scale.largest(training, min_tflops=500)
+    with pytest.raises(largest_model.TooFast):
+        largest_model.largest(training, min_tflops=500)
     assert not written

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.named import bert, gpt, names, published_names, shape, size_table
+from ps_core._workloads.named_shapes import bert, gpt, names, published_names, shape, size_table
 from ps_core._workloads.shapes import Family, TransformerShape, placed_tensors, tensors
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -35,7 +35,7 @@ from ps_core._plan import (
 )
 from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate
-from ps_core._simulate.costs import Costs
+from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ps_core._streams import progress, silence, tell
+from ps_core._broken_pipe import progress, silence, tell
 
 
 def test_what_is_told_arrives_at_once() -> None:

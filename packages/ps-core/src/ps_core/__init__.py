@@ -30,10 +30,10 @@ from ps_core._simulate.machine import Machine, machine
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import verify
 from ps_core._version import __version__
-from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import TransformerShape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 __all__ = [

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ps_core._broken_pipe import progress, silence
 from ps_core._command.advice import advice, remedies
+from ps_core._command.arguments import make_parser
 from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
 from ps_core._command.forecast import Subject, Training, forecast, model_of
-from ps_core._command.line import make_parser
-from ps_core._command.scale import TooFast, largest
+from ps_core._command.largest_model import TooFast, largest
 from ps_core._command.show import (
     Case,
     Document,
@@ -35,16 +36,15 @@ from ps_core._command.show import (
 )
 from ps_core._command.timeline import timeline_text
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 from ps_core._planner.policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
-from ps_core._streams import progress, silence
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core.report import tide, tide_svg, tide_text
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from ps_kernels._arithmetic_order import AdamArguments, SgdScalars, to_single
 from ps_kernels._arrays import (
     FLOATS,
     Array,
@@ -26,7 +27,6 @@ from ps_kernels._backends import backends, choose, load
 from ps_kernels._batch import check_batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import NativeBackend, native
-from ps_kernels._order import AdamArguments, SgdScalars, to_single
 
 
 def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers

@@ -8,12 +8,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
 
+from ps_kernels._arithmetic_order import AdamScalars, SgdScalars
 from ps_kernels._arrays import Array
 from ps_kernels._batch import Batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import LEVELS, native
-from ps_kernels._order import AdamScalars, SgdScalars
-from ps_kernels._said import say_once
+from ps_kernels._say_once import say_once
 
 _NAMES = ("cuda", "avx512", "avx2", "neon", "scalar", "torch", "numpy")
 

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ps_kernels._arithmetic_order import BLOCK_NUMEL, AdamScalars, SgdScalars
 from ps_kernels._batch import Batch
 from ps_kernels._compile import cache_folder
 from ps_kernels._cuda_launch import CupyLauncher
 from ps_kernels._cuda_source import Tuning
-from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
 
 _NORM_THREADS, _COPY_THREADS = 512, 256
 _TILE = 1 << 14

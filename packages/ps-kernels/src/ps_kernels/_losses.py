@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ps_kernels._arithmetic_order import to_single
 from ps_kernels._arrays import (
     FLOATS,
     Array,
@@ -19,7 +20,6 @@ from ps_kernels._arrays import (
 )
 from ps_kernels._backends import LossBackend, choose
 from ps_kernels._errors import InvalidArgument
-from ps_kernels._order import to_single
 
 
 def cross_entropy(

@@ -16,10 +16,10 @@ from operator import attrgetter, sub
 from pathlib import Path
 from typing import Any
 
+from ps_kernels._arithmetic_order import BLOCK_NUMEL, AdamScalars, SgdScalars
 from ps_kernels._arrays import Array
 from ps_kernels._batch import Batch
 from ps_kernels._compile import CompileFailed, levels, library
-from ps_kernels._order import BLOCK_NUMEL, AdamScalars, SgdScalars
 
 LEVELS = ("avx512", "avx2", "neon", "scalar")
 _KINDS = {

@@ -7,11 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from ps_kernels._arithmetic_order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 from ps_kernels._arrays import Array
 from ps_kernels._batch import Batch
 from ps_kernels._numpy_loss import cross_entropy
 from ps_kernels._numpy_types import Singles, round_into, to_singles
-from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 
 _PIECE_NUMEL = 1 << 15
 """Elements worked on at a time: five arrays of these fit in a core's second-level cache."""

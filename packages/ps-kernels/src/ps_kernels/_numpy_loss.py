@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ps_kernels._arrays import Array
-from ps_kernels._numpy_types import Singles, round_into, to_singles
-from ps_kernels._order import (
+from ps_kernels._arithmetic_order import (
     DOUBLE_LOG_OF_2,
     EXP_LEAST,
     EXP_TERMS,
@@ -19,6 +17,8 @@ from ps_kernels._order import (
     ROOT_OF_2,
     ROUNDER,
 )
+from ps_kernels._arrays import Array
+from ps_kernels._numpy_types import Singles, round_into, to_singles
 
 _PIECE_NUMEL = 1 << 17
 """Logits worked on at a time."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 from ps_kernels._errors import InvalidArgument, KernelError
-from ps_kernels._said import say_once
+from ps_kernels._say_once import say_once
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ps_kernels._arithmetic_order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 from ps_kernels._batch import Batch
-from ps_kernels._order import BLOCK_NUMEL, KEPT, LANES, ROWS, AdamScalars, SgdScalars
 from ps_kernels._torch_loss import cross_entropy
 
 _CPU_PIECE_NUMEL = 1 << 17

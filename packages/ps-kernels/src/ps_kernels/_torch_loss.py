@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ps_kernels._order import (
+from ps_kernels._arithmetic_order import (
     DOUBLE_LOG_OF_2,
     EXP_LEAST,
     EXP_TERMS,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import Family, TransformerShape
 from ps_models._config import option_names
 from ps_models.bert import BERT

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import InvalidInput
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
 from ps_core.engine import is_managed, save_weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_core._errors import InvalidInput, PatrickStarError
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 from ps_core._units import format_bytes
 from ps_core._version import __version__
 

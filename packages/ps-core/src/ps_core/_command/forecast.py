@@ -25,9 +25,9 @@ from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase, Trace
 from ps_core._units import ALIGNMENT_BYTES
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.apart import check_apart
+from ps_core._workloads.head_and_token_table import check_apart
 from ps_core._workloads.shapes import Family, TransformerShape, tensors
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 _STALLED = 0.05

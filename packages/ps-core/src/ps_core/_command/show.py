@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ps_core._command.forecast import Forecast, Subject, Training
-from ps_core._command.scale import Largest
+from ps_core._command.largest_model import Largest
 from ps_core._errors import DoesNotFit
 from ps_core._simulate.clock import Prediction
 from ps_core._trace import Trace

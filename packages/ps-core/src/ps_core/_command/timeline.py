@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from ps_core._command.forecast import Forecast
-from ps_core._simulate.idle import step_window
-from ps_core._simulate.pieces import Piece, planned_pieces
+from ps_core._simulate.idle_time import step_window
+from ps_core._simulate.work_pieces import Piece, planned_pieces
 from ps_core.report.chrome_trace import chrome_trace
 from ps_core.report.timeline import timeline_svg
 

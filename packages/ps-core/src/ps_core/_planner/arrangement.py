@@ -1,6 +1,6 @@
 """Who sits where when every extent has one copy, and the chain of instructions that changes it.
 
-Used for tight memory; why room can always be made is in the notes of `tight` and `holds`.
+Used for tight memory; why room can always be made is in the notes of `low_memory_plan` and `held_slots`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Copy, Held, Instr, Op, Queue, Release, Reserve, Shift, Tier, link, worker
 from ps_core._planner.bounds import largest_extent_bytes
-from ps_core._planner.holds import Holds, Span, lowest
+from ps_core._planner.held_slots import Holds, Span, lowest
 from ps_core._program import Extent, Program, SegmentName
 
 
@@ -185,7 +185,7 @@ class Arrangement:
         return sorted(found, key=lambda row: row[1])
 
     def anchor(self, extent: Extent) -> None:
-        """Put an extent of the compute tier on ground, to stay there; see [Note: ground] in `holds`."""
+        """Put an extent of the compute tier on ground, to stay there; see [Note: ground] in `held_slots`."""
         seat = self.seats[extent]
         still = sorted((other.offset, other.offset + other.bytes) for other in map(self.seats.__getitem__, self.fixed))
         start = lowest(still, seat.bytes)

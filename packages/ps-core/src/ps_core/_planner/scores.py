@@ -14,12 +14,12 @@ from functools import cached_property
 
 from ps_core._plan import Queue, Tier
 from ps_core._planner.bounds import lower_bounds
-from ps_core._planner.frame import Frame, NoRoom, make_frame
 from ps_core._planner.placement import Placement, above_disk, filled, halves
 from ps_core._planner.policy import Policy
 from ps_core._planner.segments import make_segment
+from ps_core._planner.tier_division import Frame, NoRoom, make_frame
 from ps_core._program import Extent, Program, SegmentName
-from ps_core._simulate.issued import Issuing, Priced
+from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 
 _STREAM_STRIDES = (16, 8, 4, 2, 1)

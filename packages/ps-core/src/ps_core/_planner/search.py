@@ -15,16 +15,16 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
-from ps_core._planner.frame import NoRoom, make_frame
+from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._planner.placement import Placement
 from ps_core._planner.policy import Policy
 from ps_core._planner.scores import Found, Scorer, beats
 from ps_core._planner.segments import make_plan
-from ps_core._planner.tight import tight_plan
+from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate
 from ps_core._simulate.early_steps import EarlySteps
-from ps_core._simulate.issued import Issuing
+from ps_core._simulate.engine_timing import Issuing
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core._verify import verify

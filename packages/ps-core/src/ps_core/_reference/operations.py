@@ -22,11 +22,11 @@ from ps_core._plan import (
     Step,
 )
 from ps_core._program import Extent, Kind, SegmentName, Use, Visit
-from ps_core._reference.bank import POISON, Slot
 from ps_core._reference.floats import Floats, add
-from ps_core._reference.learning import Call, Outcome, contribute, measure, overflowed, reduce
 from ps_core._reference.optim import step_run
-from ps_core._reference.process import Leg, Process
+from ps_core._reference.process_memory import POISON, Slot
+from ps_core._reference.simulated_process import Leg, Process
+from ps_core._reference.training_rules import Call, Outcome, contribute, measure, overflowed, reduce
 
 
 def carry_out(process: Process, leg: Leg, op: Op) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ps_core._options import for_parameter
 from ps_core._program import Precision, Program
 from ps_core._reference.floats import Floats, add, pack, rounded
-from ps_core._reference.learning import (
+from ps_core._reference.optim import step_run
+from ps_core._reference.training_rules import (
     Call,
     Network,
     Scaler,
@@ -20,7 +21,6 @@ from ps_core._reference.learning import (
     overflowed,
     reduce,
 )
-from ps_core._reference.optim import step_run
 from ps_core._trace import Phase
 
 

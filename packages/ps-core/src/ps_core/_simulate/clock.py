@@ -1,7 +1,7 @@
 """Running a plan against a clock instead of memory: how long a training step takes, and what it moves.
 
-Two step times are predicted: what the engine takes (`issued`), and what the plan itself would allow. The first is what
-all other figures are about.
+Two step times are predicted: what the engine takes (`engine_timing`), and what the plan itself would allow. All other
+figures are about the first.
 
 [Note: the clock]
 What a plan allows. Every queue does one thing at a time, in list order; an instruction starts when its queue is free
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from ps_core._errors import InvalidInput
 from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment
 from ps_core._program import Program
-from ps_core._simulate.issued import Issuing, Timed
+from ps_core._simulate.engine_timing import Issuing, Timed
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.scan import Cells, Scan
+from ps_core._simulate.memory_spans import Cells, Scan
 from ps_core._trace import Phase
 
 QUEUE_NAMES = {

@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
-from ps_core._names import did_you_mean
-from ps_core._simulate.built_in import MACHINES
+from ps_core._name_suggestions import did_you_mean
+from ps_core._simulate.built_in_machines import MACHINES
 from ps_core._simulate.rates import NUMBERS, OPTIONAL, Machine
 
 __all__ = ["MACHINES", "NUMBERS", "UNSTEADY", "Machine", "default_machine", "machine", "machine_from_toml"]

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
 from ps_core._program import SegmentName
-from ps_core._simulate.host_worker import HostWorker
+from ps_core._simulate.worker_times import HostWorker
 
 _STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])
 _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}

@@ -1,6 +1,6 @@
 """Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
-from ps_core._simulate.idle import StepTimes
+from ps_core._simulate.idle_time import StepTimes
 from ps_core.engine._checkpoint.check_files import check_checkpoint
 from ps_core.engine._checkpoint.export import export_checkpoint, save_weights
 from ps_core.engine._checkpoint.load_weights import load_weights

@@ -17,7 +17,7 @@ import torch
 
 from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._calibration.bandwidths import CopyRate, HostTraffic, Links, NormRate, StepRate, disk_rates
-from ps_core.engine._calibration.bookkeeping import Bookkeeping
+from ps_core.engine._calibration.engine_overhead import Bookkeeping
 from ps_core.engine._calibration.operators import Operators
 from ps_core.engine._calibration.probes import BUSY, Row, collect, steadiness
 from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu

@@ -20,15 +20,15 @@ from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
-from ps_core.engine._execution.components import Components, single_process_components
+from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.engine_parts import Components, single_process_components
 from ps_core.engine._execution.hooks import ModelHooks
 from ps_core.engine._execution.host_embedding import host_tables
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
-from ps_core.engine._execution.protocols import Scheduler
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import roll_back_chunked
-from ps_core.engine._memory.suggestions import UserLimits
+from ps_core.engine._memory.budget_suggestions import UserLimits
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.kernel_rule import FIXED
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
@@ -36,11 +36,11 @@ from ps_core.engine._optim.rules import OptimizerRule, Spec, rule_of
 from ps_core.engine._optim.step_in_backward import check_step_option
 from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
+from ps_core.engine._parameters.first_home_slots import copy_in_values, reserve_homes
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
-from ps_core.engine._parameters.placement import copy_in_values, reserve_homes
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess

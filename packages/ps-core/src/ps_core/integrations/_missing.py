@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 
 
 def missing(error: ModuleNotFoundError, library: str) -> ModuleNotFoundError:

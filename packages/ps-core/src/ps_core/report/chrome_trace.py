@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ps_core._plan import Queue
 from ps_core._simulate.clock import QUEUE_NAMES
-from ps_core._simulate.pieces import Piece
+from ps_core._simulate.work_pieces import Piece
 
 _MICROSECONDS = 1e6
 

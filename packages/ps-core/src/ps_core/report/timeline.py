@@ -7,7 +7,7 @@ from html import escape
 
 from ps_core._plan import Queue
 from ps_core._simulate.clock import QUEUE_NAMES
-from ps_core._simulate.pieces import Piece
+from ps_core._simulate.work_pieces import Piece
 from ps_core.report.picture import STYLE
 
 _WIDTH, _LEFT, _RIGHT, _ABOVE, _ROW = 960, 130, 30, 72, 30

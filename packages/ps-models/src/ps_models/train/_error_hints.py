@@ -6,7 +6,7 @@ import re
 import shlex
 
 from ps_core import DoesNotFit
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import Family
 from ps_models.train._options import TrainOptions
 from ps_models.train._setup import budget_of

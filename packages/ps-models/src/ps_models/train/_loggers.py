@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from ps_core._broken_pipe import tell
 from ps_core._errors import InvalidInput
-from ps_core._installing import how_to_install
-from ps_core._streams import tell
+from ps_core._install_hints import how_to_install
 from ps_core._units import format_bytes
 from ps_models.train._options import TrainOptions
 from ps_models.train._step_metrics import StepMetrics

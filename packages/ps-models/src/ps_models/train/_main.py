@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarError
-from ps_core._streams import tell
+from ps_core._broken_pipe import tell
 from ps_core.engine import statistics
 from ps_models.train._command_line import parse
 from ps_models.train._data import Corpus, corpus

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from ps_core._errors import InvalidInput
-from ps_core._names import did_you_mean
+from ps_core._name_suggestions import did_you_mean
 from ps_models.train import _option_rules as rules
 from ps_models.train._option_conflicts import check_together
 

@@ -14,7 +14,7 @@ from torch import nn
 import ps_kernels
 from ps_core import AdamW, Budget, Group, InvalidInput, UnsupportedParameter
 from ps_core._units import format_count
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import Family, TransformerShape
 from ps_core.engine import ChunkedOptimizer, chunked
 from ps_models._build import build

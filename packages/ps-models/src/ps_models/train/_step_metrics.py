@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ps_core._trace import Phase, Trace
-from ps_core._workloads.analytic import analytic_trace
 from ps_core._workloads.shapes import TransformerShape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 from ps_core.engine import Statistics
 from ps_models.train._model_facts import ModelFacts

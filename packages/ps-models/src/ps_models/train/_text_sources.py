@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 from ps_models.train._examples import ALLOWED, Document, document_of
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})

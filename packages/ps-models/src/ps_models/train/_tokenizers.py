@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 from ps_models.train._folder_tokenizer import FolderTokenizer
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")

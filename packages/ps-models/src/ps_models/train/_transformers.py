@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput
-from ps_core._installing import how_to_install
+from ps_core._install_hints import how_to_install
 
 
 def transformers_for(option: str, folder: Path) -> Any:

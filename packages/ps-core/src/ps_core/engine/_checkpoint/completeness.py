@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, EXTRA, MASTERS, WEIGHTS
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry
-from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, MASTERS, WEIGHTS
 from ps_core.engine._optim.kernel_rule import FIXED
 from ps_core.engine._optim.rules import rule_of
 

@@ -15,6 +15,7 @@ from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked
+from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.direct_io import (
     BUFFER_BYTES,
     PIECE_BYTES,
@@ -26,10 +27,9 @@ from ps_core.engine._checkpoint.direct_io import (
 )
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint, is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for
-from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.reader import SavedFile, compare, read_full_tensor, readable, stored
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, bytes_of, table_of
-from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.shard_ranges import plain_order
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of

@@ -15,13 +15,13 @@ from torch import nn
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._program import Kind
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
+from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for, loading_state
-from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.reader import Reader, SavedFile, read_full_tensor, stored, version_of
 from ps_core.engine._checkpoint.safetensors_format import damaged, keeps_values, no_key_twice, read_table
-from ps_core.engine._checkpoint.sections import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine._checkpoint.atomic_folder import MANIFEST
+from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, EXTRA, Sections, TensorSource, entries, extra_states
 from ps_core.engine._checkpoint.completeness import states_of
 from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
 from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
-from ps_core.engine._checkpoint.sections import BUFFERS, EXTRA, Sections, TensorSource, entries, extra_states
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._gradients.loss_scale import LossScale

@@ -11,12 +11,7 @@ from typing import TypeGuard
 import torch
 
 from ps_core._program import Kind
-from ps_core.engine._checkpoint.crc32 import Checksum, joined, text_of
-from ps_core.engine._checkpoint.direct_io import DoubleBuffer, TensorReader, buffers
-from ps_core.engine._checkpoint.manifest import SavedCheckpoint
-from ps_core.engine._checkpoint.ranks import CheckpointRanks
-from ps_core.engine._checkpoint.safetensors_format import TensorEntry, bytes_of, damaged
-from ps_core.engine._checkpoint.sections import (
+from ps_core.engine._checkpoint.checkpoint_tensors import (
     BUFFERS,
     EXTRA,
     OpenChunks,
@@ -25,6 +20,11 @@ from ps_core.engine._checkpoint.sections import (
     largest_chunk_bytes,
     layout_of,
 )
+from ps_core.engine._checkpoint.crc32 import Checksum, joined, text_of
+from ps_core.engine._checkpoint.direct_io import DoubleBuffer, TensorReader, buffers
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint
+from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
+from ps_core.engine._checkpoint.safetensors_format import TensorEntry, bytes_of, damaged
 from ps_core.engine._checkpoint.shard_ranges import FileRange, Layout, plain_order, runs, same_order, spans
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.param_state import ParamState

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
+from ps_core.engine._checkpoint.checkpoint_tensors import EXTRA, TensorSource, contents, extra_states
 from ps_core.engine._checkpoint.completeness import MOMENTS
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import read_manifest
@@ -24,10 +25,9 @@ from ps_core.engine._checkpoint.preconditions import (
     readable_values,
     targets_of,
 )
-from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.reader import Reader, stored
 from ps_core.engine._checkpoint.rng_state import restore_random_state
-from ps_core.engine._checkpoint.sections import EXTRA, TensorSource, contents, extra_states
 from ps_core.engine._checkpoint.writer import agree, plan_save, save
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of

@@ -23,6 +23,16 @@ from typing import Any
 import torch
 
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure
+from ps_core.engine._checkpoint.checkpoint_tensors import (
+    BUFFERS,
+    EXTRA,
+    OpenChunks,
+    Sections,
+    TensorSource,
+    elements_of,
+    entries,
+    largest_chunk_bytes,
+)
 from ps_core.engine._checkpoint.crc32 import Checksum, text_of
 from ps_core.engine._checkpoint.direct_io import PIECE_BYTES, DoubleBuffer, TensorWriter, buffers
 from ps_core.engine._checkpoint.json_values import encode
@@ -35,19 +45,9 @@ from ps_core.engine._checkpoint.manifest import (
     write_manifest,
     write_text,
 )
-from ps_core.engine._checkpoint.ranks import CheckpointRanks
+from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.rng_state import random_state
 from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of
-from ps_core.engine._checkpoint.sections import (
-    BUFFERS,
-    EXTRA,
-    OpenChunks,
-    Sections,
-    TensorSource,
-    elements_of,
-    entries,
-    largest_chunk_bytes,
-)
 from ps_core.engine._checkpoint.shard_ranges import plain_order, same_order
 from ps_core.engine._execution.engine import Engine
 

@@ -26,7 +26,7 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core.engine._devices.device import Event
-from ps_core.engine._devices.disk.streams import DiskEvent
+from ps_core.engine._devices.disk.queues import DiskEvent
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 

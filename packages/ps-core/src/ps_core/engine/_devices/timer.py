@@ -7,7 +7,7 @@ import time
 
 from ps_core._plan import Queue
 from ps_core.engine._devices.device import Mark, Worker
-from ps_core.engine._devices.disk.streams import DiskQueues
+from ps_core.engine._devices.disk.queues import DiskQueues
 
 
 class NotedTime:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from ps_core._program import Kind
-from ps_core.engine._execution.components import Components, Ranks
+from ps_core.engine._execution.driver_protocols import Hooks, Scheduler
+from ps_core.engine._execution.engine_parts import Components, Ranks
 from ps_core.engine._execution.parameter_access import ParameterAccess
 from ps_core.engine._execution.pass_tracker import PassTracker
-from ps_core.engine._execution.protocols import Hooks, Scheduler
+from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._execution.state_dict import StateDicts
-from ps_core.engine._execution.usability import Usability
 from ps_core.engine._execution.user_gradients import UserGradients
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad

@@ -12,7 +12,7 @@ from ps_core._planner.search import Planned
 from ps_core._program import Extent, Kind, Program, SegmentName
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
-from ps_core.engine._devices.disk.streams import DISK_QUEUES
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

@@ -16,9 +16,9 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.move_home_slots import group_with_aliases
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.aliased_storage import find_ties
+from ps_core.engine._parameters.first_home_slots import copy_in_values, reserve_homes, write_value
 from ps_core.engine._parameters.grouping import Grouping, named
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._parameters.placement import copy_in_values, reserve_homes, write_value
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
-from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.pass_recording import PassRecording

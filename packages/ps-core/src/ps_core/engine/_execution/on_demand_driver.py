@@ -10,7 +10,7 @@ import torch
 
 from ps_core._plan import Queue
 from ps_core.engine._gradients.gradient_store import GradientStore
-from ps_core.engine._memory.room import has_room, make_room
+from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency

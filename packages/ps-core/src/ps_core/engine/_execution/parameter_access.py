@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._execution.components import Components
-from ps_core.engine._execution.host_tables import HostTables
+from ps_core.engine._execution.engine_parts import Components
+from ps_core.engine._execution.host_embedding_tables import HostTables
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_tracker import PassTracker, moving
-from ps_core.engine._execution.usability import Usability
+from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._optim.group_step import StepDecisions
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient

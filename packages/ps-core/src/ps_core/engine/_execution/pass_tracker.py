@@ -19,11 +19,11 @@ import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit
-from ps_core.engine._execution.components import Components
+from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
+from ps_core.engine._execution.engine_parts import Components
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
-from ps_core.engine._execution.protocols import PassDriver, Scheduler
 from ps_core.engine._parameters.errors import (
     backward_within_backward,
     changed_in_place,

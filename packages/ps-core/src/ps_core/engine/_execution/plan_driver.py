@@ -13,10 +13,10 @@ from typing import Any
 from ps_core._plan import Instr, Queue, Reserve
 from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event, Worker
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent
+from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
+from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
-from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf

@@ -19,6 +19,7 @@ from ps_core._options import Options
 from ps_core._plan import Plan
 from ps_core._planner.search import Planned, Setup
 from ps_core._program import SegmentName
+from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
@@ -26,8 +27,7 @@ from ps_core.engine._execution.lower_home_slots import HomePlacement
 from ps_core.engine._execution.no_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
-from ps_core.engine._execution.protocols import PassDriver
-from ps_core.engine._memory.reserve import bytes_to_reserve
+from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents

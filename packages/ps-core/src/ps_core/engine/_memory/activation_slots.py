@@ -20,8 +20,8 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import Plan, Queue, Reserve
 from ps_core._units import align_up
 from ps_core.engine._devices.device import NonModelBytes
+from ps_core.engine._memory.budget_suggestions import suggest_budget
 from ps_core.engine._memory.chunk import Slot
-from ps_core.engine._memory.suggestions import suggest_budget
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._support.interrupts import defer_interrupts

@@ -13,13 +13,13 @@ import torch
 
 from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core._plan import Queue, Tier, link
-from ps_core._planner.holds import Span, lowest
+from ps_core._planner.held_slots import Span, lowest
 from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
-from ps_core.engine._devices.disk.streams import DISK_QUEUES
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
+from ps_core.engine._memory.budget_suggestions import TierBudget, UserLimits, options_as, suggest_budget
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.slot_cache import SlotCache
-from ps_core.engine._memory.suggestions import TierBudget, UserLimits, options_as, suggest_budget
 from ps_core.engine._support.counters import ByteLedger
 
 POISON = 0xFF

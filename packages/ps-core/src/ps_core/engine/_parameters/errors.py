@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 from ps_core._errors import DoesNotFit, UnsupportedParameter
 from ps_core._program import Kind
 from ps_core._units import align_up
-from ps_core.engine._memory.suggestions import options_as, size, suggest_budget
+from ps_core.engine._memory.budget_suggestions import options_as, size, suggest_budget
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 

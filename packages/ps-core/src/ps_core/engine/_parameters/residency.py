@@ -14,7 +14,7 @@ from ps_core.engine._memory.transfers import Transfers
 from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
-from ps_core.engine._parameters.uncounted_writes import ExposedParameters
+from ps_core.engine._parameters.unseen_writes import ExposedParameters
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from ps_core._plan import Instr, Queue, Step
 from ps_core._program import Extent, SegmentName
-from ps_core._simulate.pieces import NOTES, Piece, Work, WorkNames, name_of_copy
+from ps_core._simulate.work_pieces import NOTES, Piece, Work, WorkNames, name_of_copy
 from ps_core.engine._devices.device import Mark
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._memory.tier_store import TierStore

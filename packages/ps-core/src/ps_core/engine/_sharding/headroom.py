@@ -5,7 +5,7 @@ Only the decision after a first pass is shared between ranks (`headroom_after_fi
 
 from __future__ import annotations
 
-from ps_core.engine._memory.room import make_room
+from ps_core.engine._memory.make_room import make_room
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._sharding.collective_schedule import Headroom, ProposalKind
 from ps_core.engine._sharding.in_flight import InFlightCollectives

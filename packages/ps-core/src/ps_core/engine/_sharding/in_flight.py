@@ -12,7 +12,7 @@ from ps_core._plan import Queue
 from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
 from ps_core.engine._memory.chunk import Slot
-from ps_core.engine._memory.room import has_room, make_room
+from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamGroup

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ps_core._program import SegmentName
+from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_driver import PlanDriver
-from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

@@ -16,11 +16,11 @@ from ps_core._errors import DoesNotFit
 from ps_core._options import Options
 from ps_core._planner.search import Setup
 from ps_core._program import SegmentName
+from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
-from ps_core.engine._execution.protocols import PassDriver
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import SlotContents

@@ -22,7 +22,7 @@ import torch
 from ps_core._program import Kind
 from ps_core._simulate.cluster import FRAGMENTATION
 from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._memory.reserve import bytes_to_reserve
+from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
 

@@ -8,7 +8,7 @@ import torch
 
 from ps_core._program import Kind
 from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._memory.room import make_room
+from ps_core.engine._memory.make_room import make_room
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from ps_core._streams import tell
+from ps_core._broken_pipe import tell
 
 LOGGER = logging.getLogger("ps_core")
 """Silence it, or send it elsewhere, as any logger; until logging is set up, lines go to stderr."""

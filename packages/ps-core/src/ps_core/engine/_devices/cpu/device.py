@@ -13,7 +13,7 @@ from ps_core._plan import Queue
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.pages import give_back_pages
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
+from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent, DiskQueues
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._devices.timer import HostTimer
 from ps_kernels import PinnedArena

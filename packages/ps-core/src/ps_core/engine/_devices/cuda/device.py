@@ -35,7 +35,7 @@ from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, 
 from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskEvent, DiskQueues
+from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent, DiskQueues
 from ps_core.engine._devices.host_worker import HostWorker, WorkDone
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from ps_core._plan import Queue
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream
 from ps_core.engine._devices.device import Mark, Worker
-from ps_core.engine._devices.disk.streams import DISK_QUEUES, DiskQueues
+from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskQueues
 from ps_core.engine._devices.timer import HostTimer
 
 

@@ -15,11 +15,11 @@ from ps_core._layout import lay_out
 from ps_core._options import SGD
 from ps_core._plan import Instr, Queue, Run, Shift, Tier
 from ps_core._planner.bounds import largest_extent_bytes, lower_bounds
-from ps_core._planner.holds import Holds, gap_bytes
-from ps_core._planner.tight import tight_plan
+from ps_core._planner.held_slots import Holds, gap_bytes
+from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName, Use
-from ps_core._reference.execute import Execution, Order, execute
-from ps_core._reference.learning import Training
+from ps_core._reference.execute_plan import Execution, Order, execute
+from ps_core._reference.training_rules import Training
 from ps_core._trace import Moment, Phase, Tensor, Trace
 from ps_core._verify import faults, verify
 

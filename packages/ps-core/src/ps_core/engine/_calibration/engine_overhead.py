@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ps_core._options import AdamW, Budget, Options
-from ps_core._simulate.costs import COUNTED, MOVES
+from ps_core._simulate.instruction_times import COUNTED, MOVES
 from ps_core.engine._calibration.probes import Probe
 from ps_core.engine._calibration.transformer_blocks import Blocks
 from ps_core.engine._chunked import chunked

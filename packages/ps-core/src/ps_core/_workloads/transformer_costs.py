@@ -55,7 +55,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ps_core._workloads.apart import TiledHead
+from ps_core._workloads.head_and_token_table import TiledHead
 from ps_core._workloads.shapes import Family, Norm, TransformerShape
 from ps_core._workloads.workload import Workload
 

@@ -4,7 +4,7 @@
 Every extent has one copy, and moves are exclusive, so an arrangement is just who sits where. Room on a tier is made by
 moving victims to a neighbour that has some; with one largest extent free per tier in total, some tier always has
 (were each short of a largest extent, together they would be short of what is free). Addresses never stand in the way:
-a tier can be pushed together, around what is still referenced (see [Note: ground] in `holds`). Every move of an
+a tier can be pushed together, around what is still referenced (see [Note: ground] in `held_slots`). Every move of an
 extent with a home can be undone, and once the homeless ones are dead (at a segment's end) undoing all moves, last
 first, leads back to home exactly. All instructions form one chain, so no order has to be thought about.
 """

@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from ps_core._plan import Copy, Queue, Segment, slots_of
 from ps_core._program import SegmentName
-from ps_core._simulate.pieces import NOTES, Piece
+from ps_core._simulate.work_pieces import NOTES, Piece
 
 
 class Cause(StrEnum):

@@ -12,7 +12,7 @@ as its step segment and its passes one after the other, from one step's beginnin
 
 Where there is a disk the host thread waits for it, too, where a pass begins. Two kinds of plan are carried out
 otherwise. Of several processes, and where the processor computes, the host thread does the work of the processor's
-queue itself. Where the processor plays the accelerator one thread does almost everything; see `played`.
+queue itself. Where the processor plays the accelerator one thread does almost everything; see `emulated_timing`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._program import Program, SegmentName
-from ps_core._simulate.costs import Costs, Work
 from ps_core._simulate.early_steps import EarlySteps, early_steps, newest_first
+from ps_core._simulate.emulated_timing import LINKS, play
+from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.played import LINKS, play
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
 
 _ROUNDS = 3

@@ -9,13 +9,13 @@ import pytest
 from ps_core._errors import InvalidInput
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
-from ps_core._planner import recall
-from ps_core._planner.recall import find_plan_again
+from ps_core._planner import plan_cache
+from ps_core._planner.plan_cache import find_plan_again
 from ps_core._planner.search import Setup
 from ps_core._simulate.machine import machine
 from ps_core._verify import verify
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import shape
+from ps_core._workloads.named_shapes import shape
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 TRACE = analytic_trace(shape("gpt-50m"), Workload(batch=4))
@@ -35,8 +35,8 @@ def searches(monkeypatch):
         made.append(args)
         return search(*args, **named)
 
-    search = recall.find_plan
-    monkeypatch.setattr(recall, "find_plan", counted)
+    search = plan_cache.find_plan
+    monkeypatch.setattr(plan_cache, "find_plan", counted)
     return made
 
 
@@ -62,15 +62,15 @@ def test_another_question_is_another_file(tmp_path, searches):
 def test_a_plan_for_tight_memory_is_made_anew(tmp_path, searches, monkeypatch):
     found = find(tmp_path)
     path = next(tmp_path.iterdir())
-    path.write_text(json.dumps({"format": recall.FORMAT, "tight": True}))
+    path.write_text(json.dumps({"format": plan_cache.FORMAT, "tight": True}))
     tight = find(tmp_path)
     assert len(searches) == 1
     assert (tight.placement, found.placement is None) == (None, False)
     verify(tight.program, tight.plan)
-    monkeypatch.setattr(recall, "find_plan", lambda *args, **named: tight)
+    monkeypatch.setattr(plan_cache, "find_plan", lambda *args, **named: tight)
     path.unlink()
     find(tmp_path)
-    assert json.loads(path.read_text()) == {"format": recall.FORMAT, "tight": True}
+    assert json.loads(path.read_text()) == {"format": plan_cache.FORMAT, "tight": True}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_another_placement_that_works_is_planned_and_verified(tmp_path, searches
     path = next(tmp_path.iterdir())
     rows = len(LAYOUT.groups)
     lower = {"weights": [1] * rows, "states": [1] * rows, "steps": [1] * rows}
-    path.write_text(json.dumps({"format": recall.FORMAT, "tight": False, **lower}))
+    path.write_text(json.dumps({"format": plan_cache.FORMAT, "tight": False, **lower}))
     found = find(tmp_path)
     assert (set(found.placement.states), len(searches)) == ({1}, 1)
     verify(found.program, found.plan)
@@ -111,7 +111,7 @@ def test_a_placement_without_room_costs_a_search(tmp_path, searches):
     path = next(tmp_path.iterdir())
     rows = len(LAYOUT.groups)
     everything = {"weights": [0] * rows, "states": [0] * rows, "steps": [0] * rows}
-    path.write_text(json.dumps({"format": recall.FORMAT, "tight": False, **everything}))
+    path.write_text(json.dumps({"format": plan_cache.FORMAT, "tight": False, **everything}))
     assert find(tmp_path, tiers) == first
     assert len(searches) == 2
     assert json.loads(path.read_text())["states"] == list(first.placement.states)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Moment, Phase, Trace
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import bert, gpt, shape
+from ps_core._workloads.named_shapes import bert, gpt, shape
 from ps_core._workloads.shapes import Family, TransformerShape, tensors
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 TINY = gpt(3, 64, heads=4, vocabulary=96, positions=64)

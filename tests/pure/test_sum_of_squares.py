@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core._reference.floats import norm_of, single, singles, square_sum
-from ps_core._reference.squares import single_square_sum
+from ps_core._reference.sum_of_squares import single_square_sum
 
 
 def test_nothing_and_few():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
-from ps_core._workloads.apart import check_apart, in_tiles
-from ps_core._workloads.costs import Costs
+from ps_core._workloads.head_and_token_table import check_apart, in_tiles
 from ps_core._workloads.shapes import Part, TransformerShape, placed_tensors
+from ps_core._workloads.transformer_costs import Costs
 from ps_core._workloads.workload import Workload
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from ps_core._errors import InvalidInput
-from ps_core._names import did_you_mean
+from ps_core._name_suggestions import did_you_mean
 from ps_core._workloads.shapes import Family, TransformerShape
 
 # The published sizes: layers and hidden size. All have 16 heads, 175B has 96; vocabulary and positions are GPT-2's

@@ -27,7 +27,7 @@ from ps_core._plan import (
 )
 from ps_core._program import Kind, Program, SegmentName
 from ps_core._simulate.early_steps import EarlySteps
-from ps_core._simulate.issued import Issuing, Priced, slot_bytes
+from ps_core._simulate.engine_timing import Issuing, Priced, slot_bytes
 from ps_core._simulate.machine import Machine
 
 NOTES = (Reserve, Release, Decide)

@@ -17,8 +17,8 @@ from ps_core._command.forecast import Forecast, Training, Way, bounds, computing
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._planner.search import TooSlow
 from ps_core._units import format_count
-from ps_core._workloads.apart import check_apart
-from ps_core._workloads.named import gpt, names, shape
+from ps_core._workloads.head_and_token_table import check_apart
+from ps_core._workloads.named_shapes import gpt, names, shape
 from ps_core._workloads.shapes import Family, TransformerShape
 
 HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)

@@ -10,10 +10,10 @@ import pytest
 
 from ps_core import cli
 from ps_core._command import advice as advising
-from ps_core._command import scale as scaling
+from ps_core._command import largest_model as scaling
 from ps_core._command.advice import advice, remedies
 from ps_core._command.forecast import Training, bounds, forecast, model_of, surely_fits, table_of, trace_of
-from ps_core._command.scale import largest
+from ps_core._command.largest_model import largest
 from ps_core._command.tables import HostTable
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._program import Precision
@@ -21,9 +21,9 @@ from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase
 from ps_core._verify import verify
-from ps_core._workloads.analytic import analytic_trace
-from ps_core._workloads.named import bert, gpt, shape
+from ps_core._workloads.named_shapes import bert, gpt, shape
 from ps_core._workloads.shapes import tensors
+from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 MIB, GIB = 2**20, 2**30

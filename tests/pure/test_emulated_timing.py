@@ -10,7 +10,7 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Copy, Queue, Release, Reserve, Run, Segment, Shift, Tier
 from ps_core._program import Extent, Kind, SegmentName
 from ps_core._simulate.clock import simulate
-from ps_core._simulate.costs import Costs
+from ps_core._simulate.instruction_times import Costs
 from test_simulate import LEFT, offloaded_plan, resident_plan, segment, tiny, whole
 
 PLAYED = replace(LEFT, played_copy_bandwidth=128.0)
