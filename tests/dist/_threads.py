@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Barrier, Event
@@ -24,7 +25,9 @@ class Meeting:
         self.ranks = ranks
         self._barrier = Barrier(ranks, timeout=_PATIENCE_S)
         self._table: list[Any] = [None] * ranks
-        self.servers: dict[int, Callable[[int], Tensor]] = {}
+        self.questioned = Event()
+        """Set once any rank asked for a shard."""
+        self.servers: dict[int, Callable[[int, int], Tensor | None]] = {}
         """By rank: what answers questions for shards."""
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
@@ -129,13 +132,20 @@ class Together:
         assert self.gate.wait(_PATIENCE_S)
         job(self._session)
 
-    def serve(self, answer: Callable[[int], Tensor]) -> Callable[[int], list[Tensor]]:
+    def serve(self, answer: Callable[[int, int], Tensor | None]) -> Callable[[int, int], list[Tensor]]:
         self.meeting.servers[self.rank] = answer
         return self.ask
 
-    def ask(self, group: int) -> list[Tensor]:
+    def ask(self, group: int, steps: int) -> list[Tensor]:
         self.asked += 1
-        return [self.meeting.servers[rank](group) for rank in range(self.ranks)]
+        self.meeting.questioned.set()
+        return [self._answer(self.meeting.servers[rank], group, steps) for rank in range(self.ranks)]
+
+    def _answer(self, server: Callable[[int, int], Tensor | None], group: int, steps: int) -> Tensor:
+        until = time.monotonic() + _PATIENCE_S
+        while (shard := server(group, steps)) is None:
+            assert time.monotonic() < until
+        return shard
 
     def note(self, what: str) -> None:
         self.began.append(what)

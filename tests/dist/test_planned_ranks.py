@@ -22,6 +22,7 @@ from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 WIDTH, LAYERS, STEPS = 40, 6, 5
 
@@ -153,6 +154,32 @@ def test_ranks_that_follow_the_plan_say_nothing_but_its_collectives(case: Case) 
     said = meeting.log[meeting.log.index("step 2") + 1 : meeting.log.index("step 3")]
     others = [what for what in said if not what.startswith(("gather ", "sum "))]
     assert others == ["values: what optimizer.step() goes by", "values: norms of gradients"]
+
+
+@pytest.mark.parametrize("case", [Case("cpu"), Case("emulated", "fp32", 45)])
+def test_an_answer_for_a_shard_is_of_the_weights_after_the_step_that_is_asked_for(case: Case) -> None:
+    """Another rank may ask in its next pass while this one's step goes on still."""
+
+    def steps(each: Together) -> None:
+        each.follows_plans = True
+        model, optimizer = case.made(each, 1)
+        engine = hooks_of(model).engine
+        residency, group = engine.residency, engine.groups[0]
+        assert isinstance(residency, ShardedResidency)
+        for step in range(4):
+            passed(model, step, each.rank, 2)
+            assert residency.answer(0, step) is not None
+            assert residency.answer(0, step + 1) is None
+            optimizer.step()
+            found = residency.answer(0, step + 1)
+            assert found is not None
+            whole = torch.cat([engine.read(record).flatten() for record in group.tensors])
+            mine = whole[each.rank * group.shard_numel :][: group.shard_numel]
+            assert torch.equal(found.view(whole.dtype)[: mine.numel()], mine)
+            optimizer.zero_grad()
+        release(model)
+
+    run(2, steps)
 
 
 # Ranks that do different things.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def pair() -> Iterator[list[ShardAnswers]]:
     for rank, each in enumerate(made):
         each.know([other.address for other in made])
         for model in range(2):
-            each.add(lambda group, rank=rank, model=model: _shard(rank, model, group))
+            each.add(lambda group, _, rank=rank, model=model: _shard(rank, model, group))
     yield made
     for each in made:
         each.close()
@@ -32,7 +33,7 @@ def _shard(rank: int, model: int, group: int) -> Tensor:
 def test_every_rank_gets_the_shards_of_all_in_their_order(pair: list[ShardAnswers]) -> None:
     for rank, each in enumerate(pair):
         for model, group in ((0, 3), (1, 7), (0, 4)):
-            found = each.ask(model, group, me=rank)
+            found = each.ask(model, group, 0, me=rank)
             assert all(map(torch.equal, found, [_shard(0, model, group), _shard(1, model, group)]))
 
 
@@ -41,11 +42,44 @@ def test_who_does_not_know_the_secret_gets_no_answer(pair: list[ShardAnswers]) -
     _, host, port = ADDRESS.unpack(other.address)
     mine.know([mine.address, ADDRESS.pack(b"guessed", host, port)])
     with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 2"):
-        mine.ask(0, 2, me=0)
+        mine.ask(0, 2, 0, me=0)
 
 
 def test_a_rank_that_has_gone_is_named(pair: list[ShardAnswers]) -> None:
     mine, other = pair
     other.close()
     with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 2"):
-        mine.ask(0, 2, me=0)
+        mine.ask(0, 2, 0, me=0)
+
+
+def test_a_question_waits_for_the_step_that_it_asks_for(pair: list[ShardAnswers]) -> None:
+    mine, other = pair
+    steps, tried = 0, []
+
+    def answer(group: int, wanted: int) -> Tensor | None:
+        nonlocal steps
+        tried.append(steps)
+        steps += 1
+        return _shard(1, 2, group) if tried[-1] >= wanted else None
+
+    mine.add(lambda group, _: _shard(0, 2, group))
+    model = other.add(answer)
+    assert torch.equal(mine.ask(model, 5, 3, me=0)[1], _shard(1, 2, 5))
+    assert tried == [0, 1, 2, 3]
+
+
+def test_a_rank_that_leaves_answers_nobody_who_waits(pair: list[ShardAnswers]) -> None:
+    mine, other = pair
+    asked = Event()
+
+    def answer(group: int, wanted: int) -> Tensor | None:
+        asked.set()
+        return None
+
+    mine.add(lambda group, _: _shard(0, 2, group))
+    model = other.add(answer)
+    leaving = Thread(target=lambda: (asked.wait(), other.close()))
+    leaving.start()
+    with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 5"):
+        mine.ask(model, 5, 1, me=0)
+    leaving.join()

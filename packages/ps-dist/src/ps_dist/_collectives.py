@@ -112,8 +112,8 @@ class TorchCollectives:
 
     # Questions, outside of all collectives.
 
-    def serve(self, answer: Answer) -> Callable[[int], list[Tensor]]:
-        """Answer other processes' questions for shards of one more model; return what asks them, by group.
+    def serve(self, answer: Answer) -> Callable[[int, int], list[Tensor]]:
+        """Answer other processes' questions for shards of one more model; return what asks, by group and steps.
 
         All processes call this for the same models in the same order. ``answer`` is called on another thread.
         """

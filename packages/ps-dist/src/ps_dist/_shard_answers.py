@@ -11,19 +11,19 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
 
 from ps_core._errors import RanksDiverged
 
-_QUESTION, _SIZE = struct.Struct("<16sqq"), struct.Struct("<q")
+_QUESTION, _SIZE = struct.Struct("<16sqqq"), struct.Struct("<q")
 ADDRESS = struct.Struct("<16s48sH")
 """An address as ranks exchange it: a secret, the host, the port."""
 
-Answer = Callable[[int], Tensor]
-"""Returns the bytes of this rank's shard of a group, in host memory."""
+Answer = Callable[[int, int], Tensor | None]
+"""Returns the bytes of this rank's shard of a group after so many steps, in host memory; None: not yet."""
 
 
 class ShardAnswers:
@@ -38,6 +38,7 @@ class ShardAnswers:
         self._host = _own_address(reached_by)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._socket = socket.create_server((self._host, 0), family=family, backlog=128)
+        self._closed = Event()
         self._thread = Thread(target=self._serve, name="ps_dist answers", daemon=True)
         self._thread.start()
 
@@ -55,27 +56,28 @@ class ShardAnswers:
         self._answers.append(answer)
         return len(self._answers) - 1
 
-    def ask(self, model: int, group: int, me: int) -> list[Tensor]:
-        """Return all ranks' shards of a group, as bytes in order of rank."""
+    def ask(self, model: int, group: int, steps: int, *, me: int) -> list[Tensor]:
+        """Return all ranks' shards of a group after so many steps, as bytes in order of rank."""
         found = []
         for rank, address in enumerate(self._others):
-            mine = rank == me
-            found.append(self._answers[model](group) if mine else self._ask(rank, address, model, group))
+            mine = self._answers[model](group, steps) if rank == me else None
+            found.append(self._ask(rank, address, (model, group, steps)) if mine is None else mine)
         return found
 
-    def _ask(self, rank: int, address: bytes, model: int, group: int) -> Tensor:
+    def _ask(self, rank: int, address: bytes, question: tuple[int, int, int]) -> Tensor:
         secret, host, port = ADDRESS.unpack(address)
         where = host.rstrip(b"\0").decode(), port
         try:
             with socket.create_connection(where, self._timeout_s) as line:
-                line.sendall(_QUESTION.pack(secret, model, group))
+                line.sendall(_QUESTION.pack(secret, *question))
                 (size,) = _SIZE.unpack(_received(line, _SIZE.size))
                 return torch.frombuffer(_received(line, size), dtype=torch.uint8)
         except (OSError, EOFError, struct.error) as error:
-            raise RanksDiverged(f"rank {rank} does not answer for its shard of group {group}: {error}") from error
+            raise RanksDiverged(f"rank {rank} does not answer for its shard of group {question[1]}: {error}") from error
 
     def close(self) -> None:
         """Answer no more."""
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -89,11 +91,19 @@ class ShardAnswers:
                 return
             with line, suppress(OSError, EOFError, struct.error, IndexError):  # who asks in vain says so
                 line.settimeout(self._timeout_s)
-                secret, model, group = _QUESTION.unpack(_received(line, _QUESTION.size))
-                if secrets.compare_digest(secret, self._secret):
-                    shard = self._answers[model](group)
+                secret, *question = _QUESTION.unpack(_received(line, _QUESTION.size))
+                shard = self._answered(*question) if secrets.compare_digest(secret, self._secret) else None
+                if shard is not None:
                     line.sendall(_SIZE.pack(shard.numel()))
                     line.sendall(shard.numpy().data)
+
+    def _answered(self, model: int, group: int, steps: int) -> Tensor | None:
+        """Return an answer once there is one; None: this process leaves."""
+        while not self._closed.is_set():
+            shard = self._answers[model](group, steps)
+            if shard is not None:
+                return shard
+        return None
 
 
 def _received(line: socket.socket, size: int) -> bytearray:

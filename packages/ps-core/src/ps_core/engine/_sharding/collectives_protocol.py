@@ -88,10 +88,11 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
         """Run a job on the communication thread, after all jobs started before."""
 
-    def serve(self, answer: Callable[[int], torch.Tensor]) -> Callable[[int], list[torch.Tensor]]:
-        """Answer other ranks' questions for shards of a model, by group, on another thread, as bytes.
+    def serve(self, answer: Callable[[int, int], torch.Tensor | None]) -> Callable[[int, int], list[torch.Tensor]]:
+        """Answer other ranks' questions for shards of a model, by group and steps, on another thread, as bytes.
 
-        Return what asks all ranks, and gives their answers in order of rank; no rank's collectives wait for it.
+        ``answer`` returns None where it cannot answer yet, and is called again. Return what asks all ranks, and gives
+        their answers in order of rank; no rank's collectives wait for it.
         """
 
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:

@@ -11,7 +11,7 @@ garbage collector.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from threading import Lock
+from threading import Condition, Lock
 from weakref import WeakMethod
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
+from ps_core.engine._devices.device import Event
 from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
@@ -28,7 +29,10 @@ from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.shard_promotion import ShardPromoter
-from ps_core.engine._sharding.streams import collective_ordering
+from ps_core.engine._sharding.streams import ORDERED_QUEUES, collective_ordering
+
+_PATIENCE_S = 0.5
+"""After which the thread that answers looks whether anyone still wants an answer."""
 
 
 class ShardedResidency(Residency):
@@ -41,9 +45,14 @@ class ShardedResidency(Residency):
         self.together = together
         self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
-        self._ask: Callable[[int], list[torch.Tensor]] | None = None
+        self._ask: Callable[[int, int], list[torch.Tensor]] | None = None
         self.moving = Lock()
         """Held while a plan moves shards, and while another thread reads one."""
+        self._steps = 0
+        """Optimizer steps that are over: every rank's weights are of the same step when it answers for its shard."""
+        self._stepped = Condition(self.moving)
+        self._step_over: list[Event] = []
+        """Events behind the last step on every queue."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
         """Forward passes begun in this pass whose activations wait for backward."""
@@ -147,29 +156,49 @@ class ShardedResidency(Residency):
         """Answer other ranks' questions for shards, on whatever thread, as long as this object lives."""
         answer = WeakMethod(self.answer)
 
-        def answer_if_alive(index: int) -> torch.Tensor:
+        def answer_if_alive(index: int, steps: int) -> torch.Tensor | None:
             found = answer()
-            return torch.empty(0, dtype=torch.uint8) if found is None else found(index)
+            return torch.empty(0, dtype=torch.uint8) if found is None else found(index, steps)
 
         self._ask = self.together.serve(answer_if_alive)
 
-    def answer(self, index: int) -> torch.Tensor:
-        """Return this rank's shard of a group's weight for a rank that asked; called by another thread.
+    def answer(self, index: int, steps: int) -> torch.Tensor | None:
+        """Return this rank's shard of a group's weight after so many steps; None: this rank's step goes on still.
 
-        That rank is in a pass, so no rank steps or moves masters meanwhile. The weight's own shard may be overwritten
-        by a sum; the master rounds to the same.
+        Called by another thread, for a rank that is in a pass. So no rank begins the next step meanwhile, but this one
+        may not have ended the step before. The weight's own shard may be overwritten by a sum; the master rounds to
+        the same.
         """
         group = self.groups[index]
         kind = Kind.P32 if group.trainable else group.weight
-        with self.moving:
-            source = group.chunks[kind].source()
+        with self._stepped:
+            if not self._stepped.wait_for(lambda: self._steps >= steps, _PATIENCE_S):
+                return None
+            for event in self._step_over:
+                event.block()
+            chunk = group.chunks[kind]
+            slots = [slot for slot in (chunk.home, *chunk.copies.values()) if slot.version == chunk.version]
+            source = max(slots, key=lambda slot: slot.tier)  # the host's, if any: an accelerator may be waiting
             values = source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
         return values.view(torch.uint8)
+
+    def end_step(self) -> None:
+        """Note that this rank's shards are those after one more step, and let answers for them go."""
+        store = self.store
+        if self._ask is None:
+            return
+        over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in ORDERED_QUEUES]
+        if store.device.worker is not None:
+            over.append(store.device.worker.launch("the end of a step", (), (), _nothing))
+        with self._stepped:
+            self._steps += 1
+            self._step_over = over
+            self._stepped.notify_all()
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
         assert self._ask is not None, "`serve` was called"
-        for rank, shard in enumerate(self._ask(group.index)):
+        for rank, shard in enumerate(self._ask(group.index, self._steps)):
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:
@@ -289,3 +318,7 @@ class ShardedResidency(Residency):
     def forget(self) -> None:
         """Drop the gathered bytes that `vector` keeps."""
         self._whole = None
+
+
+def _nothing() -> None:
+    """Do nothing: what counts is when the worker's thread comes to it."""

@@ -86,4 +86,5 @@ class ShardedStepper(OnDemandStepper):
         super().free_sums()
         self._shards.forget()
         self._left_over.end_step()
+        self._shards.end_step()
         self._shards.promoter.promote()

@@ -33,7 +33,8 @@ _PART_OF_FREE = 8
 """Staging memory is at most this fraction of the host tier's free bytes."""
 _CUT_NUMEL = 64
 """Elements of a shard that go at once at least."""
-_OTHERS = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
+ORDERED_QUEUES = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
+"""The queues of an accelerator that collectives are ordered with."""
 
 
 class CollectiveOrdering(Protocol):
@@ -88,7 +89,7 @@ class BlockingCollectives:
     def after(self, event: Event | None) -> None:
         """Make every queue wait for the collective, which is over."""
         event = self._device.record(Queue.COLL)
-        for queue in (*_OTHERS, Queue.CPU):
+        for queue in (*ORDERED_QUEUES, Queue.CPU):
             self._device.wait(queue, event)
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
@@ -118,7 +119,7 @@ class StreamCollectives:
 
     def ready(self) -> Sequence[Event]:
         """Return an event of each queue, behind everything launched so far."""
-        return [self._device.record(queue) for queue in (*_OTHERS, Queue.CPU)]
+        return [self._device.record(queue) for queue in (*ORDERED_QUEUES, Queue.CPU)]
 
     def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """Make the collective stream wait for the events; return the session's collectives on the device."""
@@ -134,7 +135,7 @@ class StreamCollectives:
     def after(self, event: Event | None) -> None:
         """Make the other queues wait for the collective; the host thread waits for one of them before it reads."""
         assert event is not None, "the other thread recorded one"
-        for queue in _OTHERS:
+        for queue in ORDERED_QUEUES:
             self._device.wait(queue, event)
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
