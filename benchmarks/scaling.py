@@ -94,8 +94,7 @@ of host memory. TFLOPS count 8 operations per parameter and token, per GPU. *Pub
 2108.05818; IEEE TPDS 34(1)), read off its plots, at a batch of its choice.
 
 *Step* is with forward, backward and optimizer one after the other, as several processes do it; *bound* is what the
-plan would allow, were they to overlap. And several processes do not follow this plan yet: they agree on collectives as
-they run, and keep on the GPU what steps have shown room for ([what they do](distributed.md#order)).
+plan would allow, were they to overlap. Several processes follow [one plan](distributed.md#order), made as these are.
 
 `pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.
 
@@ -125,9 +124,8 @@ TAIL = """
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan` knows one copy only.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
-- **No GPU has run the engine yet**, and several processes follow no plan there
-  ([what is there](distributed.md#what-crosses-the-link)): not even the plan's order has been put to the test at this
-  size.
+- **No GPU has run the engine yet.** Up to four processes, on CPUs, have followed such plans: the order has not been put
+  to the test at this size.
 """
 
 

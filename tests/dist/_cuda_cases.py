@@ -17,6 +17,7 @@ from _checked_cuda import CheckedCuda
 from _expert_cases import Experts, one_step
 from _fake_cuda import FakeRuntime
 from _one_process import check_homes
+from _threads import going_by
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
@@ -55,7 +56,8 @@ class Found:
 def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
     """Some steps on this rank's parts of their batches, with an evaluation between."""
     before = each.statistics().wire_bytes
-    model, optimizer = way.chunked(each, 1)
+    with going_by(plan=not way.room):
+        model, optimizer = way.chunked(each, 1)
     losses, norms = [], list[float | None]()
     for step in range(RISING if way.room else STEPS):
         parts = list(batches(step, each.mesh.size * way.accumulate))

@@ -63,12 +63,3 @@ def experts(each: ps_dist.TorchCollectives, exact: bool) -> None:
         assert torch.equal(value, wanted[name]) if exact else torch.allclose(value, wanted[name], rtol=1e-4), name
     assert statistics(model).prefetch_hits > 0
     release(model)
-
-
-def planned_experts(each: ps_dist.TorchCollectives) -> None:
-    """The same by a plan, which the last steps leave."""
-    each.follows_plans = True  # type: ignore[attr-defined]
-    try:
-        experts(each, exact=True)
-    finally:
-        del each.follows_plans  # type: ignore[attr-defined]

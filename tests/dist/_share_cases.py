@@ -17,6 +17,7 @@ from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.state_transitions import GradientPlace
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 
 
 class Both:
@@ -175,8 +176,8 @@ def lives(each: ps_dist.TorchCollectives, name: str, way: Way) -> None:
     release(both.model)
 
 
-def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[int, int, int]:
-    """Bytes received in a step, those of M parameters and of padding, and of what need not be gathered twice."""
+def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[int, float, int, int]:
+    """Bytes received in a step, as predicted, and the elements of all groups and of the last, with padding."""
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
@@ -191,7 +192,7 @@ def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[
         options=Options(group_bytes=40 * 41 * size),
     )
     groups = hooks_of(model).engine.groups
-    for _ in range(2):  # the first agrees on what is kept
+    for _ in range(2):  # the first is planned from
         before = each.statistics().wire_bytes
         model(torch.randn(3, 40, requires_grad=True)).float().square().sum().backward()
         optimizer.step()
@@ -201,11 +202,14 @@ def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[
     numel = sum(group.numel for group in groups)
     padding = sum(group.chunk_numel - group.numel for group in groups)
     assert 0 < padding < 64 * each.ranks * len(groups)
-    again = sum(group.chunk_numel for group in (groups if roomy else groups[-1:]))
+    scheduler = hooks_of(model).engine.passes.scheduler
+    assert isinstance(scheduler, RanksScheduler)
+    assert scheduler.planned is not None
+    predicted = scheduler.planned.prediction.moved_bytes["wire"]
     weight = 14 if precision != "fp32" else 16
     assert statistics(model).bytes_per_parameter == weight * (numel + padding) / (numel * each.ranks)
     release(model)
-    return spent, numel + padding, again
+    return spent, predicted, numel + padding, groups[-1].chunk_numel
 
 
 def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Barrier, Event
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ps_core import RanksDiverged
+from ps_core.engine import _chunked
+from ps_core.engine._sharding.submitted import Submitted
 from ps_dist import Mesh
 
 _PATIENCE_S = 30.0
@@ -126,6 +130,9 @@ class Together:
         if hasattr(step, "collective"):
             took_part = "" if step.whole is not None else " -"
             self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")
+        submitted = getattr(job, "__self__", None)
+        if isinstance(submitted, Submitted):
+            self.began.append(f"{'gather' if submitted.gathers else 'sum'} {submitted.group.name}")
         return Pending(self._thread.submit(self._pass_gate, job))
 
     def _pass_gate(self, job: Any) -> None:
@@ -169,6 +176,15 @@ class Together:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+@contextmanager
+def going_by(*, plan: bool) -> Iterator[None]:
+    """Models made in this block follow a plan, or have ranks agree on collectives as where no plan can be made."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not plan:
+            patch.setattr(_chunked, "why_unplanned", lambda *_: "a test wants it so")
+        yield
 
 
 def run(ranks: int, case: Callable[..., Any], *args: Any) -> tuple[list[Any], Meeting]:

@@ -22,6 +22,7 @@ from checked_device.device import CheckedDevice
 from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, TorchOptimizer, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 
 WIDTH, ROWS = 24, 8
 
@@ -204,7 +205,7 @@ def check_budget(model: nn.Module, each: ps_dist.TorchCollectives, *, accumulate
 
 
 def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) -> None:
-    """A step's bytes: groups gathered once, in the first step and tight memory twice but the last; sums once."""
+    """A step's bytes: in the first groups are gathered twice but the last; then as the plan predicted; sums once."""
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
@@ -227,9 +228,16 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
         after = each.statistics().wire_bytes
         spent = {name: after[name] - before.get(name, 0) for name in after}
         others = (each.ranks - 1) * size
-        gathered = [group.shard_numel for group in (*groups, *(groups[:-1] if tight or not step else ()))]
-        assert spent["all_gather"] == others * sum(gathered)
-        assert spent["reduce_scatter"] == others * sum(group.shard_numel for group in groups)
+        once, twice = (others * sum(group.shard_numel for group in rows) for rows in (groups, groups[:-1]))
+        assert spent["reduce_scatter"] == once
+        if step:
+            scheduler = hooks_of(model).engine.passes.scheduler
+            assert isinstance(scheduler, RanksScheduler)
+            assert scheduler.planned is not None
+            assert spent["all_gather"] + once == scheduler.planned.prediction.moved_bytes["wire"]
+            assert once <= spent["all_gather"] <= once + twice * tight
+        else:
+            assert spent["all_gather"] == once + twice
         order = [name for name in each.recent() if "gradients of" in name][-5:]
         assert [name.split("gradients of ")[1] for name in order] == [f"{i}.weight)" for i in (4, 3, 2, 1, 0)]
     release(model)

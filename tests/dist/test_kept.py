@@ -14,6 +14,8 @@ from ps_core import SGD, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 
+pytestmark = pytest.mark.usefixtures("unplanned")
+
 LAYERS, WIDTH = 3, 32
 
 

@@ -17,6 +17,8 @@ from ps_core._plan import Queue
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 
+pytestmark = pytest.mark.usefixtures("unplanned")
+
 LAYERS, WIDTH = 5, 32
 SHARD_NUMEL = WIDTH * WIDTH // 2
 ROOM = {"fp32": 36, "bf16": 20}

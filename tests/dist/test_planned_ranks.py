@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from _crew import Crew
-from _expert_cases import planned_experts
 from _one_process import adds_like, check_weights
 from _threads import Together, run
 from _zero_cases import states
@@ -73,7 +71,6 @@ def passed(model: nn.Module, step: int, part: int, count: int) -> float:
 
 def train(each: Together, case: Case) -> list[dict[str, Any]]:
     """Train beside one process that adds the same parts; what each step moved, and what was predicted."""
-    each.follows_plans = True
     model, optimizer = case.made(each, 1)
     single, reference = case.made(None, max(2, each.ranks))
     rounds, rows = case.precision != "fp32" and case.accumulate == 1, []
@@ -139,7 +136,6 @@ def test_ranks_that_follow_the_plan_say_nothing_but_its_collectives(case: Case) 
     """A step has two messages besides: what it goes by, and the norms."""
 
     def steps(each: Together) -> None:
-        each.follows_plans = True
         model, optimizer = case.made(each, 1)
         for step in range(4):
             for part in range(case.accumulate):
@@ -161,7 +157,6 @@ def test_an_answer_for_a_shard_is_of_the_weights_after_the_step_that_is_asked_fo
     """Another rank may ask in its next pass while this one's step goes on still."""
 
     def steps(each: Together) -> None:
-        each.follows_plans = True
         model, optimizer = case.made(each, 1)
         engine = hooks_of(model).engine
         residency, group = engine.residency, engine.groups[0]
@@ -233,7 +228,6 @@ def one_pass(model: nn.Module, step: int, rank: int, done: Pass, held: list[torc
 
 def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib: int | None) -> list[str]:
     """Train beside one process that adds what the ranks give; why passes left the plan."""
-    each.follows_plans = True
     budget = Budget(host=2**24) if device_kib is None else Budget(device=device_kib * 2**10, host=2**24)
     fronts = []
     for together in (each, None):
@@ -284,6 +278,72 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
     return why
 
 
+def both_trained(each: Together, precision: str) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
+    """Ranks that follow a plan for experts 0 and 1, and one process that did the same."""
+    fronts: list[tuple[nn.Module, Any]] = [
+        chunked(
+            Experts(),
+            AdamW(lr=1e-2),
+            device="cpu",
+            precision=precision,
+            accumulation_steps=1 if together else 2,
+            collectives=together,
+            options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
+        )
+        for together in (each, None)
+    ]
+    for step in range(2):
+        gradients_of_both(each, fronts, step, [Pass((0, 1))] * 2, precision)
+        for _, optimizer in fronts:
+            optimizer.step()
+            optimizer.zero_grad()
+    return fronts[0], fronts[1]
+
+
+def gradients_of_both(each: Together, fronts: Any, step: int, parts: list[Pass], precision: str) -> None:
+    (model, _), (single, reference) = fronts
+    one_pass(model, step, each.rank, parts[each.rank], [])
+
+    def alone(part: int) -> None:
+        one_pass(single, step, part, parts[part], [])
+
+    adds_like(each.mesh, single, reference, alone, 2, rounds=precision != "fp32")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_that_the_plan_does_not_sum_are_whole_before_one_is_read(precision: str) -> None:
+    def reads(each: Together) -> None:
+        fronts = both_trained(each, precision)
+        gradients_of_both(each, fronts, 2, [Pass((0, 2)), Pass((1,))], precision)
+        for mine, other in zip(fronts[0][0].parameters(), fronts[1][0].parameters(), strict=True):
+            found, wanted = mine.grad, other.grad
+            assert (found is None) == (wanted is None)
+            if found is not None and wanted is not None:
+                assert torch.equal(found.clone(), wanted.clone())
+        for model, _ in fronts:
+            release(model)
+
+    run(2, reads)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_that_the_plan_does_not_sum_are_forgotten_with_the_others(precision: str) -> None:
+    def forgets(each: Together) -> None:
+        fronts = both_trained(each, precision)
+        one_pass(fronts[0][0], 9, each.rank, (Pass((0, 2)), Pass((1,)))[each.rank], [])
+        fronts[0][1].zero_grad()
+        gradients_of_both(each, fronts, 2, [Pass((0, 1))] * 2, precision)
+        for _, optimizer in fronts:
+            optimizer.step()
+        found, wanted = (states(optimizer) for _, optimizer in fronts)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        for model, _ in fronts:
+            release(model)
+
+    run(2, forgets)
+
+
 @pytest.mark.parametrize("device_kib", [None, 12, 40])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("seed", range(4))
@@ -301,7 +361,3 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
 
     program = [[part(step) for _ in range(ranks)] for step in range(9)]
     run(ranks, unlike, program, precision, device_kib)
-
-
-def test_processes_that_do_other_than_the_plan(each_crew: Crew) -> None:
-    each_crew.run(planned_experts)

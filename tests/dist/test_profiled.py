@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from _threads import Together, run
+from _threads import Together, going_by, run
 from ps_core._plan import Queue
 from ps_core.engine import profiled, release, statistics
 from test_rising import front
 
 
-def recorded(each: Together, room: float) -> None:
+def recorded(each: Together, room: float, plan: bool) -> None:
     one = front(each, "bf16", room)
     one.settle()
     before, began = Counter(statistics(one.model).moved_bytes), len(each.began)
@@ -31,10 +31,13 @@ def recorded(each: Together, room: float) -> None:
     found = profile.summary()
     assert found.steps == 2
     assert sum(found.idle_s.values()) == pytest.approx(found.seconds - found.busy_s)
-    assert not profile.planned
+    planned = [piece.name for piece in profile.planned if piece.queue is Queue.COLL]
+    assert planned == ([piece.name for piece in collectives] if plan else [])
     release(one.model)
 
 
+@pytest.mark.parametrize("plan", [False, True])
 @pytest.mark.parametrize("room", [0, 1.5])
-def test_collectives_of_ranks(room: float) -> None:
-    run(2, recorded, room)
+def test_collectives_of_ranks(room: float, plan: bool) -> None:
+    with going_by(plan=plan):
+        run(2, recorded, room, plan)

@@ -25,6 +25,8 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._tracing.batch_shape import LargestBatch, batch_of
 
+pytestmark = pytest.mark.usefixtures("unplanned")
+
 LAYERS, WIDTH = 6, 64
 SHARD_NUMEL = WIDTH * WIDTH // 2
 SIZE = {"bf16": 2, "fp32": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from _threads import Together, run
@@ -10,6 +11,8 @@ from ps_core.engine import release
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from test_rising import SHARD_NUMEL, WIDTH, Front, front
+
+pytestmark = pytest.mark.usefixtures("unplanned")
 
 
 def backward(one: Front) -> None:

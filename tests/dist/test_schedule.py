@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from _threads import Together, run
+from _threads import Together, going_by, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
@@ -165,13 +165,15 @@ def programs(draw: st.DrawFn) -> tuple[int, list[Pass]]:
     return ranks, [draw(one) for _ in range(count)]
 
 
+@pytest.mark.parametrize("plan", [False, True])
 @given(program=programs(), device_kib=st.sampled_from((None, 10, 14, 40)), prefetch=st.sampled_from((None, 0, 1)))
 @settings(max_examples=20, deadline=None)
 def test_any_experts_in_any_order_train_like_one_process(
-    program: tuple[int, list[Pass]], device_kib: int | None, prefetch: int | None
+    program: tuple[int, list[Pass]], device_kib: int | None, prefetch: int | None, plan: bool
 ) -> None:
     ranks, passes = program
-    found, _ = run(ranks, follows, passes, device_kib, {"prefetch": prefetch, "poison": device_kib is not None})
+    with going_by(plan=plan):
+        found, _ = run(ranks, follows, passes, device_kib, {"prefetch": prefetch, "poison": device_kib is not None})
     losses, state = alone(ranks, passes)
     exact = ranks < 3 or device_kib is None or device_kib >= 14  # else a sum may have to be taken in two goes
     for rank, (mine, ended) in enumerate(found):
@@ -211,6 +213,7 @@ def watch(each: Together, model: Any) -> None:
 MODULES = ("stem", "experts.0", "experts.1", "head")
 
 
+@pytest.mark.usefixtures("unplanned")
 @pytest.mark.parametrize("device_kib", [None, 12])
 def test_a_gather_is_begun_before_the_module_before_it_has_ended(device_kib: int | None) -> None:
     found, _ = run(2, watched, device_kib, None)
@@ -219,6 +222,7 @@ def test_a_gather_is_begun_before_the_module_before_it_has_ended(device_kib: int
             assert began.index(f"gather {after}.weight") < began.index(f"end of {before}")
 
 
+@pytest.mark.usefixtures("unplanned")
 @pytest.mark.parametrize("device_kib", [None, 12])
 def test_nothing_is_begun_ahead_of_need_where_that_is_asked_for(device_kib: int | None) -> None:
     found, _ = run(2, watched, device_kib, 0)
@@ -227,6 +231,7 @@ def test_nothing_is_begun_ahead_of_need_where_that_is_asked_for(device_kib: int 
             assert began.index(f"gather {after}.weight") > began.index(f"end of {before}")
 
 
+@pytest.mark.usefixtures("unplanned")
 def test_in_backward_the_next_group_is_begun_before_the_sum_of_the_last() -> None:
     """With room for a few groups, not for all."""
     found, _ = run(2, watched, 8, None)
@@ -237,6 +242,7 @@ def test_in_backward_the_next_group_is_begun_before_the_sum_of_the_last() -> Non
         assert began.index("sum experts.1.weight") < began.index("backward is over")
 
 
+@pytest.mark.usefixtures("unplanned")
 def test_sums_are_begun_while_backward_goes_on() -> None:
     found, _ = run(2, watched, None, None)
     for began in found:
@@ -261,7 +267,7 @@ def driver_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardedDriver, "_advance", ahead)
 
 
-@pytest.mark.usefixtures("driver_first")
+@pytest.mark.usefixtures("driver_first", "unplanned")
 def test_what_was_done_once_needs_no_asking() -> None:
     """Words are said at either end of a pass and along the schedule, never one for each thing wanted."""
     _, meeting = run(2, watched, None, None)
@@ -297,6 +303,7 @@ def sums_twice(each: Together, twice: bool) -> tuple[list[float], dict[str, Tens
     return found
 
 
+@pytest.mark.usefixtures("unplanned")
 def test_a_sum_that_is_in_the_schedule_twice_is_taken_once() -> None:
     """Both are agreed on by the same words, and the first leaves nothing for the second."""
     found, meeting = run(2, sums_twice, True)
@@ -310,17 +317,26 @@ def test_a_sum_that_is_in_the_schedule_twice_is_taken_once() -> None:
 
 def evaluates_alone(each: Together) -> str:
     trainer = made(each)
-    trainer.do(Part((0,)), 0, training=True)
-    trainer.step()
+    for number in range(2):
+        trainer.do(Part((0,)), number, training=True)
+        trainer.step()
     with pytest.raises(RanksDiverged) as caught:
         trainer.do(Part((0,)), 1, training=each.rank == 1)
     return str(caught.value)
 
 
-def test_one_rank_evaluates_while_another_trains() -> None:
-    found, _ = run(2, evaluates_alone)
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (False, ("rank 1 trains, while rank 0 does a forward pass without gradients",)),
+        (True, (" in an evaluation", " in a pass with gradients")),
+    ],
+)
+def test_one_rank_evaluates_while_another_trains(plan: bool, told: tuple[str, ...]) -> None:
+    with going_by(plan=plan):
+        found, _ = run(2, evaluates_alone)
     for message in found:
-        assert "rank 1 trains, while rank 0 does a forward pass without gradients" in message
+        assert all(text in message for text in told)
 
 
 def fails_once(each: Together) -> tuple[list[float], dict[str, Tensor]]:
@@ -344,8 +360,10 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_a_rank_that_breaks_a_pass_off_gives_nothing() -> None:
-    found, _ = run(2, fails_once)
+@pytest.mark.parametrize("plan", [False, True])
+def test_a_rank_that_breaks_a_pass_off_gives_nothing(plan: bool) -> None:
+    with going_by(plan=plan):
+        found, _ = run(2, fails_once)
     trainer = made(None)
     for number in range(4):
         for _ in range(1 if number == 1 else 2):

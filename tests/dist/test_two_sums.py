@@ -8,6 +8,7 @@ from __future__ import annotations
 from threading import Event
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collective_order import CollectiveOp
 from ps_core.engine._sharding.collective_schedule import Collective, ProposalKind
+
+pytestmark = pytest.mark.usefixtures("unplanned")
 
 WIDTH, STEPS = 16, 3
 PATIENCE_S = 30.0

@@ -13,11 +13,11 @@ from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
 Document = dict[str, object]
-SEVERAL = (
-    "several processes do not follow this plan: they agree on collectives as they run, and move what there is room "
-    "for to the GPU after the first steps, so memory and time will differ"
+SEVERAL_WITH_DISK = (
+    "several processes with a disk do not follow this plan: they agree on collectives as they run, and move what there "
+    "is room for to the GPU after the first steps, so memory and time will differ"
 )
-"""Of a plan for several GPUs; docs/distributed.md has the rest."""
+"""Of a plan for several GPUs and a disk; docs/distributed.md has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def _padding_bytes(found: Forecast) -> int:
 
 def _notes(found: Forecast) -> tuple[str, ...]:
     """What a reader of the plan must know, the first thing first."""
-    notes = found.planned.plan.notes
-    return (SEVERAL, *notes) if found.training.cluster.gpus > 1 else notes
+    notes, has_disk = found.planned.plan.notes, any(tier.name == "disk" for tier in found.tiers)
+    return (SEVERAL_WITH_DISK, *notes) if found.training.cluster.gpus > 1 and has_disk else notes
 
 
 # ---------------------------------------------------------------- for people

@@ -44,11 +44,12 @@ from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
-from ps_core.engine._sharding.planned_scheduler import RanksScheduler
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler, why_unplanned
 from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.counters import Counters
+from ps_core.engine._support.log import log_line
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 
 
@@ -211,8 +212,11 @@ class _Wishes:
         )
         name, options, cast = type(self.model).__name__, self.options, self.cast
         if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
-            if getattr(self.collectives, "follows_plans", False) and self.collectives is not None and self.training:
+            why = why_unplanned(engine, setup)
+            if not why:
                 return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
+            if self.training and setup.ranks > 1 and self.collectives is not None and self.collectives.process == 0:
+                log_line(f"{name}: passes follow no plan, as {why}: ranks agree on every gather and sum as they go")
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)
         return PlanScheduler(engine, setup, model_name=name, options=options, cast=cast)
 

@@ -126,6 +126,8 @@ class Engine:
         if record.dropped:
             raise not_trained(record.name)
         self.stepping.check_read(record)
+        if self.together is not None and self.passes.recording is None:
+            self.updater.before_gradient(self.records)
         return self.user_gradients.proxy(record)
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
@@ -223,6 +225,8 @@ class Engine:
         if moment is None or moment.backward or self.resident or found:
             self.finish_pass()  # else a forward pass is on, whose gradients are still to come
         with torch.no_grad():
+            if self.together is not None:
+                self.gradients.forget_left_over(chosen)
             found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
             if found:
                 self.gradients.discard(found)

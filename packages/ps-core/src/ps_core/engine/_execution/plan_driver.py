@@ -159,7 +159,7 @@ class PlanDriver:
                 self._wait_for_others(instr)
             if self._worker is not None and instr.queue is not Queue.CPU:
                 self._wait_for_worker(instr)
-            if recorder is None:
+            if recorder is None or instr.queue is Queue.COLL:  # a collective is recorded where it is carried out
                 self._executor.carry_out(instr)
             else:
                 recorder.record(instr.queue, instr, partial(self._executor.carry_out, instr))

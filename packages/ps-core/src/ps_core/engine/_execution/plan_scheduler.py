@@ -374,12 +374,16 @@ class PlanScheduler:
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):
             return False
-        log_line(
+        self._say(
             f"{self._model_name}: planned {len(plan.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._asking.machine.name}"
         )
         return True
+
+    def _say(self, text: str) -> None:
+        """Log a line."""
+        log_line(text)
 
     @defer_interrupts_installing
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:

@@ -216,6 +216,9 @@ class GradientStore:
     def replaced(self, record: ParamState, value: torch.Tensor) -> None:
         """Do nothing: there are no other ranks that have to write the same."""
 
+    def forget_left_over(self, records: Iterable[ParamState]) -> None:
+        """Do nothing: only one of several ranks keeps gradients that no other rank knows of."""
+
     def discard(self, records: list[ParamState]) -> None:
         """Forget gradients, and rebuild the weights that they were written over."""
         groups: dict[ParamGroup, None] = {}

@@ -105,6 +105,9 @@ class OnDemandStepper:
                 self._residency.transfers.release_slot(chunk.home)
                 del group.chunks[Kind.ACC]
 
+    def before_gradient(self, records: Sequence[ParamState]) -> None:
+        """Do nothing: the user may read what backward left."""
+
     # Contents.
 
     @defer_interrupts_installing

@@ -36,10 +36,27 @@ class LeftOverSums:
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
         """Raise `RanksDiverged` unless all ranks take the same step; then complete the gradients for it."""
-        sums = self._sums
-        mask = [float(sums.given >> start & (1 << _BITS) - 1) for start in range(0, len(records), _BITS)]
-        told = [float(bool(sums.left_over)), *mask]
-        rows = sums.alike.compare_step(records, settings_of, max_norm, loss_scale, told)
+        rows = self._sums.alike.compare_step(records, settings_of, max_norm, loss_scale, self._told(records))
+        self._complete(records, rows)
+
+    def before_read(self, records: Sequence[ParamState]) -> None:
+        """Complete the gradients of the passes so far, before the user reads one, as every rank does."""
+        if not self._sums.complete:
+            rows = self._shards.together.all_values(self._told(records), "gradients, before one is read")
+            self._complete(records, rows)
+
+    def end_step(self) -> None:
+        """Note that the step is over."""
+        self._sums.end_step()
+
+    def _told(self, records: Sequence[ParamState]) -> list[float]:
+        """Return whether this rank has anything left over, and the bits of the gradients that it gave."""
+        given = self._sums.given
+        mask = [float(given >> start & (1 << _BITS) - 1) for start in range(0, len(records), _BITS)]
+        return [float(bool(self._sums.left_over)), *mask]
+
+    def _complete(self, records: Sequence[ParamState], rows: Sequence[Sequence[float]]) -> None:
+        """Sum what is left over on any rank, and forget what none gave; ``rows``: what the ranks told."""
         given = 0
         for row in rows:
             for place, bits in enumerate(row[1:]):
@@ -47,10 +64,7 @@ class LeftOverSums:
         if any(row[0] for row in rows):
             self._sum_left_over(records)
         self._forget_what_nobody_gave(records, given)
-
-    def end_step(self) -> None:
-        """Note that the step is over."""
-        self._sums.end_step()
+        self._sums.complete = True
 
     def _sum_left_over(self, records: Sequence[ParamState]) -> None:
         mine = [(number, record.index) for number, record in self._sums.left_over]

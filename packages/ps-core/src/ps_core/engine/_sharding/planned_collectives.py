@@ -172,7 +172,7 @@ class RanksExecutor(InstructionExecutor):
             raise Diverged(f"memory of {group.name} has live aliases")
         group.weight_chunk.invalidate(full)
         own, whole = shard.flat(group.dtype, group.shard_numel), full.flat(group.dtype, group.chunk_numel)
-        self._note(op, frozenset((op.shard, op.full)), self._queue.gather(group, own, whole))
+        self._note(op, frozenset((op.shard, op.full)), self._queue.gather(group, own, whole, instr))
 
     def _reduce_scatter(self, instr: Instr, op: ReduceScatter) -> None:
         group = self._plan.order[op.group]
@@ -195,7 +195,7 @@ class RanksExecutor(InstructionExecutor):
         if self._plan.overwrites:
             self._sums.lose_weight(group)
         into = self._slots[shard].flat(self._sums.dtype(group), group.shard_numel)
-        submitted = self._queue.sum(group, into, whole, self._slots[scratch].memory)
+        submitted = self._queue.sum(group, into, whole, self._slots[scratch].memory, instr)
         self._note(op, frozenset((source, scratch, shard)), submitted)
 
     def _note(self, op: Gather | ReduceScatter, slots: frozenset[int], submitted: Submitted) -> None:

@@ -49,11 +49,17 @@ class RanksPlanDriver(PlanDriver):
                 groups <= moment.reads and gaining <= moment.gains
             ):
                 for _ in range(place - self._begun):
-                    super().begin([], [], name)
+                    self._pass_over(name)
                 break
             if not self._may_skip(moment):
                 break
         super().begin(reads, gains, name)
+
+    def _pass_over(self, name: str) -> None:
+        """Go through another rank's moment: slots are taken and given back, and nothing is computed."""
+        super().begin([], [], name)
+        if self._counters.recorder is not None:
+            self._counters.recorder.end_moment()
 
     def _may_skip(self, moment: PlannedMoment) -> bool:
         """Return True if this rank can go through a moment without a part in it: no gradient of it is to come."""
@@ -67,8 +73,9 @@ class RanksPlanDriver(PlanDriver):
         rest = self._segment.moments[self._begun :]
         if all(map(self._may_skip, rest)):
             for moment in rest:
-                super().begin([], [], moment.name)
+                self._pass_over(moment.name)
         super().finish()
+        self._shards.note_end()
 
     def _make_executor(
         self,
@@ -84,6 +91,8 @@ class RanksPlanDriver(PlanDriver):
     def abandon(self) -> PassDriver:
         """Leave the plan's moves; return what goes on with its collectives."""
         self._device.synchronize()
+        if self._counters.recorder is not None:
+            self._counters.recorder.leave_plan()
         follower = FollowingDriver(
             self._ranks.hand_over(), self._plan.learning, self._shards, self._sums, self._counters
         )

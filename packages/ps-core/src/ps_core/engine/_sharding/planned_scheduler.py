@@ -30,8 +30,13 @@ from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.log import log_line
+from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import PassRecording
+
+_PLANS_AT_ONCE = 8
+"""So often ranks plan as soon as there is a new recording; then they wait for 2, 4, 8 ... steps in between."""
 
 
 class RanksScheduler(PlanScheduler):
@@ -54,9 +59,17 @@ class RanksScheduler(PlanScheduler):
         self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
+        self._on_demand = ShardedScheduler(self._shards, demand, training=True)
+        """Looks at batches before passes that follow no plan."""
         self._shards.serve()
         self._shards.promoter.stop()
         demand.record_all()
+        self._plans_made = 0
+        """How often the ranks told each other what they recorded; the same on all ranks."""
+        self._refused: tuple[PassRecording, BatchShape] | None = None
+        """What no plan was found for."""
+        self._steps_until_plan = 0
+        """Steps before they do again, so that ranks which never do alike do not plan in every step."""
 
     def _request(self, options: Options) -> PlanRequest:
         return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
@@ -67,8 +80,8 @@ class RanksScheduler(PlanScheduler):
         return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the batch that the root module is called with."""
-        self._shards.note_forward(trains=torch.is_grad_enabled())
+        """Look at the batch that the root module is called with, for a pass by the plan or on demand."""
+        self._on_demand.before_forward(module, args, kwargs)
         self._batch = self._batch_of(args, kwargs)
 
     def driver_for_pass(self, training: bool) -> PassDriver:
@@ -79,10 +92,15 @@ class RanksScheduler(PlanScheduler):
         self._demand.begin_pass(training=training)
         plan, batch = self._plan, self._batch
         self._served, self._batch = batch, None
-        if plan is None or batch is None or self._has_gradients_over_weights():
+        if plan is None:
+            return self._demand
+        if batch is None or self._has_gradients_over_weights():
+            with self._shards.moving:
+                self._homes.move_down()
             return self._demand
         if training and self._sums.passes and not self._engine.has_gradients():
             self._sums.end_step()  # what there was, was forgotten
+        self._alike.compare()
         micro = plan.micro_segments
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
@@ -95,6 +113,13 @@ class RanksScheduler(PlanScheduler):
             return replay
         self._engine.counters.diverged(why)
         return replay.abandon()
+
+    def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
+        """Follow the plan, as all ranks do, whether or not this one can move its shards to the plan's places now."""
+        self._homes.elsewhere = True
+        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
+        self._move_to_plan(plan)
+        return True
 
     def _move_to_plan(self, plan: EnginePlan) -> bool:
         with self._shards.moving:
@@ -116,13 +141,8 @@ class RanksScheduler(PlanScheduler):
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._before_step = self._engine.passes.gradient_passes
-        self._alike.propose_plan(wanted=self._found is not None and self._is_plannable())
-
-    def _is_plannable(self) -> bool:
-        """Return True if a plan can be made for this model: one precision, no disk, several shards, one copy."""
-        kinds = {group.weight for group in self._engine.groups}
-        whole = self._together.processes == self._setup.ranks
-        return len(kinds) == 1 and self._engine.store.file is None and self._setup.ranks > 1 and whole
+        self._steps_until_plan = max(0, self._steps_until_plan - 1)
+        self._alike.propose_plan(wanted=self._found is not None and not self._steps_until_plan)
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
@@ -133,14 +153,39 @@ class RanksScheduler(PlanScheduler):
     def _plan_together(self) -> None:
         mine = [each for each in (self._source, self._found) if each is not None]
         self._found = None
+        self._plans_made += 1
+        self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE)
         texts = exchange_texts(self._together, recordings_to_text(mine, self._engine), "the recorded pass")
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
         combined = self._asking.combine(texts)
-        if combined is None or combined == self._source:  # the plan is for all that already; the same on all ranks
+        if combined is None or combined in (self._source, self._refused):  # the same on all ranks
             return
         try:
-            if self._adopt(*combined) and self._recorded:
+            self._adopt(*combined)
+            if self._recorded:
                 self._engine.counters.replanned()
             self._recorded = True
         except DoesNotFit as error:
-            log_line(f"{self._model_name}: no plan for all ranks ({error}); passes run on demand")
+            self._refused = combined
+            self._say(f"{self._model_name}: no plan fits, so ranks agree on every gather and sum as they go: {error}")
+
+    def _say(self, text: str) -> None:
+        """Log a line on one rank."""
+        if self._together.process == 0:
+            log_line(text)
+
+
+def why_unplanned(engine: Engine, setup: Setup) -> str:
+    """Return why passes of a model that several ranks share follow no plan; an empty text if they can follow one."""
+    assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
+    if not setup.training:
+        return "the model has no optimizer"
+    if setup.ranks == 1:
+        return "each process has the whole model"
+    if engine.residency.together.processes != setup.ranks:
+        return "there are several copies of the model (replicate)"
+    if engine.store.file is not None:
+        return "there is a disk below the host's memory"
+    if len({group.weight for group in engine.groups}) > 1:
+        return "some parameters are kept in fp32 (keep_fp32)"
+    return ""

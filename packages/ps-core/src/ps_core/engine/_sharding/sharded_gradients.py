@@ -9,7 +9,7 @@ the start. All this follows from which gradients came, which is the same on ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -50,6 +50,8 @@ class ShardedGradients(GradientStore):
         """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.passes = 0
         """Training passes by a plan since the last step; the same number on every rank."""
+        self.complete = True
+        """False: some rank may have gradients that no sum has taken; the same on every rank."""
 
     def expect(self, record: ParamState) -> None:
         """Expect the sum over ranks of a parameter's gradient, to which this rank may have nothing to add."""
@@ -75,6 +77,14 @@ class ShardedGradients(GradientStore):
         self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         target.add_(gradient)
 
+    def forget_left_over(self, records: Iterable[ParamState]) -> None:
+        """Forget that this rank gave gradients of these parameters, and those that no sum has taken."""
+        chosen = set(records)
+        for record in chosen:
+            self.given &= ~(1 << record.index)
+        for key in [key for key in self.left_over if key[1] in chosen]:
+            self._shards.transfers.release_slot(self.left_over.pop(key))
+
     def drop_left_over(self) -> None:
         """Forget the gradients that no sum has taken."""
         for slot in self.left_over.values():
@@ -84,18 +94,15 @@ class ShardedGradients(GradientStore):
     def begin_pass(self) -> None:
         """Count a training pass that goes by the plan."""
         self.passes += 1
+        self.complete = False
 
     def end_step(self) -> None:
         """Note that a step is over."""
-        self.given, self.passes = 0, 0
+        self.given, self.passes, self.complete = 0, 0, True
         self.drop_left_over()
 
     def discard(self, records: list[ParamState]) -> None:
         """Forget gradients as one process does; the other ranks must forget the same."""
-        for record in records:
-            self.given &= ~(1 << record.index)
-        if not self.given or len(records) > 1:
-            self.drop_left_over()
         if records:
             names = ", ".join(record.name for record in records)
             self.alike.note(f"{len(records)} gradients were forgotten", names)

@@ -38,6 +38,10 @@ class ShardedStepper(OnDemandStepper):
         """Raise `RanksDiverged` unless all ranks are about to do the same step."""
         self._left_over.before_step(records, settings_of, max_norm, loss_scale)
 
+    def before_gradient(self, records: Sequence[ParamState]) -> None:
+        """Complete gradients, in which every rank takes part."""
+        self._left_over.before_read(records)
+
     def weight(self, record: ParamState) -> torch.Tensor:
         """Compare ranks, then copy the parameter as one process does."""
         self.compare()
