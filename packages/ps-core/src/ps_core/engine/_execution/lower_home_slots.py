@@ -35,6 +35,10 @@ class HomePlacement:
         self.elsewhere = self.displaced = False
         return True
 
+    def expect_move(self) -> None:
+        """Note that home slots are not where the plan, which has just been put in force, has them."""
+        self.elsewhere = True
+
     def move_down(self, needed_bytes: int | None = None) -> None:
         """Move home slots off the compute tier until ``needed_bytes`` are free; None: as far as lower tiers have room.
 

@@ -64,7 +64,7 @@ class LeftOverSums:
         if any(row[0] for row in rows):
             self._sum_left_over(records)
         self._forget_what_nobody_gave(records, given)
-        self._sums.complete = True
+        self._sums.mark_complete()
 
     def _sum_left_over(self, records: Sequence[ParamState]) -> None:
         mine = [(number, record.index) for number, record in self._sums.left_over]

@@ -116,7 +116,7 @@ class RanksScheduler(PlanScheduler):
 
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do, whether or not this one can move its shards to the plan's places now."""
-        self._homes.elsewhere = True
+        self._homes.expect_move()
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         self._move_to_plan(plan)
         return True
