@@ -20,8 +20,8 @@ from ps_core._plan import Copy, Instr, Queue, Run, Tier
 from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Extent, Kind, SegmentName
 from ps_core._reference.execute_plan import Execution, Observed, execute
-from ps_core._reference.network import ByteNetwork, Shape
 from ps_core._reference.oracle import train_unconstrained
+from ps_core._reference.toy_network import ByteNetwork, Shape
 from ps_core._reference.training_rules import Trained, Training
 from ps_core._simulate.clock import QUEUE_NAMES
 from ps_core._simulate.machine import machine

@@ -17,7 +17,7 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Planned, Search, Setup
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction

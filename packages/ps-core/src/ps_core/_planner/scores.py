@@ -14,9 +14,9 @@ from functools import cached_property
 
 from ps_core._plan import Queue, Tier
 from ps_core._planner.bounds import lower_bounds
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.placement import Placement, above_disk, filled, halves
-from ps_core._planner.policy import Policy
-from ps_core._planner.segments import make_segment
+from ps_core._planner.plan_segment import make_segment
 from ps_core._planner.tier_division import Frame, NoRoom, make_frame
 from ps_core._program import Extent, Program, SegmentName
 from ps_core._simulate.engine_timing import Issuing, Priced
@@ -54,7 +54,7 @@ class Scorer:
         ranks_per_node: int | None,
         in_backward: bool = False,
     ) -> None:
-        """``in_backward``: the processor steps while backward goes on; see `_simulate.early_steps`."""
+        """``in_backward``: the processor steps while backward goes on; see `_simulate.steps_in_backward`."""
         self.program = program
         self.tiers = tiers
         self._policy = policy

@@ -15,17 +15,17 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._planner.placement import Placement
-from ps_core._planner.policy import Policy
+from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.scores import Found, Scorer, beats
-from ps_core._planner.segments import make_plan
 from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate
-from ps_core._simulate.early_steps import EarlySteps
 from ps_core._simulate.engine_timing import Issuing
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.steps_in_backward import EarlySteps
 from ps_core._trace import Trace
 from ps_core._verify import verify
 
@@ -52,7 +52,7 @@ class Setup:
     """None: searched."""
     nonmodel_overhead: float = 0.0
     step_in_backward: bool = False
-    """Step groups as soon as their gradients are complete, where nothing is decided; see `_simulate.early_steps`."""
+    """Step groups as soon as their gradients are complete; see `_simulate.steps_in_backward`."""
     quick: bool = False
     """Look at few candidates: for asking whether something fits, and roughly how fast it is."""
 

@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from ps_core._plan import Held, Tier
 from ps_core._planner.arena import Arena
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.placement import Placement, lay_home
-from ps_core._planner.policy import Policy
 from ps_core._program import STATES, Extent, Kind, Program, SegmentName
 from ps_core._units import align_up
 

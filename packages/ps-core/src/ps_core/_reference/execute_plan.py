@@ -28,10 +28,10 @@ from ps_core._plan import (
 )
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.floats import Floats, pack
-from ps_core._reference.lifecycle import Lifecycle
 from ps_core._reference.operations import carry_out, gather, reduce_scatter
 from ps_core._reference.process_memory import Range, slot_ranges
 from ps_core._reference.simulated_process import Leg, Process
+from ps_core._reference.state_lifecycle import Lifecycle
 from ps_core._reference.training_rules import Decision, Network, Scaler, Trained, Training, check_network
 
 

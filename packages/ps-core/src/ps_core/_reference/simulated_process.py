@@ -9,8 +9,8 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Plan
 from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.floats import Floats, pack, unpack
-from ps_core._reference.lifecycle import Lifecycle
 from ps_core._reference.process_memory import Bank, Slot, SlotKey, Tag
+from ps_core._reference.state_lifecycle import Lifecycle
 from ps_core._reference.training_rules import Decision, Network, Saved, Training, last_reads
 
 FP32 = Precision.FP32

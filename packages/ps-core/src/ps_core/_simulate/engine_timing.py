@@ -24,10 +24,10 @@ from typing import NamedTuple
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._program import Program, SegmentName
-from ps_core._simulate.early_steps import EarlySteps, early_steps, newest_first
 from ps_core._simulate.emulated_timing import LINKS, play
 from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.steps_in_backward import EarlySteps, early_steps, newest_first
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
 
 _ROUNDS = 3

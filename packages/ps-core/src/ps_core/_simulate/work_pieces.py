@@ -26,9 +26,9 @@ from ps_core._plan import (
     slots_of,
 )
 from ps_core._program import Kind, Program, SegmentName
-from ps_core._simulate.early_steps import EarlySteps
 from ps_core._simulate.engine_timing import Issuing, Priced, slot_bytes
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.steps_in_backward import EarlySteps
 
 NOTES = (Reserve, Release, Decide)
 """Instructions that take no time of a queue."""

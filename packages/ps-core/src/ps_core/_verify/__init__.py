@@ -13,8 +13,8 @@ from ps_core._errors import InvalidInput
 from ps_core._plan import Plan, Segment, check_tiers
 from ps_core._program import Extent, Program
 from ps_core._verify.contents import Contents, sizes
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import START, arrange
+from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import Ranges
 from ps_core._verify.slots import check_range
 

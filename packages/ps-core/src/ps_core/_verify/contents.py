@@ -29,8 +29,8 @@ from ps_core._plan import (
     worker,
 )
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import BEGINNING, START, Clock, Stamp
+from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import TIDE
 from ps_core._verify.slots import Slot, Slots, describe, ids
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ps_core._plan import Instr, Queue
-from ps_core._verify.fault import Fault
+from ps_core._verify.plan_fault import Fault
 
 Clock: TypeAlias = list[int]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import TypeAlias
 
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import Clock, Stamp
+from ps_core._verify.plan_fault import Fault
 
 TIDE = -1
 """The owner that is non-model data."""

@@ -15,8 +15,8 @@ from typing import TypeAlias
 from ps_core._plan import Held, Tier
 from ps_core._program import Extent
 from ps_core._units import ALIGNMENT_BYTES
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import BEGINNING, Clock, Stamp
+from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import Ranges
 
 Content: TypeAlias = tuple[Extent, int] | None

@@ -24,10 +24,10 @@ from torch import Tensor
 from ps_core._errors import InvalidInput
 from ps_models.train._examples import Document, key_of
 from ps_models.train._options import TrainOptions
-from ps_models.train._samples import Samples
 from ps_models.train._text_sources import TOKENS, documents, standard_library
 from ps_models.train._token_files import digest_of, open_token_file
 from ps_models.train._tokenizers import Bytes, Tokenizer, tokenizer
+from ps_models.train._training_samples import Samples
 
 FEW = 20
 """Fewer documents than this are split each, not among them."""

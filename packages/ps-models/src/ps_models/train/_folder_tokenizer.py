@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_models.train._transformers import transformers_for
+from ps_models.train._import_transformers import transformers_for
 
 _PROBE = "a"
 _MARK = re.compile(r"{%-?\s*generation\b")

@@ -21,7 +21,7 @@ from ps_models.train._options import COMMAND, TrainOptions
 from ps_models.train._pictures import draw
 from ps_models.train._ranks import StopCheck, join_ranks
 from ps_models.train._run_folder import open_folder
-from ps_models.train._sample import sample
+from ps_models.train._sample_text import sample
 from ps_models.train._setup import Found, device_of, fitted, manage, model_of, objective_for, prepare, told
 from ps_models.train._step_metrics import Rates
 from ps_models.train._stop_signal import StopSignal

@@ -11,11 +11,11 @@ from ps_models._loss import IGNORED
 from ps_models.train._data import Corpus, generator_of
 from ps_models.train._objectives import Batch, unit_of
 from ps_models.train._options import TrainOptions
-from ps_models.train._samples import Samples, packed
+from ps_models.train._training_samples import Samples, packed
 
 
 class SampleRows:
-    """Samples in rows of one length; see [Note: rows] of `_samples`."""
+    """Samples in rows of one length; see [Note: rows] of `_training_samples`."""
 
     def __init__(self, samples: Samples, options: TrainOptions, end: int) -> None:
         """``end``: the token that the end of a row is filled with."""

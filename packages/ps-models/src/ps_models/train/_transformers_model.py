@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine import load_weights
+from ps_models.train._import_transformers import package_for, transformers_for
 from ps_models.train._options import TrainOptions
 from ps_models.train._tokenizers import Tokenizer
-from ps_models.train._transformers import package_for, transformers_for
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput, RanksDiverged, TierFailure
-from ps_core.engine._execution.engine_parts import Ranks
+from ps_core.engine._execution.build_components import Ranks
 
 _ERRORS = (InvalidInput, TierFailure, CheckpointDamaged, CheckpointMismatch)
 """Errors that are raised as they are on every rank; any other is `RanksDiverged` on the ranks that did well."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ps_core._program import Kind
+from ps_core.engine._execution.build_components import Components, Ranks
 from ps_core.engine._execution.driver_protocols import Hooks, Scheduler
-from ps_core.engine._execution.engine_parts import Components, Ranks
 from ps_core.engine._execution.parameter_access import ParameterAccess
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.refuse_use import Usability

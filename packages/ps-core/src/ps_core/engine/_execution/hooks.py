@@ -17,8 +17,8 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.late_parameters import take_in, train_frozen
 from ps_core.engine._execution.parameter_access import accept_gradient
+from ps_core.engine._execution.parameters_added_later import take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
 from ps_core.engine._parameters.errors import changed_in_place

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._execution.engine_parts import Components
+from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.host_embedding_tables import HostTables
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_tracker import PassTracker, moving

@@ -19,8 +19,8 @@ import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit
+from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
-from ps_core.engine._execution.engine_parts import Components
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver

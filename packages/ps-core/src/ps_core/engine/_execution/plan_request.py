@@ -14,9 +14,9 @@ from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
+from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER, emulated_on
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
-from ps_core.engine._execution.small_computer import SMALL_COMPUTER, emulated_on
 from ps_core.engine._memory.reserved_bytes import with_constant_peak
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, group_too_large
 from ps_core.engine._tracing.batch_shape import BatchShape

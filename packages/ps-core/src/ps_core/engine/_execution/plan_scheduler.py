@@ -24,7 +24,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.lower_home_slots import HomePlacement
-from ps_core.engine._execution.no_plan import ResidentDriver
+from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve

@@ -1,8 +1,8 @@
 """Step groups while backward goes on, where nothing has to be decided first: ``Options(step="in_backward")``.
 
-A plan says behind which of its instructions a group's gradient is complete; see `_simulate.early_steps`. The driver of
-the pass then steps the group, with the settings that the optimizer has at that moment. What is left is stepped by
-``optimizer.step()``: groups that live on the accelerator, and everything of a pass that runs without a plan.
+A plan says behind which of its instructions a group's gradient is complete; see `_simulate.steps_in_backward`. The
+driver of the pass then steps the group, with the settings that the optimizer has at that moment. ``optimizer.step()``
+steps what is left: groups that live on the accelerator, and everything of a pass that runs without a plan.
 """
 
 from __future__ import annotations

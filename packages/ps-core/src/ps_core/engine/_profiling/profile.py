@@ -19,7 +19,7 @@ from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._profiling.recorder import Recorder, Run
 from ps_core.report.chrome_trace import chrome_trace
-from ps_core.report.timeline import timeline_svg
+from ps_core.report.timeline_picture import timeline_svg
 
 
 class Profile:

@@ -17,7 +17,7 @@ import torch
 
 from ps_core._errors import RanksDiverged, UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core.engine._execution.engine_parts import Components
+from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

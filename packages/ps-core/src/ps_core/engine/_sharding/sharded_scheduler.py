@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core.engine._execution.no_plan import NoPlanScheduler
+from ps_core.engine._execution.passes_without_plan import NoPlanScheduler
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.interrupts import defer_interrupts_installing

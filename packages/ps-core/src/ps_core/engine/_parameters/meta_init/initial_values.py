@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.meta_init.notes import ViewSpec
 from ps_core.engine._parameters.meta_init.rebuild import ConstructorRecorder, tensors_of
+from ps_core.engine._parameters.meta_init.tape_entries import ViewSpec
 
 
 def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import TapedCall, TapedCalls, ViewSpec
+from ps_core.engine._parameters.meta_init.tape_entries import TapedCall, TapedCalls, ViewSpec
 
 
 class TapePlayer:

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.meta_init.notes import ViewSpec, place_of
 from ps_core.engine._parameters.meta_init.tape import Tape
+from ps_core.engine._parameters.meta_init.tape_entries import ViewSpec, place_of
 
 INITIALISERS = ("reset_parameters", "_reset_parameters", "initialise")
 HUGGING_FACE = ("config", "initialize_weights", "_init_weights")

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import TapedCall, TapedCalls, ViewSpec, place_of
 from ps_core.engine._parameters.meta_init.playback import TapePlayer
+from ps_core.engine._parameters.meta_init.tape_entries import TapedCall, TapedCalls, ViewSpec, place_of
 
 SMALL_BYTES = 1 << 16
 aten = torch.ops.aten

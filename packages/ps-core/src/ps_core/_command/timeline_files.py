@@ -9,7 +9,7 @@ from ps_core._command.forecast import Forecast
 from ps_core._simulate.idle_time import step_window
 from ps_core._simulate.work_pieces import Piece, planned_pieces
 from ps_core.report.chrome_trace import chrome_trace
-from ps_core.report.timeline import timeline_svg
+from ps_core.report.timeline_picture import timeline_svg
 
 
 def timeline_text(found: Forecast, path: str) -> str:

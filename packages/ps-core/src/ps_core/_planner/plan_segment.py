@@ -18,9 +18,9 @@ from ps_core._plan import (
     Step,
     worker,
 )
+from ps_core._planner.make_plan import Walker, assemble
 from ps_core._planner.placement import work_tier
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._planner.walker import Walker, assemble
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
