@@ -60,7 +60,7 @@ class Slot:
 
     def in_host_memory(self) -> torch.Tensor:
         """Return a copy of the bytes in pageable host memory, outside every budget."""
-        return torch.empty(self.bytes, dtype=torch.uint8).copy_(self.memory)
+        return torch.empty(self.bytes, dtype=torch.uint8, device="cpu").copy_(self.memory)
 
 
 @dataclass(slots=True)

@@ -180,7 +180,7 @@ class TierStore:
         if slot.place is None:
             slot.memory.fill_(value)
         else:
-            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8))
+            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8, device="cpu"))
 
     def link(self, source: Slot, target: Slot) -> Queue:
         """Return the queue that copies from one slot to another, on a neighbouring tier."""
@@ -239,7 +239,7 @@ class Arena:
         self._returns_pages = exists and host and not poison
         self._slots: list[Slot] = []
         """In order of address."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if exists:
             self._memory = self._block(capacity_bytes if device.overcommits else 0)
 

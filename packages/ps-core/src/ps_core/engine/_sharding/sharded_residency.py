@@ -49,7 +49,7 @@ class ShardedResidency(Residency):
         self.ordering = collective_ordering(self, together)
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
-            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
+            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
             group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
 
     def note_forward(self, *, trains: bool) -> int:
@@ -242,7 +242,7 @@ class ShardedResidency(Residency):
         """Return all bytes of one kind of a group, gathered from all ranks."""
         group, shard = self.groups[chunk.extent.index], self.shard(chunk)
         self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
-        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
+        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
         self._together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole
 
