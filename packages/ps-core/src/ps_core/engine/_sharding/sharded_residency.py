@@ -10,8 +10,6 @@ garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
 from ps_core._plan import Queue
@@ -37,7 +35,7 @@ class ShardedResidency(Residency):
     ) -> None:
         super().__init__(store, groups, watcher)
         self._together = together
-        self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
+        self._held: list[tuple[Slot, list[SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
@@ -127,9 +125,7 @@ class ShardedResidency(Residency):
         """Release the gathered copy; nothing has to be written back."""
         slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
-            bounds: dict[Hashable, SlotView] = {
-                record: record.bound for record in group.tensors if record.bound is not None
-            }
+            bounds = [record.bound for record in group.tensors if record.bound is not None]
             for record in group.tensors:
                 self.unbind(record)
             self.exposed.forget(group)
@@ -142,10 +138,9 @@ class ShardedResidency(Residency):
         """Release gathered copies that have no live aliases any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
-            if any(bound.outlived for bound in bounds.values()):
+            if any(bound.outlived for bound in bounds):
                 self._held.append((slot, bounds))
             else:
-                slot.bounds = bounds
                 self.return_slot(slot)
 
     # Memory for a while; see `_memory.slot_cache`.
