@@ -251,7 +251,7 @@ class FakeRuntime:
     # Memory.
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
         self.hosts += 1

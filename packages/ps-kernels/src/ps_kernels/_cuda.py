@@ -99,7 +99,9 @@ class CudaBackend:
         """The same, at each call; the table is on the device already."""
         table, tiles = _table(batch, scatter=scatter)
         like = batch.whole.array
-        columns = torch.tensor(table, dtype=torch.int64).to(like.device)  # waits, so that any stream may read it
+        columns = torch.tensor(table, dtype=torch.int64, device="cpu").to(
+            like.device
+        )  # waits, so that any stream may read it
 
         def copy(_keep: Batch = batch) -> None:
             if like.is_cuda:
@@ -192,7 +194,7 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 def _on_device(table: list[list[int]], like: Tensor) -> Tensor:
     """A table where a kernel reads it; the host waits for nothing."""
-    columns = torch.tensor(table, dtype=torch.int64)
+    columns = torch.tensor(table, dtype=torch.int64, device="cpu")
     return columns.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else columns
 
 

@@ -74,7 +74,7 @@ class CudaPinner:
         if status == 0:
             return None
         with suppress(RuntimeError):  # the runtime would report this failure at whatever kernel is launched next
-            torch.empty(1, device="cuda").fill_(1)
+            torch.empty(1, dtype=torch.uint8, device="cuda").fill_(1)
         return f"cudaHostRegister failed with status {status}"
 
     def unpin(self, address: int) -> None:
@@ -159,7 +159,7 @@ class PinnedArena:
                 f"and an end within {self.bytes} bytes"
             )
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # The tensor's storage holds the window, and the window the mapping.
         window = (ctypes.c_char * (numel * size)).from_buffer(self._mapping, offset)
         self._windows = [each for each in self._windows if each() is not None] + [ref(window)]

@@ -116,10 +116,22 @@ class Scorer:
         self._known[found.resident, found.stride] = refusal.with_traceback(None)
 
     @cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of each group, or half, that may be resident."""
+        if self._next_is_disk:
+            return [row[2] for row in halves(self.program)]
+        return [self._bytes(group) for group in range(len(self.program.layout.groups))]
+
+    def all_resident(self) -> Found | None:
+        """Everything on the compute tier, where nothing moves; None: there is no room."""
+        if sum(self._sizes) > self.tiers[0].capacity_bytes:
+            return None
+        return self._better(None, len(self._sizes), 0)
+
+    @cached_property
     def limits(self) -> tuple[int, int]:
         """The fewest groups (or halves) that must, and the most that can, be resident, as far as home alone tells."""
-        groups = range(len(self.program.layout.groups))
-        sizes = [row[2] for row in halves(self.program)] if self._next_is_disk else [self._bytes(g) for g in groups]
+        sizes = self._sizes
         if len(self.tiers) == 1:
             return len(sizes), len(sizes)
         needed = lower_bounds(self.program, self.tiers)[0].needed_bytes

@@ -243,6 +243,10 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
 
 
 def _best(scorers: list[Scorer], setup: Setup) -> tuple[Scorer, Found] | None:
+    """The best placement of all programs; one that moves nothing wherever there is room for it."""
+    resident = [(scorer, found) for scorer in scorers if (found := scorer.all_resident()) is not None]
+    if resident:
+        return min(resident, key=lambda row: row[1].score)
     leader: tuple[Scorer, Found] | None = None
     for scorer in scorers:
         found = scorer.glance()

@@ -26,8 +26,8 @@ class StepRate:
 
     def __init__(self, device: torch.device) -> None:
         self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
-        p, m, v = (torch.rand(self._numel, device=device) for _ in range(3))
-        grad = torch.rand(self._numel, device=device).bfloat16()
+        p, m, v = (torch.rand(self._numel, dtype=torch.float32, device=device) for _ in range(3))
+        grad = torch.rand(self._numel, dtype=torch.float32, device=device).bfloat16()
         self.probe = Probe(
             f"optimizer step on {device.type}",
             lambda: ps_kernels.adam_step(p, m, v, grad, grad, step=10, lr=1e-3, weight_decay=0.1),
@@ -76,7 +76,8 @@ class NormRate:
     """The bandwidth of the norm of gradients in 16 bits."""
 
     def __init__(self) -> None:
-        grad, out = torch.rand(2 * _PARAMETERS).bfloat16(), torch.zeros(2)
+        grad = torch.rand(2 * _PARAMETERS, dtype=torch.float32, device="cpu").bfloat16()
+        out = torch.zeros(2, dtype=torch.float32, device="cpu")
         self._bytes = grad.nbytes
         self.probe = Probe("norm", lambda: ps_kernels.sumsq_finite(grad, out))
 
@@ -89,7 +90,7 @@ class CopyRate:
     """Within a device's memory."""
 
     def __init__(self, device: torch.device) -> None:
-        source = torch.rand(_BLOCK_BYTES // 4, device=device)
+        source = torch.rand(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
         target = torch.empty_like(source)
         self.probe = Probe("copy in memory", lambda: target.copy_(source), device)
 

@@ -58,7 +58,7 @@ class Tiny:
                 options=Options(group_bytes=group_bytes),
             )
         assert optimizer is not None, "one was asked for"
-        x = torch.zeros(1, 16, _HIDDEN)
+        x = torch.zeros(1, 16, _HIDDEN, dtype=torch.float32, device="cpu")
         name = f"bookkeeping of groups of {group_bytes} bytes in {budget_bytes >> 10} KiB"
         self.probes = [
             Probe(f"{name}, passes", lambda: managed(x).backward()),

@@ -82,7 +82,7 @@ def attention(short: Attended, long: Attended) -> tuple[float, float, float]:
 def _attention(kind: str, length: int, dtype: torch.dtype) -> list[Probe]:
     """There, and back from the last time that it was there."""
     shape = _TOKENS // length, length, _HEADS, _HEAD
-    q, k, v = (torch.rand(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = (torch.rand(shape, dtype=dtype, device="cpu").transpose(1, 2).requires_grad_() for _ in range(3))
     found: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -99,7 +99,7 @@ def _attention(kind: str, length: int, dtype: torch.dtype) -> list[Probe]:
 
 def _gelu(kind: str, form: str, dtype: torch.dtype) -> Probe:
     """Return a probe of one form of GELU, in forward and backward."""
-    x = torch.linspace(-2, 2, _BENT[0] * _BENT[1]).to(dtype).view(_BENT)
+    x = torch.linspace(-2, 2, _BENT[0] * _BENT[1], dtype=torch.float32, device="cpu").to(dtype).view(_BENT)
 
     def work() -> None:
         for _ in range(_TIMES):

@@ -87,7 +87,7 @@ class OnTheCpu:
         self.note = f"{self.blocks} blocks in {dtype}: {stack:.0f} MiB of weights and gradients beside {cache}"
         for hidden in _WIDTHS:
             model = Blocks(self.blocks, hidden).to(dtype)
-            x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype)
+            x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype, device="cpu")
             self._counts.append(_counted(model, x))
             self.probes.append(_probe(f"{dtype} blocks, {hidden} wide", model, x))
 

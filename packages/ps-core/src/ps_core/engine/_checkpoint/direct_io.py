@@ -259,7 +259,7 @@ class TensorReader:
             return
         # By way of a piece, which may go to other strides, types and devices.
         for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(dtype.itemsize, target.itemsize)):
-            staged = torch.empty(piece.shape, dtype=dtype)
+            staged = torch.empty(piece.shape, dtype=dtype, device="cpu")
             self._in.read(bytes_of(staged))
             piece.copy_(staged)
 

@@ -170,7 +170,7 @@ def _copy(
             dtype, at = places[entry.owner]
             step = PIECE_BYTES // entry.dtype.itemsize
             for first in range(0, entry.numel, step):
-                staged = torch.empty(min(step, entry.numel - first), dtype=entry.dtype)
+                staged = torch.empty(min(step, entry.numel - first), dtype=entry.dtype, device="cpu")
                 with readable(file.path):
                     reader.read(entry.dtype, staged)
                 _put(out, at + (entry.first + first) * dtype.itemsize, staged.to(dtype))

@@ -75,7 +75,7 @@ def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, di
     """Return where each section's tensors go, and new tensors for those of ``extra``."""
     parameters = {**sections["weights"], **sections["masters"]}
     extra = {
-        entry.name: torch.empty(entry.shape, dtype=entry.dtype)
+        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for file in saved.files
         if file.section == EXTRA
         for entry in file.entries
@@ -206,7 +206,7 @@ def _of_numbers(theirs: Mapping[str, Any], optimizer: ChunkedOptimizer, engine: 
 
 def _zero(_: str) -> torch.Tensor:
     """Stand in for a number that is kept as a tensor, which has not been read yet."""
-    return torch.zeros(())
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

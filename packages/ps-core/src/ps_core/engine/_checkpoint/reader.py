@@ -251,7 +251,7 @@ def read_full_tensor(files: Sequence[SavedFile], name: str, shape: torch.Size, s
     found = [(file, entry, at) for file in files for entry, at in file.places() if entry.owner == name]
     file, entry, _ = found[0]
     order = _order(file, entry, shape)
-    given = torch.empty(shape.numel(), dtype=entry.dtype)
+    given = torch.empty(shape.numel(), dtype=entry.dtype, device="cpu")
     for part, piece, at in found:
         with readable(part.path), part.path.open("rb") as opened:
             opened.seek(at)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ps_core._simulate.machine import Machine
 
 SMALL_COMPUTER = Machine(
@@ -22,12 +20,3 @@ SMALL_COMPUTER = Machine(
     internode_bandwidth=1e9,
 )
 """Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
-ONE_THREAD = replace(SMALL_COMPUTER, played_copy_bandwidth=10e9)
-"""The small computer without overlap: no two operations run at once, so a move that can be spared never pays."""
-_ROOMY = 0.9
-"""Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
-
-
-def emulated_on(homes_bytes: int, nonmodel_bytes: int, capacity_bytes: int) -> Machine:
-    """Return the machine to plan with: without overlap if home slots and non-model bytes fit on the device."""
-    return ONE_THREAD if homes_bytes + nonmodel_bytes <= _ROOMY * capacity_bytes else SMALL_COMPUTER

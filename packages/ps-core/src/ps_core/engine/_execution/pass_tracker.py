@@ -419,7 +419,7 @@ def _free_broken_pass() -> None:
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.zeros((), device="cpu", requires_grad=True)
+            leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
             torch.autograd.grad(leaf.clone(), leaf)
     gc.collect()
 

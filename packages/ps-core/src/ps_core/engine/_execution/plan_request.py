@@ -11,10 +11,9 @@ from ps_core._plan import Tier
 from ps_core._planner.bounds import STEP_TIER
 from ps_core._planner.plan_cache import find_plan_again
 from ps_core._planner.search import Planned, Setup, find_plan
-from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
-from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER, emulated_on
+from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
 from ps_core.engine._memory.reserved_bytes import with_constant_peak
@@ -42,13 +41,11 @@ class PlanRequest:
         if not engine.store.device.overcommits:
             trace = with_constant_peak(trace, spare_bytes)
         layout, order = lay_groups(groups, records, trace)
-        tiers = self._tiers()
-        machine = self._machine_for(trace, tiers)
         try:
-            planned = self._find(trace, layout, tiers, machine)
+            planned = self._find(trace, layout, self._tiers())
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, machine, order, recording.moments, self._prefetch)
+        return EnginePlan(planned, self.machine, order, recording.moments, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
@@ -59,18 +56,11 @@ class PlanRequest:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 
-    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...], machine: Machine) -> Planned:
+    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...]) -> Planned:
         setup, folder = self._setup, self._folder
         if folder is None:
-            return find_plan(trace, tiers, machine, setup=setup, layout=layout)
-        return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))
-
-    def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
-        """Return the machine to plan for: on an emulated device with room for everything, one without overlap."""
-        if self.machine is not SMALL_COMPUTER or tiers[0].name != "device":
-            return self.machine
-        homes = sum(chunk.bytes for group in self._engine.groups if not group.pinned for chunk in group.chunks.values())
-        return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
+            return find_plan(trace, tiers, self.machine, setup=setup, layout=layout)
+        return find_plan_again(trace, tiers, self.machine, setup=setup, layout=layout, folder=Path(folder))
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """Return the planner's error with suggestions for users of the engine."""

@@ -296,7 +296,7 @@ class GradientStore:
         spans: list[tuple[int, int]],
         launch: Launch | None = None,
     ) -> None:
-        parts = torch.zeros(len(spans), 2, device=flat.device)
+        parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
         measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
         if launch is None:
             measure()
@@ -321,6 +321,6 @@ def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
 
 def measured_spans(flat: torch.Tensor, spans: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
     """Return the sum of squares and the non-finite flag of each span of a vector, measured in one call."""
-    parts = torch.zeros(len(spans), 2, device=flat.device)
+    parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
     ps_kernels.sumsq_finite(flat, parts, spans=spans)
     return parts.unbind()

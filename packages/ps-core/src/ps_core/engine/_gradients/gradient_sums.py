@@ -35,10 +35,15 @@ def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
 
 def measured(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares and the non-finite flag of a vector, on its device."""
-    part = torch.zeros(2, device=flat.device)
+    part = torch.zeros(2, dtype=torch.float32, device=flat.device)
     if flat.numel():
         ps_kernels.sumsq_finite(flat, part)
     return part
+
+
+def _room_for_sum(record: ParamState) -> torch.Tensor:
+    """Allocate host memory for the fp32 sum of one parameter's gradients; its bytes are not set."""
+    return torch.empty(record.numel, dtype=torch.float32, device="cpu")
 
 
 class GradientSums:
@@ -86,7 +91,7 @@ class GradientSums:
     def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, chunk: Chunk, tier: int) -> None:
         """Add to sums whose tier is full, through a small buffer outside the budget, as the disk's buffers are."""
         fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, chunk.home.place is not None
-        total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
+        total = _room_for_sum(record) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
         buffer = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
             part = slice(start, start + _PIECE_NUMEL)
@@ -105,7 +110,7 @@ class GradientSums:
             self.add_run([record], flat, chunk.home, partial(self._residency.transfers.do_now, queue))
             return
         fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
-        total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
+        total = _room_for_sum(record) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
         record.mark_summed()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +20,18 @@ from ps_core._errors import PlanMismatch
 from ps_core._program import Extent
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._devices.disk.file import FileExtent
+
+ViewKey: TypeAlias = tuple[int, Hashable]
+"""The address of a parameter's first byte (behind `Slot.offset`), and the parameter's record."""
+
+
+class MemoryView(NamedTuple):
+    """A tensor over a parameter's part of a slot, with a storage of its own, whose uses can be counted."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    uses: int
+    """The storage's use count while it is a parameter's data and has no alias."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +50,9 @@ class Slot:
     """Which version of the extent; -1: no usable bytes. `Chunk` writes both."""
     place: FileExtent | None = None
     """On the disk: where in the file."""
-    bounds: dict[Hashable, SlotView] = field(default_factory=dict)
-    """Views that parameters were bound to here, for the next time; freed with the memory."""
+    views: dict[ViewKey, MemoryView] = field(default_factory=dict)
+    """Views that were made here, for the next time: the arena's own dict for a slot within its block, since the next
+    slot there may be another. `Residency.bind` adds to it; freed with the memory."""
     work: WorkEvent | None = None
     """Behind the work of the worker thread that touches this slot; None: it is known to be over."""
 
@@ -60,18 +74,17 @@ class Slot:
 
     def in_host_memory(self) -> torch.Tensor:
         """Return a copy of the bytes in pageable host memory, outside every budget."""
-        return torch.empty(self.bytes, dtype=torch.uint8).copy_(self.memory)
+        return torch.empty(self.bytes, dtype=torch.uint8, device="cpu").copy_(self.memory)
 
 
 @dataclass(slots=True)
 class SlotView:
-    """A parameter's view of a slot, with a storage of its own, whose uses can be counted."""
+    """The slot that a parameter is bound to, and the `MemoryView` that is its data there."""
 
     slot: Slot
     view: torch.Tensor
     storage: torch.UntypedStorage
     uses: int
-    """The storage's use count while it has no alias."""
 
     @property
     def aliased(self) -> bool:

@@ -31,7 +31,7 @@ class SlotCache:
         slots = self._slots.get(size)
         if not slots:
             return None
-        places = (place for place, slot in enumerate(slots) if record in slot.bounds)
+        places = (place for place, slot in enumerate(slots) if (slot.offset, record) in slot.views)
         return slots.pop(next(places, -1))
 
     @property

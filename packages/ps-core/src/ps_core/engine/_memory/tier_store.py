@@ -18,7 +18,7 @@ from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._memory.budget_suggestions import TierBudget, UserLimits, options_as, suggest_budget
-from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._memory.chunk import MemoryView, Slot, ViewKey
 from ps_core.engine._memory.slot_cache import SlotCache
 from ps_core.engine._support.counters import ByteLedger
 
@@ -160,7 +160,7 @@ class TierStore:
         if slot.work is not None and not slot.work.done:
             self._leaving.append(slot.work)
         slot.clear()
-        slot.bounds = {}
+        slot.views = {}
         self.ledger.remove(slot.tier, slot.bytes)
         slot.memory = slot.memory.new_empty(0)
 
@@ -180,7 +180,7 @@ class TierStore:
         if slot.place is None:
             slot.memory.fill_(value)
         else:
-            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8))
+            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8, device="cpu"))
 
     def link(self, source: Slot, target: Slot) -> Queue:
         """Return the queue that copies from one slot to another, on a neighbouring tier."""
@@ -239,7 +239,9 @@ class Arena:
         self._returns_pages = exists and host and not poison
         self._slots: list[Slot] = []
         """In order of address."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[ViewKey, MemoryView] = {}
+        """Views of the block that parameters were bound to; the same slots come again in every step of a plan."""
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if exists:
             self._memory = self._block(capacity_bytes if device.overcommits else 0)
 
@@ -247,7 +249,8 @@ class Arena:
 
     def reserve(self, size: int, offset: int) -> Slot:
         """Reserve a range at an address; `PlanMismatch` if another slot has some of it."""
-        slot = Slot(0, offset, size, self._window(offset, size))
+        memory, views = self._window(offset, size)
+        slot = Slot(0, offset, size, memory, views=views)
         self._insert(slot)
         return slot
 
@@ -257,7 +260,7 @@ class Arena:
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
         """Move a slot and its bytes to another address; the two ranges may overlap."""
-        target = self._window(offset, slot.bytes)  # of all this, only that may fail
+        target, views = self._window(offset, slot.bytes)  # of all this, only that may fail
         self._slots.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
@@ -267,7 +270,7 @@ class Arena:
             for start in starts if offset < old else reversed(starts):
                 piece = slice(start, min(start + _PIECE_BYTES, slot.bytes))
                 target[piece].copy_(slot.memory[piece].clone())
-        slot.memory = target
+        slot.memory, slot.views = target, views
 
     def _insert(self, slot: Slot) -> None:
         end = slot.offset + slot.bytes
@@ -337,13 +340,14 @@ class Arena:
         saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
         for slot, _ in saved:
             slot.memory = slot.memory.new_empty(0)
+        self._views.clear()  # they refer to the old block
         self._memory = self._memory.new_empty(0)
         try:
             self._memory = self._block(end)
         except torch.OutOfMemoryError:  # then each slot has memory of its own, as before there was a plan
             self._memory = self._block(0)
         for slot, contents in saved:
-            slot.memory = self._window(slot.offset, slot.bytes)
+            slot.memory, slot.views = self._window(slot.offset, slot.bytes)
             slot.memory.copy_(contents)
 
     def return_pages(self, start: int) -> None:
@@ -358,14 +362,15 @@ class Arena:
 
     def close(self) -> None:
         """Release the block."""
+        self._views.clear()
         self._memory = self._memory.new_empty(0)
 
     def _block(self, size: int) -> torch.Tensor:
         made = self._device.arena(max(128, size))
         return made.fill_(POISON) if self._poison else made
 
-    def _window(self, offset: int, size: int) -> torch.Tensor:
-        """Return memory for a range: of the block, or beyond its end memory of its own."""
+    def _window(self, offset: int, size: int) -> tuple[torch.Tensor, dict[ViewKey, MemoryView]]:
+        """Return memory for a range, and where its views are kept: the block, or beyond its end memory of its own."""
         if offset + size <= self._memory.numel():
-            return self._memory[offset : offset + size]
-        return self._device.arena(size)
+            return self._memory[offset : offset + size], self._views
+        return self._device.arena(size), {}

@@ -151,7 +151,7 @@ class KernelRule:
 
     def scalar(self, progress: Progress, name: str) -> torch.Tensor:
         """Return the count of steps."""
-        return torch.tensor(float(progress.steps))
+        return torch.tensor(float(progress.steps), dtype=torch.float32, device="cpu")
 
     def scalars(self, values: Mapping[str, float]) -> Scalars:
         """Return nothing: the count of steps is not among them."""

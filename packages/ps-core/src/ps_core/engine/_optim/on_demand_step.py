@@ -141,7 +141,7 @@ class OnDemandStepper:
     def _copy(self, record: ParamState, kind: Kind) -> torch.Tensor:
         flat = self._residency.vector(record, kind)
         self._store.device.declare_access(Queue.CPU, f"read {record.name}", (flat,), ())
-        target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
+        target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype, device="cpu")
         return target.copy_(flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     @defer_interrupts_installing
@@ -160,7 +160,7 @@ class OnDemandStepper:
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 self._gradients.restore_weights(group)
         for each in dict.fromkeys(kinds):
-            flat = torch.empty(record.numel, dtype=group.dtype_of(each))
+            flat = torch.empty(record.numel, dtype=group.dtype_of(each), device="cpu")
             flat.as_strided(record.shape, record.stride).copy_(value)
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):

@@ -110,7 +110,10 @@ class StateFormat:
         """Replace a parameter's states and count of steps; masters are the caller's."""
         states = entry.states
         if record.steps and not states:
-            states = {kind: torch.zeros(record.shape) for kind in self._rule.states.values()}
+            states = {
+                kind: torch.zeros(record.shape, dtype=torch.float32, device="cpu")
+                for kind in self._rule.states.values()
+            }
         for kind, value in states.items():
             self._gradients.write_state(record, kind, on_cpu(value))
         record.set_progress(entry.steps, entry.scalars)

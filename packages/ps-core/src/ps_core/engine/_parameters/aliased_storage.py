@@ -113,7 +113,7 @@ def _meet(one: _Named, other: _Named) -> bool:
     if one.tensor is other.tensor or (one.range == other.range and _layout(one.tensor) == _layout(other.tensor)):
         return True
     start, stop = min(one.range.start, other.range.start), max(one.range.stop, other.range.stop)
-    taken = torch.zeros(stop - start, dtype=torch.bool)
+    taken = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
     _bytes(taken, one, start).fill_(True)
     return bool(_bytes(taken, other, start).any())
 

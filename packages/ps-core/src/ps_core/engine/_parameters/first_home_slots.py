@@ -164,7 +164,7 @@ def write_value(record: ParamState, value: torch.Tensor, owner: Any) -> None:
         if chunk.home.place is None and not group.gathered:
             record.shaped(chunk.home.flat(dtype, group.chunk_numel)).copy_(value)
         else:
-            flat = torch.empty(record.numel, dtype=dtype)
+            flat = torch.empty(record.numel, dtype=dtype, device="cpu")
             flat.as_strided(record.shape, record.stride).copy_(value)
             owner.residency.replace(record, kind, flat)
 

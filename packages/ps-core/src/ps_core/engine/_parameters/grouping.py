@@ -150,7 +150,7 @@ def _record(
 ) -> ParamState:
     stride = parameter.stride()
     if not _dense(parameter):
-        stride = torch.empty(parameter.shape, device="meta").stride()
+        stride = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
     return ParamState(
         index=index,
         name=name,

@@ -7,7 +7,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
+from ps_core.engine._memory.chunk import Chunk, MemoryView, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._memory.transfers import Transfers
@@ -16,6 +16,9 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._parameters.unseen_writes import ExposedParameters
 from ps_core.engine._support.interrupts import defer_interrupts_installing
+
+MOST_VIEWS = 2**13
+"""Views of one block of memory that are kept for the next time, of some 1 KiB each; then all are made anew."""
 
 
 class Residency:
@@ -47,17 +50,21 @@ class Residency:
             return record.bound
         slot = record.group.weight_chunk.newest(0)
         assert slot is not None, "a group is fetched before its parameters are bound"
-        parameter, bound = record.parameter, slot.bounds.get(record)
+        parameter, place = record.parameter, (slot.offset + record.offset * record.dtype.itemsize, record)
         with torch._C.DisableTorchFunctionSubclass():
-            if bound is None:
-                bound = _bound(record, slot)
+            view = slot.views.get(place)
+            if view is None:
+                view = _view(record, slot)
+                if len(slot.views) >= MOST_VIEWS:
+                    slot.views.clear()
+                slot.views[place] = view
             else:
-                parameter.data = bound.view
+                parameter.data = view.tensor
             version = parameter._version
         if version != record.counted_version:  # by an alias of memory where it was before
             record.counted_version = version
             self.tampered.append(record)
-        record.bound = bound
+        record.bound = bound = SlotView(slot, *view)
         self.owners[bound.storage._cdata] = record
         return bound
 
@@ -239,8 +246,9 @@ class Residency:
         chunk.mark_written(chunk.home)
 
 
-def _bound(record: ParamState, slot: Slot) -> SlotView:
-    """Put a parameter into its part of a slot; its own ``__torch_function__`` is switched off meanwhile."""
+def _view(record: ParamState, slot: Slot) -> MemoryView:
+    """Make a view of a parameter's part of a slot, and the parameter's data that view; its own ``__torch_function__``
+    is switched off meanwhile."""
     first = record.offset * record.dtype.itemsize
     with torch.inference_mode(False):  # or it could never be saved for backward
         # By way of a capsule, which no stream waits for.
@@ -249,4 +257,4 @@ def _bound(record: ParamState, slot: Slot) -> SlotView:
     del own
     record.parameter.data = view
     storage = view.untyped_storage()
-    return SlotView(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))
+    return MemoryView(view, storage, torch._C._storage_Use_Count(storage._cdata))

@@ -31,7 +31,7 @@ class StateCopies:
     def add(self, record: ParamState, copy: torch.Tensor) -> torch.Tensor:
         """Note a copy, and return it."""
         counter = copy.detach()
-        counter.data = torch.empty(0, dtype=copy.dtype)
+        counter.data = copy.new_empty(0)
         self.given.append((record.first, weakref.ref(copy), counter, counter._version))
         self.made[record.first] = copy
         return copy

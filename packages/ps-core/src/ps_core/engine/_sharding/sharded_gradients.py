@@ -209,7 +209,9 @@ class ShardedGradients(GradientStore):
             rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
             for place, record in enumerate(missing):
                 squares = sum(row[2 * place] for row in rows)
-                record.norm_part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
+                record.norm_part = torch.tensor(
+                    [squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64, device="cpu"
+                )
         return [record.norm_part for record in records if record.norm_part is not None]
 
     def _measure_homes(self, records: list[ParamState]) -> None:

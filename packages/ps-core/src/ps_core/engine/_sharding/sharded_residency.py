@@ -10,8 +10,6 @@ garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 
 from ps_core._plan import Queue
@@ -37,7 +35,7 @@ class ShardedResidency(Residency):
     ) -> None:
         super().__init__(store, groups, watcher)
         self._together = together
-        self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
+        self._held: list[tuple[Slot, list[SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
@@ -49,7 +47,7 @@ class ShardedResidency(Residency):
         self.ordering = collective_ordering(self, together)
         for group in groups:
             size = group.chunk_numel * group.dtype.itemsize
-            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
+            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
             group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
 
     def note_forward(self, *, trains: bool) -> int:
@@ -127,9 +125,7 @@ class ShardedResidency(Residency):
         """Release the gathered copy; nothing has to be written back."""
         slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
-            bounds: dict[Hashable, SlotView] = {
-                record: record.bound for record in group.tensors if record.bound is not None
-            }
+            bounds = [record.bound for record in group.tensors if record.bound is not None]
             for record in group.tensors:
                 self.unbind(record)
             self.exposed.forget(group)
@@ -142,10 +138,9 @@ class ShardedResidency(Residency):
         """Release gathered copies that have no live aliases any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
-            if any(bound.outlived for bound in bounds.values()):
+            if any(bound.outlived for bound in bounds):
                 self._held.append((slot, bounds))
             else:
-                slot.bounds = bounds
                 self.return_slot(slot)
 
     # Memory for a while; see `_memory.slot_cache`.
@@ -242,7 +237,7 @@ class ShardedResidency(Residency):
         """Return all bytes of one kind of a group, gathered from all ranks."""
         group, shard = self.groups[chunk.extent.index], self.shard(chunk)
         self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
-        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
+        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
         self._together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole
 

@@ -24,7 +24,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
 _WORKERS = 4
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NOWHERE = FileExtent((), 0)
 
 

@@ -145,7 +145,7 @@ class Tape(TorchDispatchMode):
             self._alive_keys.add(place.memory)
             self._alive.append(tensor.untyped_storage())
             if not tensor.is_meta:
-                every = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                every = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
                 self.contents.captured[place.memory] = every.clone()
         return place
 

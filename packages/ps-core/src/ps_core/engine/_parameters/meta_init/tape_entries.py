@@ -121,7 +121,7 @@ class TapedCalls:
         notes = [self.notes[index] for index in self._writers.get(place.memory, ())]
         if any(note.settles(place.memory) for note in notes):
             return True
-        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool)
+        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool, device="cpu")
         for note in notes:
             for part in note.writes:
                 if part.memory == place.memory and note.overwrites:
