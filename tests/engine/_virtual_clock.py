@@ -15,7 +15,6 @@ shares the host's memory with copies that run beside its work; copies come first
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,16 +103,15 @@ class TimedRuntime(FakeRuntime):
         self.timeline: list[Interval] = []
         self.waited_s = 0.0
         """How long the host has waited for streams."""
-        self._threads = threading.local()
 
     @property
     def now_s(self) -> float:
         """This thread's time."""
-        return getattr(self._threads, "now_s", 0.0)
+        return getattr(self.thread, "now_s", 0.0)
 
     @now_s.setter
     def now_s(self, value: float) -> None:
-        self._threads.now_s = value
+        self.thread.now_s = value
 
     def note(self, queue: str, what: str, begin: float, end: float) -> None:
         if end > begin:

@@ -12,7 +12,7 @@ stream as well, but one that no other stream can wait for: the host thread does,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -151,6 +151,12 @@ class Device(Protocol):
 
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory of the same kind, pinned where that exists."""
+
+    def prepare_host(self, sizes: Iterable[int]) -> None:
+        """Make memory for blocks of these sizes, which `host` is asked for next."""
+
+    def trim_host(self) -> None:
+        """Give host memory back to the system that was kept for blocks; call it when home slots have moved."""
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy: the same shape and dtype, contiguous, no overlap. On ``Queue.CPU`` it is done on return."""

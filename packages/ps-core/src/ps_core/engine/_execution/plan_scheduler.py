@@ -373,6 +373,7 @@ class PlanScheduler:
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         if not self._homes.move_to_plan(plan):
             return False
+        self._engine.store.device.trim_host()
         self._engine.store.ledger.note_foreseen(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         return True

@@ -64,6 +64,7 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
         raise everything_too_large(store, groups, everything)
     if store.file is not None:
         store.file.prepare(sum(blocks(bytes_of(*row)) for row, tier in tiers.items() if store.is_disk(tier)))
+    _prepare_host(store, [row for row, tier in tiers.items() if store.tiers[tier].name == "host"])
     for group in rest:
         for kind in kinds_of(group, accumulates=accumulates):
             _reserve(store, group, kind, tiers.get((group, kind), 0))
@@ -83,6 +84,7 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
     homes = sum(bytes_of(group, kind) for group in below for kind in kinds_of(group, accumulates=accumulates))
     if below and homes + gradients > store.free_bytes(1):
         raise tables_too_large(store, below, homes + gradients)
+    _prepare_host(store, [(group, kind) for group in below for kind in kinds_of(group, accumulates=accumulates)])
     for group in groups:
         for kind in kinds_of(group, accumulates=accumulates):
             if group.on_host:
@@ -93,6 +95,11 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
     if below:
         store.ledger.fix_on_host(homes, gradients)
     return top
+
+
+def _prepare_host(store: TierStore, extents: list[_Extent]) -> None:
+    """Have host memory ready for the home slots of these, in one piece as far as that can be."""
+    store.device.prepare_host([bytes_of(*row) for row in sorted(extents, key=lambda row: row[0].index)])
 
 
 def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:

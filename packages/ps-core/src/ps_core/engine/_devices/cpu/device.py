@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -69,6 +69,12 @@ class CpuDevice:
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory."""
         return self._memory("host", size_bytes)
+
+    def prepare_host(self, sizes: Iterable[int]) -> None:
+        """Do nothing: each block is memory of its own."""
+
+    def trim_host(self) -> None:
+        """Do nothing: no memory is kept."""
 
     def _memory(self, kind: str, size_bytes: int) -> torch.Tensor:
         if size_bytes < 1:

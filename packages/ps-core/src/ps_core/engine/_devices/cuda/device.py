@@ -21,7 +21,7 @@ out before they are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,8 +29,9 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
-from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations, PinnedBlockCache
+from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
+from ps_core.engine._devices.cuda.pinned_pool import PinnedPool
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, torch_runtime
 from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Event, Worker
@@ -82,7 +83,7 @@ class CudaDevice:
         self._pool: list[RawEvent] = []
         self._timing_events: list[RawEvent] = []
         self._owned = EngineAllocations.of(runtime)
-        self._host = PinnedBlockCache(runtime, self._after_copies, pin=pin)
+        self._host = PinnedPool(runtime, self._after_copies, pin=pin)
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
@@ -127,6 +128,14 @@ class CudaDevice:
     def host(self, size_bytes: int) -> torch.Tensor:
         """Host memory, pinned if that was not refused."""
         return self._host.allocate(size_bytes)
+
+    def prepare_host(self, sizes: Iterable[int]) -> None:
+        """Register and pin memory for all of these blocks at once."""
+        self._host.prepare(sizes)
+
+    def trim_host(self) -> None:
+        """Unpin what no block lies in; that waits for the whole device."""
+        self._host.trim()
 
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; at least 1 if memory ran out."""

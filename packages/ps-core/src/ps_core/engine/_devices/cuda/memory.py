@@ -1,22 +1,14 @@
-"""Memory outside of the arena on a CUDA machine: pinned host memory, and the counter of all other tensors."""
+"""Count memory on a CUDA device: the engine's own, and all other tensors."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 
 import torch
 
 from ps_core.engine._devices.cuda.runtime import CudaRuntime
-from ps_kernels import PinnedArena
-
-_SPARES, _SPARE_BYTES = 8, 1 << 31
-"""Blocks of host memory that are kept for another of their size: so many of any size, and as many as are so large."""
-
 
 _SHARED: weakref.WeakKeyDictionary[CudaRuntime, EngineAllocations] = weakref.WeakKeyDictionary()
 
@@ -60,51 +52,6 @@ class EngineAllocations:
         key = next(self._count)
         self._sizes[key] = size_bytes
         weakref.finalize(memory.untyped_storage(), self._sizes.pop, key).atexit = False
-
-
-class PinnedBlockCache:
-    """Host memory of exact sizes.
-
-    Pinning takes as long as many copies, and undoing it waits for the whole device; a plan takes and gives back the
-    same few sizes in every step. So a released block is kept for the next of its size. ``mark`` says what must have
-    ended before a block that is released now may be written: copies from it may still be on their way.
-    """
-
-    def __init__(self, runtime: CudaRuntime, mark: Callable[[], Callable[[], None]], *, pin: bool) -> None:
-        self._runtime, self._mark, self._pin = runtime, mark, pin
-        self._spares: deque[tuple[PinnedArena, Callable[[], None]]] = deque()
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return a block; it comes back by itself with the last tensor on it."""
-        arena = self._spare(size_bytes) or self._runtime.host(size_bytes, pin=self._pin)
-        memory = arena.tensor(0, size_bytes, torch.uint8)
-        weakref.finalize(memory.untyped_storage(), self._keep, arena).atexit = False
-        return memory
-
-    def _spare(self, size_bytes: int) -> PinnedArena | None:
-        for spare in list(self._spares):  # others may come back meanwhile, on any thread
-            arena, wait_for_copies = spare
-            if arena.bytes == size_bytes:
-                try:
-                    self._spares.remove(spare)
-                except ValueError:
-                    continue  # another thread freed it in between
-                wait_for_copies()
-                return arena
-        return None
-
-    def _keep(self, arena: PinnedArena) -> None:
-        self._spares.append((arena, self._mark()))
-        spares = list(self._spares)  # others may come back meanwhile, on any thread
-        if len(spares) > _SPARES and sum([spare.bytes for spare, _ in spares]) > _SPARE_BYTES:
-            _, wait_for_copies = self._spares.popleft()
-            wait_for_copies()
-
-    def close(self) -> None:
-        """Free all blocks that are kept for later."""
-        with suppress(IndexError):
-            while True:
-                self._spares.popleft()[1]()
 
 
 class AllocatorBytesTracker:
