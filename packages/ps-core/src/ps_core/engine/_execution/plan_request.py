@@ -37,6 +37,7 @@ class PlanRequest:
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
+        engine.activations.release_free()  # the plan has room for them
         constant = engine.constant_bytes + self._waiting_bytes(recording)
         trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
         if not engine.store.device.overcommits:
@@ -48,7 +49,7 @@ class PlanRequest:
             planned = self._find(trace, layout, tiers, machine)
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, machine, order, recording.moments, self._prefetch)
+        return EnginePlan(planned, machine, order, recording, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
