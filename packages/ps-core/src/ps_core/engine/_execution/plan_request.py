@@ -56,7 +56,7 @@ class PlanRequest:
 
         A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
         """
-        if recording.moments[0].work is None or not self._setup.training or self._setup.accumulate == 1:
+        if not recording.foreseen or not self._setup.training or self._setup.accumulate == 1:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 

@@ -69,7 +69,7 @@ def _shortened(error: Exception) -> str:
 
 def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecording:
     found = [record_of.get(tensor.name) for tensor in trace.tensors]
-    recording, above, besides = PassRecording(), 0, Amounts()
+    recording, above, besides = PassRecording(foreseen=True), 0, Amounts()
     numbers: list[int] = []
     for moment in trace.moments:
         reads = [record for index in moment.reads if (record := found[index]) is not None]
@@ -112,10 +112,16 @@ def _add(moment: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int,
 
 
 def matches_estimate(recording: PassRecording, estimate: PassRecording) -> bool:
-    """Return True if a pass went as estimated and needed no more non-model bytes; its plan then stays in force."""
+    """Return True if a pass went as estimated and needed no more non-model bytes; its plan then stays in force.
+
+    What its moments computed is taken from the estimate, also where only the bytes are others.
+    """
     ran, foreseen = map(_outline, recording.moments), map(_outline, estimate.moments)
-    same = list(ran) == list(foreseen) and recording.moved_activations == estimate.moved_activations
-    return same and recording.peak_nonmodel_bytes <= estimate.peak_nonmodel_bytes
+    if list(ran) != list(foreseen) or recording.moved_activations != estimate.moved_activations:
+        return False
+    for moment, like in zip(recording.moments, estimate.moments, strict=True):
+        moment.work = like.work
+    return recording.peak_nonmodel_bytes <= estimate.peak_nonmodel_bytes
 
 
 def begins_like_estimate(recording: PassRecording, estimate: PassRecording) -> bool:

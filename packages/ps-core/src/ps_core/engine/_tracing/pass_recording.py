@@ -36,7 +36,7 @@ class MomentRecord:
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
     work: Amounts | None = None
-    """Operations as a fake pass counted them; None: to be guessed."""
+    """Operations as a fake pass like this one counted them; None: to be guessed."""
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class PassRecording:
     """True if the pass was to have a backward pass."""
     overrun: bool = False
     """A moment took more of the compute tier than its plan had left for it."""
+    foreseen: bool = False
+    """True for a pass on fake tensors; False: it ran."""
     activations: ActivationLog = field(default_factory=ActivationLog)
     """What was offloaded."""
 
