@@ -35,6 +35,7 @@ from ps_core.engine._tracing.op_costs import amounts_of
 FREE = ("gradient of", "poison", "saved", "offloaded")
 """Beginnings of what the engine says that it does where a moment's price has it already, or nobody does it."""
 PRICED = ("step of", "norm of", "norms of", "sum of", "sums of", "rebuild", "shift", "a copy within a tier")
+PRICED += ("keep an activation", "restore an activation")
 """Beginnings of what takes its bytes over a bandwidth."""
 
 

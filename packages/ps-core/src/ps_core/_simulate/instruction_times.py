@@ -12,6 +12,7 @@ each way, per element (16-bit weights; fp32 in brackets):
     Cast        4 in, 2 out
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
     Shift       its bytes in and out
+    Run         each activation that the moment makes or takes, in and out: it is copied into its slot, or out of it
     Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
                 neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
 
@@ -101,7 +102,15 @@ class Costs:
         self._instruction, self._tensor = machine.instruction_overhead_s, machine.tensor_overhead_s
         self._move = machine.move_overhead_s
         fp32 = program.precision is Precision.FP32
-        self._computing = [machine.computing_s(moment, fp32=fp32) for moment in program.trace.moments]
+        copied = machine.played_copy_bandwidth or fast / 2
+        self._computing = [
+            machine.computing_s(moment, fp32=fp32)
+            + sum(
+                program.trace.activations[index].bytes / copied + machine.latency_s
+                for index in (*moment.makes, *moment.takes)
+            )
+            for moment in program.trace.moments
+        ]
         self._rates = {
             Queue.COMPUTE: fast,
             Queue.H2D: min(machine.h2d_bandwidth, memory),

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
+from ps_core._program import Kind
 
 EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 """Steps that begin within a pass, by the place of the instruction that they begin behind."""
@@ -76,7 +77,7 @@ def _read_after_gradients(segment: Segment) -> set[int]:
     """Return groups whose weight a moment reads behind the last moment that makes a gradient of theirs."""
     weights, gradients = dict[int, int](), dict[int, int]()
     for instr in segment.instrs:
-        if isinstance(instr.op, Copy):
+        if isinstance(instr.op, Copy) and instr.op.extent.kind is not Kind.ACT:
             if instr.queue is Queue.H2D:
                 weights[instr.op.target] = instr.op.extent.index
             elif instr.queue is Queue.D2H:

@@ -40,8 +40,8 @@ computed element, ``h`` hidden size, ``q`` and ``k`` width of all query heads an
 
 With checkpointing a block keeps only its input; in backward it is recomputed, keeps everything, and gives it back
 as its parts are differentiated. Checkpoints alive count up in forward and down in backward. Offloaded, a checkpoint
-is an `Activation`: in forward it exists beside the block's input while it is saved; in backward it *is* the block's
-input until attention's backward is done.
+is an `Activation`, which has memory of its own. It is copied from the block's input when that is made. In backward the
+input is copied from it before the block is recomputed, and lives until attention's backward is done.
 
 Sources: the per-block sum for GPT-2, 32 bytes x T x h with 16-bit elements, is that of Korthikanti et al. (arXiv
 2205.05198, section 4.1: 34 with its dropout masks) less the scores that attention kernels do not write (Dao et al.,

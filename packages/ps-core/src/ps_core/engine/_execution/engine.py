@@ -77,8 +77,8 @@ class Engine:
             loss_scale=loss_scale,
             finish_pass=self.finish_pass,
         )
-        self.activations = ActivationSlots(store, counters, self.passes.nonmodel)
-        """Slots in the host's memory for offloaded activations."""
+        self.activations = ActivationSlots(parts.residency.transfers, store)
+        """Slots of offloaded activations that no plan moves."""
         self.masters = Masters(
             self.records,
             lambda record: self.updater.read_while_loading(record, Kind.P32),

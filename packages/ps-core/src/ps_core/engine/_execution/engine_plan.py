@@ -16,7 +16,7 @@ from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._tracing.pass_recording import MomentRecord
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace) -> tuple[Layout, list[ParamGroup]]:
@@ -73,7 +73,8 @@ class EnginePlan:
     machine: Machine
     """The machine that the plan was chosen for."""
     order: list[ParamGroup]
-    moments: list[MomentRecord]
+    recording: PassRecording
+    """The pass that the plan was made from."""
     prefetch: int | None = None
 
     @cached_property
@@ -152,9 +153,12 @@ class EnginePlan:
         )
 
     def _moment(self, segment: SegmentName, instr: Instr, op: Run) -> PlannedMoment:
-        recorded, uses = self.moments[op.visit], self.program.uses(segment, self.program.visits[op.visit])
-        rows = []
+        recorded, uses = self.recording.moments[op.visit], self.program.uses(segment, self.program.visits[op.visit])
+        rows, activations = [], []
         for use, slot in zip(uses, op.slots, strict=True):
+            if use.extent.kind is Kind.ACT:
+                activations.append((self.program.trace.activations[use.extent.index].name, slot))
+                continue
             is_weight, is_read = use.extent.kind is not Kind.GRAD, use.before is not None
             rows.append(SlotUse(self.order[use.extent.index], slot, is_weight, is_read))
         return PlannedMoment(
@@ -164,5 +168,6 @@ class EnginePlan:
             reads=frozenset(recorded.reads),
             gains=frozenset(recorded.grad_groups),
             uses=tuple(rows),
+            activations=tuple(activations),
             nonmodel_bytes=op.nonmodel_bytes,
         )

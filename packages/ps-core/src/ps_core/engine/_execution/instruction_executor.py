@@ -32,6 +32,7 @@ from ps_core._program import Kind
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_home_slots import restore_lent_homes
+from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.chunk import Chunk, Slot
@@ -72,6 +73,8 @@ class InstructionExecutor:
         """Gradients in a slot of their own, on their way to the accumulators."""
         self._flat: dict[ParamGroup, torch.Tensor] = {}
         """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
+        self.activations = PlannedActivations(residency.store)
+        """The offloaded activations that the segment moves."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
         self._handlers: dict[type, Callable[[Instr, Any], None]] = {
@@ -128,6 +131,7 @@ class InstructionExecutor:
                 chunk.add_copy(slot)
             # The plan may have fetched the group anew for a later moment already, before it gave this slot back.
             self._residency.unbind_elsewhere(group, slot)
+        self.activations.begin(moment, self._slots)
         if not self._store.synchronous:
             memory = [self._slots[use.slot].memory for use in moment.uses]
             self._device.declare_access(Queue.COMPUTE, moment.name, memory, ())
@@ -179,6 +183,8 @@ class InstructionExecutor:
 
     def _release(self, instr: Instr, op: Release) -> None:
         slot = self._slots[op.slot]
+        if not self.activations.release(slot):
+            raise Diverged("an activation is still wanted where the plan gives it up")
         extent = slot.extent
         if extent is not None and extent.kind is not Kind.GRAD:
             group = self._residency.groups[extent.index]
@@ -212,6 +218,11 @@ class InstructionExecutor:
 
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
+        if op.extent.kind is Kind.ACT:
+            name = self._plan.program.trace.activations[op.extent.index].name
+            size = self.activations.copy(instr.queue, name, source, target)
+            self._residency.transfers.watcher.moved(source.tier, target.tier, size)
+            return
         group, kind = self._plan.order[op.extent.index], op.extent.kind
         if kind is not Kind.GRAD and source.version != group.chunks[kind].version:
             raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
@@ -306,7 +317,8 @@ class InstructionExecutor:
 
     def abandon(self) -> None:
         """Keep copies that on-demand passes can use, and release the plan's own slots."""
-        staged = [slot for slot, _ in self._staged.values()]
+        staged = [*self.activations.slots, *(slot for slot, _ in self._staged.values())]
+        theirs = self.activations.abandon()
         restore_lent_homes(self._plan, self._slots, self._places, staged, broken=self._residency.transfers.broken)
         for slot, records in self._staged.values():
             for record in records:
@@ -315,7 +327,7 @@ class InstructionExecutor:
         kept = {id(slot) for group in self._plan.order for slot in group.weight_chunk.copies.values() if slot.tier == 0}
         chunks = {id(chunk.home) for group in self._plan.order for chunk in group.chunks.values()}
         for slot in {id(slot): slot for slot in self._slots.values()}.values():
-            if id(slot) in chunks or id(slot) in kept or slot.memory.numel() == 0:
+            if id(slot) in chunks or id(slot) in kept or slot in theirs or slot.memory.numel() == 0:
                 continue
             chunk = self._home_of(slot)
             if chunk is not None and chunk.has_current_copy and chunk.source() is slot:

@@ -85,6 +85,8 @@ class PassTracker:
         """The moment that is on; None between passes, and before a pass's first."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None
         """See `observe`."""
+        self.before_moments: list[Callable[[], None]] = []
+        """Called, and removed, as soon as the pass has a moment."""
 
     def observe(self, observer: Callable[[MomentRecord, bool], None] | None) -> None:
         """Call ``observer`` as each moment ends, with True for a pass's first; None: call nothing."""
@@ -220,6 +222,22 @@ class PassTracker:
             group.last_read_moment = self.moment
         for group in gains:
             group.last_grad_moment = self.moment
+        while self.before_moments:
+            self.before_moments.pop(0)()
+
+    # Offloaded activations.
+
+    def make_activation(self, size_bytes: int) -> tuple[PassRecording | None, str]:
+        """Note an offload; return the recording and its name there, which is empty for one that backward makes."""
+        recording = self.recording
+        if recording is None or not recording.moments or _graph_task() != -1:
+            return None, ""
+        return recording, recording.activations.make(size_bytes, len(recording.moments) - 1)
+
+    def take_activation(self, recording: object, name: str) -> None:
+        """Note that an activation is copied back, if it was made in the pass that is on."""
+        if self.recording is not None and recording is self.recording:
+            self.recording.activations.take(name, len(self.recording.moments) - 1)
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         recorder = self._counters.recorder
@@ -371,6 +389,7 @@ class PassTracker:
             sys.exc_info()[0] is not None or (self.current is not None and self.current.backward)
         )
         self.recording = self.current = None
+        self.before_moments.clear()
         self.moment += 1
         try:
             self._return_chunks_home(recording)

@@ -48,6 +48,8 @@ class PlanDriver:
         self._executor = InstructionExecutor(plan, self._segment, residency, gradients, counters)
         self.place_gradient = self._executor.place_gradient
         """Puts a gradient where the plan has room for it; returns False if it has none."""
+        self.activations = self._executor.activations
+        """Keeps the offloaded activations that the plan moves."""
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None

@@ -36,6 +36,7 @@ class PlanRequest:
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
+        engine.activations.release_free()  # the plan has room for them
         constant = engine.constant_bytes + self._waiting_bytes(recording)
         trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
         if not engine.store.device.overcommits:
@@ -45,14 +46,14 @@ class PlanRequest:
             planned = self._find(trace, layout, self._tiers())
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
-        return EnginePlan(planned, self.machine, order, recording.moments, self._prefetch)
+        return EnginePlan(planned, self.machine, order, recording, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
 
         A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
         """
-        if recording.moments[0].work is None or not self._setup.training or self._setup.accumulate == 1:
+        if not recording.foreseen or not self._setup.training or self._setup.accumulate == 1:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 

@@ -100,7 +100,7 @@ class PlanScheduler:
     @property
     def moments(self) -> int:
         """Moments of the planned pass."""
-        return 0 if self._plan is None else len(self._plan.moments)
+        return 0 if self._plan is None else len(self._plan.recording.moments)
 
     @property
     def planned(self) -> Planned | None:
@@ -284,7 +284,7 @@ class PlanScheduler:
         if not self._engine.passes.tracked or not recording.complete:
             return
         if recording.training is not self._setup.training:
-            peak = max(moment.nonmodel_bytes for moment in recording.moments) + self._engine.constant_bytes
+            peak = recording.peak_nonmodel_bytes + self._engine.constant_bytes
             self._evaluated = batch, peak
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
@@ -293,7 +293,7 @@ class PlanScheduler:
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Return True if the pass differs from its estimate; a pass that broke off does not get here."""
         assert self._plan is not None, "there is an estimate"
-        return not (recording.regular or begins_like_estimate(recording, self._plan.moments))
+        return not (recording.regular or begins_like_estimate(recording, self._plan.recording))
 
     # Steps.
 
@@ -346,7 +346,7 @@ class PlanScheduler:
             return
         recording, batch = self._found
         self._found = None
-        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.moments):
+        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.recording):
             self._estimated, self._recorded = False, True
             return
         if not self._adopt(recording, batch):
@@ -363,7 +363,7 @@ class PlanScheduler:
         if not self._put_in_force(plan, recording, batch):
             return False
         log_line(
-            f"{self._model_name}: planned {len(plan.moments)} moments of {len(plan.order)} groups in "
+            f"{self._model_name}: planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._asking.machine.name}"
         )

@@ -49,6 +49,8 @@ class PlannedMoment:
     gains: frozenset[int]
     """Groups that may get gradients, by the engine's numbers."""
     uses: tuple[SlotUse, ...]
+    activations: tuple[tuple[str, int], ...]
+    """Offloaded activations that are made or taken back here: their names, and the plan's numbers of their slots."""
     nonmodel_bytes: int
 
 

@@ -37,7 +37,7 @@ class Transfers:
         source, queue = self.source(chunk), None
         apart = abs(source.tier - slot.tier)
         if apart > 1 or (source.place is not None and slot.place is not None):
-            self._copy_via_host(source, slot, chunk.bytes)
+            self.copy_via_host(source, slot, chunk.bytes)
         elif apart:
             queue = self.launch(source, slot, chunk.bytes)
         else:
@@ -172,7 +172,7 @@ class Transfers:
         self._device.declare_access(queue, "a copy within a tier", (source.memory,), (target.memory,))
         target.memory[:size].copy_(source.memory[:size])
 
-    def _copy_via_host(self, source: Slot, target: Slot, size: int) -> None:
+    def copy_via_host(self, source: Slot, target: Slot, size: int) -> None:
         """Copy through the tier above the disk, in pieces as large as that tier has room for."""
         tier = len(self._store.tiers) - 2
         piece = min(size, self._store.free_bytes(tier) & -128)

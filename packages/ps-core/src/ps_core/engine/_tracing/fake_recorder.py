@@ -27,6 +27,7 @@ from ps_core._trace import Amounts, Moment, Phase
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._parameters import managed_parameter
 from ps_core.engine._support.interrupts import interrupt_waits
+from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 from ps_core.engine._tracing.op_costs import amounts_of
 
 _aten = torch.ops.aten
@@ -95,6 +96,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
         self._saved: list[weakref.ref[_Saved]] = []
         self._moments: list[_FakeMoment] = []
+        self._activations = ActivationLog()
         self._before = _FakeMoment(False, "", frozenset(), frozenset())
         """Takes what comes before the first moment."""
         each: Any  # no longer what its type says
@@ -160,10 +162,26 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         vars(self).clear()
         return found
 
+    def make_activation(self, size_bytes: int) -> str:
+        """Note an offloaded activation; return its name, which is empty for one that backward makes."""
+        if _in_backward():
+            return ""
+        return self._activations.make(size_bytes, max(0, len(self._moments) - 1))
+
+    def take_activation(self, name: str) -> None:
+        """Note that an activation is copied back."""
+        if name:
+            self._activations.take(name, len(self._moments) - 1)
+
+    def moved_activations(self) -> TracedActivations:
+        """Return the activations that a plan of the pass moves."""
+        return self._activations.in_trace([moment.backward for moment in self._moments])
+
     def moments(self) -> tuple[Moment, ...]:
         """Return the moments recorded."""
         found: list[Moment] = []
-        for moment in self._moments:
+        _, makes, takes = self.moved_activations()
+        for number, moment in enumerate(self._moments):
             before = found[-1].reads if found else ()
             found.append(
                 Moment(
@@ -171,6 +189,8 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
                     phase=Phase.BACKWARD if moment.backward else Phase.FORWARD,
                     reads=tuple(self._reads(moment)),
                     grads=tuple(moment.grads),
+                    makes=makes[number],
+                    takes=takes[number],
                     holds=tuple(sorted(moment.held.intersection(before))),
                     nonmodel_bytes=moment.nonmodel_bytes,
                     **moment.amounts._asdict(),

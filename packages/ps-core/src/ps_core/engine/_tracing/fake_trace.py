@@ -169,6 +169,7 @@ def _traced(
                 Tensor(name=name, numel=each.numel(), trainable=each.requires_grad) for name, each in originals.items()
             ),
             moments=recorder.moments(),
+            activations=recorder.moved_activations().activations,
             tokens=_tokens(*given),
         )
     except (KeyboardInterrupt, SystemExit):
