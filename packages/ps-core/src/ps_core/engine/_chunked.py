@@ -72,9 +72,14 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
-    rule = None if optimizer is None else rule_of(optimizer)
-    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
+    rule = None if optimizer is None else rule_of(optimizer, model.named_parameters())
+    if rule is not None and rule.whole and collectives is not None:
+        raise InvalidInput(
+            f"{rule.name} steps whole matrices, and several processes each have a part of a matrix's elements: use one "
+            "process (collectives=None), or an optimizer that treats each element alone, as AdamW does"
+        )
+    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     ties = find_ties(model)
     if ties and collectives is not None:
         raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
