@@ -37,7 +37,7 @@ from ps_core.engine._optim.step_in_backward import check_step_option
 from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
-from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.placement import copy_in_values, reserve_homes
@@ -260,6 +260,11 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ManagedParameter):
             raise AlreadyManaged(f"{name!r} is under management already: release(model) first")
+        if is_ordinary_for_a_block(parameter):
+            raise AlreadyManaged(
+                f"{name!r} is under management already, and an ordinary parameter only inside this block of "
+                "materialized(...): copy.deepcopy(model) here gives a model that chunked(...) takes"
+            )
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
     refuse_compiled(model)
