@@ -55,11 +55,13 @@ class Group(_ByName):
     weight_decay: float | None = None
     settings: Mapping[str, Any] | None = None
     """Of a `TorchOptimizer`: other settings, by the names that its class has for them."""
+    kind: type | None = None
+    """Of a `TorchOptimizer`: another class of PyTorch's; it starts from its own settings, not from the common ones."""
 
     @property
     def overrides(self) -> dict[str, Any]:
         """The values this group sets."""
-        names = (row.name for row in fields(self) if row.name not in ("match", "settings"))
+        names = (row.name for row in fields(self) if row.name not in ("match", "settings", "kind"))
         return {name: value for name in names if (value := getattr(self, name)) is not None} | dict(self.settings or {})
 
 
@@ -114,9 +116,10 @@ class SGD(_ByName):
 
 
 class TorchOptimizer:
-    """An element-wise optimizer class of PyTorch, with its settings: ``TorchOptimizer(torch.optim.RMSprop, lr=1e-3)``.
+    """An optimizer class of PyTorch, with its settings: ``TorchOptimizer(torch.optim.RMSprop, lr=1e-3)``.
 
-    A `Group` may give some parameters other settings: ``Group(match=..., lr=1e-4, settings={"alpha": 0.9})``.
+    A `Group` may give some parameters other settings, ``Group(match=..., lr=1e-4, settings={"alpha": 0.9})``, or
+    another class, ``Group(match=..., kind=torch.optim.AdamW, lr=1e-4)``.
     """
 
     __slots__ = ("groups", "kind", "settings")
@@ -306,6 +309,10 @@ def _check(optimizer: object, lr: object, weight_decay: object, groups: object) 
     _number("weight_decay", weight_decay)
     known = {row.name for row in fields(optimizer)}  # type: ignore[arg-type]  # one of the dataclasses above
     for group in _check_groups(groups):
+        if group.kind is not None:
+            raise InvalidInput(
+                f"Group.kind is for a TorchOptimizer; {type(optimizer).__name__} has one class for all parameters"
+            )
         for name in group.overrides:
             if name not in known:
                 raise InvalidInput(f"{type(optimizer).__name__} has no {name!r} for a Group to set")
@@ -321,6 +328,8 @@ def _check_groups(groups: object) -> tuple[Group, ...]:
         _check_takes_two(group.match)
         if not isinstance(group.settings, Mapping | None):
             raise InvalidInput(f"Group.settings must be a dictionary of settings by name, found {group.settings!r}")
+        if not isinstance(group.kind, type | None):
+            raise InvalidInput(f"Group.kind must be an optimizer class, found {group.kind!r}")
     return groups
 
 

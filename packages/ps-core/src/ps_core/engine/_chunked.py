@@ -38,7 +38,7 @@ from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.first_home_slots import copy_in_values, reserve_homes
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
-from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.unmanaged import move_unmanaged
@@ -72,9 +72,14 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
-    rule = None if optimizer is None else rule_of(optimizer)
-    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
+    rule = None if optimizer is None else rule_of(optimizer, model.named_parameters())
+    if rule is not None and rule.whole and collectives is not None:
+        raise InvalidInput(
+            f"{rule.name} steps whole matrices, and several processes each have a part of a matrix's elements: use one "
+            "process (collectives=None), or an optimizer that treats each element alone, as AdamW does"
+        )
+    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     ties = find_ties(model)
     if ties and collectives is not None:
         raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
@@ -255,6 +260,11 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ManagedParameter):
             raise AlreadyManaged(f"{name!r} is under management already: release(model) first")
+        if is_ordinary_for_a_block(parameter):
+            raise AlreadyManaged(
+                f"{name!r} is under management already, and an ordinary parameter only inside this block of "
+                "materialized(...): copy.deepcopy(model) here gives a model that chunked(...) takes"
+            )
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
     refuse_compiled(model)

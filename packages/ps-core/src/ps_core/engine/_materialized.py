@@ -68,6 +68,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         hooks = hooks_of(self._model)
         engine = hooks.engine
         wanted = _wanted(engine, self._names)
+        engine.usability.check_not_materialized("materialized(model)")
         engine.check_usable()
         engine.finish_pass()
         engine.check_writes()

@@ -11,6 +11,8 @@ are built on these, as those of TRL, put the two mixins in front::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +89,8 @@ class ManagedTrainerMixin:
                 f"{self.args.world_size} processes with {self.args.n_gpu} devices each: this trainer uses one process "
                 "and one device; set CUDA_VISIBLE_DEVICES to one, or use ps_dist in a loop of your own"
             )
-        made = super().create_optimizer(model)  # type: ignore[misc]  # Trainer's, which comes next
+        with _all_trained(self.model):
+            made = super().create_optimizer(model)  # type: ignore[misc]  # Trainer's, which comes next
         settings = ManagedSettings(
             budget=self.args.to_budget(),
             device=self.args.managed_device,
@@ -106,6 +109,19 @@ class ManagedTrainerMixin:
             counted = statistics(self.model).as_dict().items()
             logs |= {name: float(value) for name, value in counted if name.startswith(_LOGGED)}
         super().log(logs, *more, **named)  # type: ignore[misc]  # Trainer's, which comes next
+
+
+@contextmanager
+def _all_trained(model: Any) -> Iterator[None]:
+    """Have frozen parameters in the optimizer that is made, in the group of their names: they may be unfrozen later."""
+    frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    try:
+        for each in frozen:
+            each.requires_grad_(True)
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
 
 
 @dataclass

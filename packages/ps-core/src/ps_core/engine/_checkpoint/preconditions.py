@@ -175,7 +175,7 @@ def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer)
     elif (kept := states_of(theirs)) != tuple(optimizer.rule.states):
         yield f"the optimizer's states: {', '.join(kept)} in the checkpoint, {', '.join(optimizer.rule.states)} here"
     rule = optimizer.rule
-    known = [set(rule.state_names(index)) - rule.states.keys() for index in range(len(rule.groups))]
+    known = [set(rule.scalar_names(index)) for index in range(len(rule.groups))]
     for name, row in theirs.get("scalars", {}).items():
         if theirs["steps"][name] and row.keys() not in known:
             yield f"{name!r}: the optimizer's {', '.join(row)} in the checkpoint, {', '.join(*known[:1])} here"

@@ -63,6 +63,9 @@ class Worker(Protocol):
     def synchronize(self) -> None:
         """Block the host thread until everything launched is over."""
 
+    def forget_failure(self) -> BaseException | None:
+        """Wait until everything launched is over; return the error that was raised, and raise it no more."""
+
     def close(self) -> None:
         """Finish what was launched, whether it fails or not: nothing is wanted of it any more."""
 

@@ -150,6 +150,13 @@ class HostWorker:
         if self._last is not None:
             self._last.block()
 
+    def forget_failure(self) -> BaseException | None:
+        """Wait until everything launched is over; return the error that was raised, and raise it no more."""
+        if self._last is not None:
+            self._last.wait()
+        error, self._failure.error = self._failure.error, None
+        return error
+
     def close(self) -> None:
         """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing.
 

@@ -296,3 +296,7 @@ class Engine:
     def read(self, record: ParamState) -> torch.Tensor:
         """Return a copy of the parameter in the type that it is computed with."""
         return self.updater.weight(record)
+
+    def read_master(self, record: ParamState) -> torch.Tensor:
+        """Return the same, rounded from the master where there is one: after a broken step other copies may be none."""
+        return self.updater.read(record, Kind.P32).to(record.dtype)

@@ -26,6 +26,7 @@ from ps_core.engine._parameters.grouping import FLOATS, Grouping
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
     accept_changes,
+    is_ordinary_for_a_block,
     plain_value,
     unmanage,
 )
@@ -267,6 +268,10 @@ class ModelHooks:
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
+        engine.usability.check_not_materialized("release(model)")
+        worker = engine.store.device.worker
+        failure = None if worker is None else worker.forget_failure()
+        read = engine.read if failure is None else engine.read_master
         engine.saved.pop_to(0)  # whatever an interrupt left
         engine.finish_pass()
         engine.stepping.end()
@@ -279,7 +284,7 @@ class ModelHooks:
         self.remove()
         for group in engine.groups:
             for record in group.tensors:
-                value = plain_value(record, engine.read)
+                value = plain_value(record, read)
                 engine.residency.unbind(record)
                 unmanage(record.parameter, value)
             engine.residency.release_chunks(group)
@@ -287,6 +292,12 @@ class ModelHooks:
         if model is not None:
             move_unmanaged(model, torch.device("cpu"))
         engine.store.close()
+        if failure is not None:
+            warnings.warn(
+                "release(model) after work of the processor failed: parameters are a mixture of old and new, so load a "
+                f"checkpoint; it failed with {type(failure).__name__}: {failure}",
+                stacklevel=4,
+            )
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
@@ -345,13 +356,27 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def hooks_of(model: nn.Module) -> ModelHooks:
-    """Return the hooks of a managed model; raise `InvalidInput` if the model is not managed."""
+    """Return the hooks of a managed model; raise `InvalidInput` if the model is not managed, or has two that are."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
-    for parameter in model.parameters():
+    found: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
         if isinstance(parameter, ManagedParameter):
             owner = parameter._owner
             assert isinstance(owner, Engine), "every owner is an Engine"
-            if isinstance(owner.management, ModelHooks):
-                return owner.management
-    raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")
+            found.setdefault(owner.management, name)
+    if len(found) > 1:
+        which = " and ".join(f"one with {name!r}" for name in found.values())
+        raise InvalidInput(
+            f"this {type(model).__name__} holds {len(found)} models that chunked(...) has under management, {which}: "
+            "call this for each of them, as in `with materialized(first), materialized(second):`"
+        )
+    if any(map(is_ordinary_for_a_block, model.parameters())) and not found:
+        raise InvalidInput(
+            f"this is inside a block of materialized(...), where parameters of {type(model).__name__} are ordinary "
+            "ones: work with them there, or call this after the block"
+        )
+    management = next(iter(found), None)
+    if not isinstance(management, ModelHooks):
+        raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")
+    return management

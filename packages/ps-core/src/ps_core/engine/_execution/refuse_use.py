@@ -55,6 +55,14 @@ class Usability:
                 f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
             )
 
+    def check_not_materialized(self, what: str) -> None:
+        """Raise inside a block of `materialized`, at whose end parameters are managed again."""
+        if self.materializing:
+            raise InvalidInput(
+                f"{what} inside a block of materialized(...): call it after the block; for more parameters, or for "
+                "changes that are to be kept, give names= and write=True to the one block"
+            )
+
     def check_kept(self) -> None:
         """Raise if the model was released."""
         if self.released:

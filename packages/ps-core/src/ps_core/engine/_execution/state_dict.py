@@ -164,5 +164,6 @@ def no_copies(name: str, model: str) -> UnsupportedParameter:
     """Return the error of who copies a model or its hooks, of which one parameter's ``name`` is told."""
     return UnsupportedParameter(
         f"{name!r} and all of this {model} is under management and cannot be copied or pickled: save "
-        "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first"
+        "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first; for a "
+        "moving average of the weights use WeightAverage(model)"
     )

@@ -68,6 +68,7 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
         and one.scalars == other.scalars
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
+        and not settings_of(one).whole
         and not (one.tied or other.tied)
     )
 
@@ -109,6 +110,8 @@ def step_group(
             if finite and isinstance(gradient, torch.Tensor):
                 checks.append(partial(_check_finite, group.name, gradient))
             rows = kept if span == whole else [flat[span] for flat in kept]
+            if run.settings.whole:
+                rows = [first.shaped(master), *rows[1:]]
             scaled = first.factor * factor
             if isinstance(gradient, list):
                 calls.append(partial(_step_together, run.settings, progress, rows, gradient, target, scaled))

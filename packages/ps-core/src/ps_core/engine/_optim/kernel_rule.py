@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,8 +15,8 @@ import ps_kernels
 from ps_core._errors import InvalidInput
 from ps_core._options import SGD, Adam, AdamW, Optimizer
 from ps_core._program import Kind
-from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
-from ps_core.engine._optim.torch_rule import FREE
+from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
+from ps_core.engine._optim.torch_stepper import FREE
 
 
 class StepRule(StrEnum):
@@ -33,6 +33,7 @@ class Settings:
     What a rule does not use stays at its default, so that equal steps have equal settings.
     """
 
+    whole: ClassVar[bool] = False
     kind: StepRule
     lr: float
     weight_decay: float = 0.0
@@ -109,6 +110,7 @@ class KernelRule:
     """AdamW, Adam and SGD of `ps_core`, whose steps are kernels of `ps_kernels`."""
 
     kinds = 2
+    whole = False
     starts_from_zeros = True
 
     def __init__(self, spec: Optimizer) -> None:
@@ -143,11 +145,20 @@ class KernelRule:
             decoupled=self._fixed["decoupled_weight_decay"],
         )
 
-    def state_names(self, index: int, group: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Name the moments, and Adam's count of steps; SGD keeps none without momentum."""
-        if self.step_rule is StepRule.ADAM:
-            return ("step", *self.states)
-        return tuple(self.states) if group is None or group.get("momentum") else ()
+    def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
+        """Do nothing: every parameter can be stepped."""
+
+    def places(
+        self, index: int, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, StatePlace]:
+        """Return where the moments are; SGD keeps none without momentum."""
+        if self.step_rule is StepRule.SGD and group is not None and not group.get("momentum"):
+            return {}
+        return {name: StatePlace(kind, 0, tuple(shape)) for name, kind in self.states.items()}
+
+    def scalar_names(self, index: int) -> tuple[str, ...]:
+        """Name Adam's count of steps."""
+        return ("step",) if self.step_rule is StepRule.ADAM else ()
 
     def scalar(self, progress: Progress, name: str) -> torch.Tensor:
         """Return the count of steps."""

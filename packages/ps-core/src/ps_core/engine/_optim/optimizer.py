@@ -14,7 +14,7 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
 from ps_core.engine._optim.rules import OptimizerRule, Spec
-from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StepSettings
+from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StatePlace, StepSettings
 from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
@@ -52,7 +52,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._source, self._known = records, len(records)
         self._members = _members(rule.spec, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
-        self._format = StateFormat(gradients, rule, self._kept, self._possible)
+        self._format = StateFormat(gradients, rule, self._kept, self._places)
         self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
         self._complete = False
         super().__init__(
@@ -85,6 +85,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
+        self._check_shapes()
         scaler = self._loss_scale if self._scaled else None
         if self._loss_scale is not None and scaler is None and not self._all_assigned():
             raise InvalidInput(
@@ -136,6 +137,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _all_assigned(self) -> bool:
         """True if no gradient comes from backward: what the user assigned was lost to no rounding, and has no scale."""
         return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
+
+    def _check_shapes(self) -> None:
+        """Raise `InvalidInput` before a step if a parameter that is trained since `chunked` cannot be stepped whole."""
+        if self.rule.whole:
+            for record, index in self._groups_of.items():
+                if self._gradients.has_gradient(record):
+                    self.rule.check_parameter(index, record.name, record.shape)
 
     def _records(self) -> Iterator[ParamState]:
         return (record for members in self._members for record in members)
@@ -224,11 +232,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _kept(self, record: ParamState) -> tuple[str, ...]:
         """Name what the entry of a stepped parameter holds."""
         index = self._groups_of[record]
-        return self.rule.state_names(index, self.param_groups[index])
+        return (*self.rule.scalar_names(index), *self.rule.places(index, record.shape, self.param_groups[index]))
 
-    def _possible(self, record: ParamState) -> tuple[str, ...]:
-        """Name what it may hold, whatever the settings."""
-        return self.rule.state_names(self._groups_of[record])
+    def _places(self, record: ParamState) -> tuple[tuple[str, ...], Mapping[str, StatePlace]]:
+        """Name the single values that it may hold, whatever the settings, and return where its tensors are."""
+        index = self._groups_of[record]
+        return self.rule.scalar_names(index), self.rule.places(index, record.shape)
 
     @defer_interrupts_installing
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,7 +293,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
             self.rule.check(f"the state's param_groups[{index}]", theirs)
             _check_order(index, own["param_names"], theirs.get("param_names"))
-            wanted = [key for key, value in self.rule.groups[0].items() if not isinstance(value, bool | None)]
+            wanted = [key for key, value in self.rule.groups[index].items() if not isinstance(value, bool | None)]
             absent = [key for key in wanted if key not in theirs]
             if absent:
                 raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self.rule.name}'s?")
@@ -315,7 +324,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             f"ChunkedOptimizer({self.rule.name}, max_grad_norm={self.max_grad_norm}, loss_scale={self.loss_scale:g})"
         ]
         for index, group in enumerate(self.param_groups):
-            numbers = ", ".join(f"{name}={group[name]}" for name in self.rule.groups[0])
+            numbers = ", ".join(f"{name}={group[name]}" for name in self.rule.groups[index])
             rows.append(f"  group {index}: {len(group['params'])} parameters, {numbers}")
         return "\n".join(rows)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
+
+import torch
 
 from ps_core._options import Optimizer, TorchOptimizer
 from ps_core._program import Kind
 from ps_core.engine._optim.kernel_rule import KernelRule
-from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
+from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
 from ps_core.engine._optim.torch_rule import TorchRule
 
 Spec: TypeAlias = Optimizer | TorchOptimizer
@@ -35,7 +37,12 @@ class OptimizerRule(Protocol):
 
     @property
     def states(self) -> Mapping[str, Kind]:
-        """Return where each state is, by the name that torch's optimizer has for it."""
+        """Return what checkpoints call the contents of each slot: where groups agree, torch's name of the state."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """True if parameters of some group are stepped whole, so that no process may have a part of one."""
         ...
 
     @property
@@ -57,15 +64,25 @@ class OptimizerRule(Protocol):
         """Raise `InvalidInput` if a param group has settings that cannot be followed."""
         ...
 
+    def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
+        """Raise `InvalidInput` if a parameter that is trained since `chunked` cannot be stepped."""
+        ...
+
     def read(self, index: int, group: Mapping[str, Any]) -> StepSettings:
         """Return the settings of a param group."""
         ...
 
-    def state_names(self, index: int, group: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Name the values in the entry of a stepped parameter of a param group, as torch's optimizer does.
+    def places(
+        self, index: int, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, StatePlace]:
+        """Return where the states of a parameter of this shape are, by the names that torch's optimizer has for them.
 
-        ``group`` None: whatever its settings are.
+        ``group`` None: whatever the settings of its param group are.
         """
+        ...
+
+    def scalar_names(self, index: int) -> tuple[str, ...]:
+        """Name the single values that torch's optimizer keeps for a parameter of a param group."""
         ...
 
     def scalar(self, progress: Progress, name: str) -> Any:
@@ -85,6 +102,9 @@ class OptimizerRule(Protocol):
         ...
 
 
-def rule_of(spec: Spec) -> OptimizerRule:
-    """Return the rule of an optimizer; raise `InvalidInput` if its class or settings cannot be used."""
-    return TorchRule(spec) if isinstance(spec, TorchOptimizer) else KernelRule(spec)
+def rule_of(spec: Spec, parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OptimizerRule:
+    """Return the rule of an optimizer; raise `InvalidInput` if its class or settings cannot be used.
+
+    ``parameters``: of the model, by name; those to be trained have to be ones that the optimizer can step.
+    """
+    return TorchRule(spec, parameters) if isinstance(spec, TorchOptimizer) else KernelRule(spec)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ps_core._program import Kind
+from ps_core._program import STATES, Kind
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
@@ -27,8 +28,27 @@ class Progress(NamedTuple):
     """Empty before the first step, and of AdamW, Adam and SGD of `ps_core`."""
 
 
+class StatePlace(NamedTuple):
+    """Where one state of a parameter is, in memory order."""
+
+    kind: Kind
+    """One of `STATES`."""
+    first: int
+    """First element, of as many as the parameter has."""
+    shape: tuple[int, ...]
+
+    def of(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the state's part of a parameter's vectors, which are in the order of `STATES`."""
+        return states[STATES.index(self.kind)][self.first : self.first + math.prod(self.shape)]
+
+
 class StepSettings(Protocol):
     """The settings of one parameter's step. Neighbours with equal settings are stepped in one call."""
+
+    @property
+    def whole(self) -> bool:
+        """True if each parameter is stepped alone, in its shape: neighbours are not put together."""
+        ...
 
     def step(
         self,
@@ -40,8 +60,9 @@ class StepSettings(Protocol):
     ) -> None:
         """Make the step that follows ``progress``, in place.
 
-        ``rows``: the master, and the states in the order of `STATES`. The gradient is multiplied by ``factor``.
-        ``target``: the weight in 16 bits, which may be the same memory as ``gradient``.
+        ``rows``: the master, and the states in the order of `STATES`. All are vectors; a master that is stepped whole
+        has the parameter's shape. The gradient is multiplied by ``factor``. ``target``: the weight in 16 bits, which
+        may be the same memory as ``gradient``.
         """
         ...
 

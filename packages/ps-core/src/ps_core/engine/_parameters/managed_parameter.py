@@ -332,6 +332,11 @@ def unmanage(parameter: nn.Parameter, value: torch.Tensor) -> None:
     set_data(parameter, value)
 
 
+def is_ordinary_for_a_block(parameter: nn.Parameter) -> bool:
+    """Return True for a managed parameter that is an ordinary one inside `materialized`."""
+    return not isinstance(parameter, ManagedParameter) and hasattr(parameter, "_owner")
+
+
 def make_plain(parameter: nn.Parameter) -> None:
     """Give a managed parameter the class back that it came with."""
     assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"

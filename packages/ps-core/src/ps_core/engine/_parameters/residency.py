@@ -170,6 +170,9 @@ class Residency:
         self.transfers.watcher.evicted()
         return True
 
+    def complete(self, group: ParamGroup) -> None:
+        """Do nothing: a group whose home slots are reserved has all its chunks."""
+
     def release_chunks(self, group: ParamGroup) -> None:
         """Release the home slot and the copies of every chunk of a group, which is not used any more."""
         for chunk in group.chunks.values():

@@ -16,7 +16,7 @@ from ps_core.engine._devices.device import Device
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._parameters.grouping import Grouping
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.compare_ranks import checksum
+from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.log import log_line
 
 Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]

@@ -26,9 +26,10 @@ from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.compare_ranks import Alike, checksum
+from ps_core.engine._sharding.compare_ranks import Alike
 from ps_core.engine._sharding.shard_promotion import low_tier
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._support.checksum import checksum
 
 _CUT_NUMEL = 1 << 18
 """Elements of a sum on the disk that are read, added to and written at a time."""

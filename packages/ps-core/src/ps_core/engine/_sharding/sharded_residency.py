@@ -46,9 +46,20 @@ class ShardedResidency(Residency):
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self.ordering = collective_ordering(self, together)
         for group in groups:
-            size = group.chunk_numel * group.dtype.itemsize
-            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
-            group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
+            self.complete(group)
+
+    def complete(self, group: ParamGroup) -> None:
+        """Add the chunk that the group is gathered into."""
+        size = group.chunk_numel * group.dtype.itemsize
+        nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
+
+    def release_chunks(self, group: ParamGroup) -> None:
+        """Release what this rank has of a group, which is not used any more."""
+        if Kind.FULL in group.chunks:
+            self.evict(group)
+            del group.chunks[Kind.FULL]
+        super().release_chunks(group)
 
     def note_forward(self, *, trains: bool) -> int:
         """Note that a forward pass begins; return how many of this pass wait for backward."""

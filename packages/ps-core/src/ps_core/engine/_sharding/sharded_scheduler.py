@@ -34,6 +34,10 @@ class ShardedScheduler(NoPlanScheduler):
             self._make_way(missing_bytes)
             residency.note_larger_batch()
 
+    def forget_plan(self) -> None:
+        """Forget the order of collectives: groups are about to change."""
+        self._driver.forget_groups()
+
     @defer_interrupts_installing
     def _make_way(self, missing_bytes: int) -> None:
         self._driver.make_way(missing_bytes)
