@@ -29,6 +29,11 @@ class CpuEvent:
         """Return at once."""
 
 
+def private_memory(size_bytes: int) -> torch.Tensor:
+    """Return memory of this process alone, as bytes."""
+    return PinnedArena(size_bytes, pin=False).tensor(0, size_bytes, torch.uint8)
+
+
 class CpuDevice:
     """A `Device` whose tier 0 is host memory. A copy is done when it was launched, and events cost nothing."""
 
@@ -41,6 +46,7 @@ class CpuDevice:
         """Until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
+        self._allocate = private_memory
 
     @property
     def worker(self) -> Worker | None:
@@ -76,10 +82,17 @@ class CpuDevice:
     def trim_host(self) -> None:
         """Do nothing: no memory is kept."""
 
+    def use_memory(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        """Take all memory from ``allocate`` from now on; while that raises `MemoryError`, from the system."""
+        self._allocate = allocate
+
     def _memory(self, kind: str, size_bytes: int) -> torch.Tensor:
         if size_bytes < 1:
             raise InvalidInput(f"{kind}: expected a size of at least 1 byte, found {size_bytes!r}")
-        return PinnedArena(size_bytes, pin=False).tensor(0, size_bytes, torch.uint8)
+        try:
+            return self._allocate(size_bytes)
+        except MemoryError:
+            return private_memory(size_bytes)
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, at once."""
