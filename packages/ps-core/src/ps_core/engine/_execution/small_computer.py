@@ -1,4 +1,4 @@
-"""The computer that emulated devices are planned with."""
+"""Describe the computer that emulated devices are planned with."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Steps of ``torch.optim`` optimizers: PyTorch's own code, over views of a group's master and states.
+"""Step by ``torch.optim`` optimizers: PyTorch's own code, over views of a group's master and states.
 
 [Note: piece by piece]
-An element-wise optimizer gives an element the same bits wherever its vector is cut. So neighbouring parameters are one
-vector here, a shard is stepped like a whole, and a step goes through its vector piece by piece: what PyTorch allocates
-meanwhile has the size of a few pieces. Whether a class is element-wise is tried on a small matrix, and not listed. The
-trial also tells the states: tensors of the parameter's shape have slots, and single values are kept for each parameter.
+An element-wise optimizer gives an element the same bits wherever its vector is cut. So adjacent parameters are one
+vector here, and a shard is stepped like a whole. A step goes through its vector piece by piece. So PyTorch's temporary
+memory is as large as a few pieces. Whether a class is element-wise is tried on a small matrix, and not listed. The
+trial also shows the states: tensors of the parameter's shape have slots, single values are kept with each parameter.
 
 [Note: first steps]
-PyTorch makes states within the first step, some from the gradient. So in the first step of a parameter each piece is
-given none, and what PyTorch made is copied into the slots.
+PyTorch makes states within the first step, some from the gradient. So in a parameter's first step the pieces have no
+states. Those that PyTorch made are copied into the slots.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RESERVED = ("masters", "weights", "buffers", "extra", "master")
 
 
 class TorchRule:
-    """One `TorchOptimizer`; see `OptimizerRule`."""
+    """Implement the rule of one `TorchOptimizer`; see `OptimizerRule`."""
 
     starts_from_zeros = False
 
@@ -58,10 +58,10 @@ class TorchRule:
         self.groups = [stepper.defaults for stepper in self._steppers]
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
-        """Do nothing: every setting is PyTorch's to follow."""
+        """Do nothing: PyTorch implements every setting."""
 
     def read(self, index: int, group: Mapping[str, Any]) -> TorchSettings:
-        """Read a param group; raise `InvalidInput` if other states would come of it."""
+        """Read a param group; raise `InvalidInput` if its settings imply other states."""
         stepper = self._steppers[index]
         values = tuple((name, _value(name, group[name])) for name in stepper.defaults if name not in FREE)
         kept = _kept(stepper, values)
@@ -75,11 +75,11 @@ class TorchRule:
         return TorchSettings(stepper, values, places)
 
     def state_names(self, index: int, group: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Name what torch's optimizer keeps for a parameter of a param group."""
+        """Name the values that PyTorch's optimizer keeps for a parameter of a param group."""
         return self._steppers[index].names
 
     def scalar(self, progress: Progress, name: str) -> Any:
-        """Return a single value as torch's optimizer keeps it (any: a tensor, or a number)."""
+        """Return a single value as PyTorch's optimizer keeps it (any: a tensor, or a number)."""
         stepper = next(each for each in self._steppers if name in each.scalars)
         return stepper.restored(name, dict(progress.scalars)[name])
 
@@ -89,7 +89,7 @@ class TorchRule:
         return tuple((name, values[name]) for name in stepper.scalars)
 
     def for_torch(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Clear ``foreach`` where nothing else was chosen: steps are those of torch's loop over single tensors."""
+        """Clear ``foreach`` unless the user set it: steps are those of PyTorch's loop over single tensors."""
         loops = "foreach" in group and group["foreach"] is None and not group.get("fused")
         return {**group, "foreach": False} if loops else group
 
@@ -98,7 +98,7 @@ class TorchRule:
 
 
 class TorchStepper:
-    """A class with the settings of one param group, tried."""
+    """Step by a class with the settings of one param group, after a trial."""
 
     def __init__(self, kind: type, given: dict[str, Any], name: str) -> None:
         self._kind, self._name = kind, name
@@ -118,7 +118,7 @@ class TorchStepper:
         return self._name
 
     def _try(self, parameter: torch.Tensor) -> None:
-        """Step a matrix whole, and in pieces; raise `InvalidInput` unless that is the same."""
+        """Step a matrix whole, and in pieces; raise `InvalidInput` unless the results are equal."""
         values = tuple((key, _value(key, value)) for key, value in self.defaults.items() if key not in FREE)
         whole, flat = self._optimizer(parameter, values), parameter.flatten().clone()
         rows, progress = [flat], Progress(0)
@@ -169,7 +169,7 @@ class TorchStepper:
             raise InvalidInput(f"{self._name} could not be {what}: {error}") from error
 
     def _optimizer(self, parameter: torch.Tensor, values: Scalars) -> torch.optim.Optimizer:
-        """Make torch's optimizer of one tensor, with these settings."""
+        """Make PyTorch's optimizer of one tensor, with these settings."""
         optimizer: torch.optim.Optimizer = self._kind([parameter], **self._given)
         group = optimizer.param_groups[0]
         group.update(values)
@@ -183,7 +183,7 @@ class TorchStepper:
         return torch.tensor(value, dtype=kind, device="cpu") if isinstance(kind, torch.dtype) else kind(value)
 
     def step(self, parameter: torch.Tensor, gradient: torch.Tensor, values: Any, state: Mapping[str, Any]) -> Any:
-        """Step one piece in place; return its state. An empty one: the first step."""
+        """Step one piece in place; return its state. An empty ``state``: the first step."""
         optimizer = self._optimizer(parameter, values)
         parameter.grad = gradient
         if state:
@@ -212,7 +212,7 @@ class TorchSettings:
         *,
         piece_numel: int = 0,
     ) -> None:
-        """Make the step; see [Note: piece by piece]. ``piece_numel`` 0: what suits the memory."""
+        """Make the step; see [Note: piece by piece]. ``piece_numel`` 0: choose by the memory's kind."""
         master, *states = rows
         numel = piece_numel or (PIECE_NUMEL_ON_CARD if master.is_cuda else PIECE_NUMEL)
         for start in range(0, master.numel(), numel):
@@ -235,7 +235,7 @@ class TorchSettings:
         return dict(self.values)
 
     def _state(self, progress: Progress, states: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the state to give to torch's optimizer; empty for a first step."""
+        """Return the state for PyTorch's optimizer; empty for a first step."""
         if not progress.steps:
             return {}
         return {**{name: self.stepper.restored(name, value) for name, value in progress.scalars}, **states}
@@ -243,7 +243,7 @@ class TorchSettings:
 
 @lru_cache(maxsize=256)
 def _after(stepper: TorchStepper, values: Any, places: tuple[tuple[str, int], ...], progress: Progress) -> Scalars:
-    """Return what single values become in a step: they depend on settings alone, so that two elements tell."""
+    """Return the single values after a step: they depend on settings alone, so two elements suffice."""
     state = {}
     if progress.steps:
         state = {name: stepper.restored(name, value) for name, value in progress.scalars}
@@ -254,13 +254,13 @@ def _after(stepper: TorchStepper, values: Any, places: tuple[tuple[str, int], ..
 
 @lru_cache(maxsize=64)
 def _kept(stepper: TorchStepper, values: Any) -> tuple[str, ...]:
-    """Name what a first step with these settings keeps."""
+    """Name the values that a first step with these settings keeps."""
     made = stepper.step(_pair(0.0), _pair(1.0), values, {})
     return tuple(name for name, value in made.items() if value is not None)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Step without the hooks that users register for all optimizers, which are for theirs, and not for these."""
+    """Step without the hooks that users register for all optimizers: those are for the user's own."""
     function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__
@@ -280,7 +280,7 @@ def _pair(value: float) -> torch.Tensor:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return a setting of a param group as what can be compared (any: settings of any class)."""
+    """Convert a setting of a param group for comparison (any: settings of any class)."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise InvalidInput(f"{name} must be one number when the optimizer steps, found {value!r}")

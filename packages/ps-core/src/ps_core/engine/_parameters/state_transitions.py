@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 
 class SlotContents(StrEnum):
-    """Says what a parameter's part of the weight slot holds.
+    """Say what a parameter's part of the weight slot holds.
 
     WEIGHT     The weight.
     GRADIENT   The gradient, written over the weight. The weight is in the fp32 master only.
@@ -41,13 +41,12 @@ class SlotContents(StrEnum):
 
 
 class GradientPlace(StrEnum):
-    """Says where a parameter's gradient is.
+    """Say where a parameter's gradient is.
 
-    NONE            There is none.
-    OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its place.
-    IN_WEIGHT_SLOT  In the weight slot, over the weight.
-    IN_ACCUMULATOR  In the group's fp32 sum, on the tier of that sum's home slot.
-    ON_ITS_WAY      Several ranks: being summed over ranks; this rank has its own part in a staging slot, if any.
+    NONE            There is none. OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its
+    place. IN_WEIGHT_SLOT  In the weight slot, over the weight. IN_ACCUMULATOR  In the group's fp32 sum, on the tier of
+    that sum's home slot. ON_ITS_WAY      Several ranks: being summed over ranks; this rank has its own part in a
+    staging slot, if any.
     """
 
     NONE = auto()
@@ -58,16 +57,15 @@ class GradientPlace(StrEnum):
 
 
 class ParamEvent(StrEnum):
-    """Names what happens to a parameter: one method of `ParamState` for each.
+    """Name what happens to a parameter: one method of `ParamState` for each.
 
-    KEPT            The gradient is in a tensor of its own: as autograd made it, or added to, or copied from the slot.
-    SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was promised.
-    OVERWRITTEN     The gradient, or the sum over ranks, was written over the weight. Nothing may read the weight then.
-    SUMMED          The gradient was added to the group's fp32 sum, or began the parameter's part of it.
-    SLOT_TAKEN      The weight slot was given to gradients, and the weight was not fetched.
-    REBUILT         The weight slot holds the weight again: rebuilt from the master, or written from outside.
-    DISCARDED       The gradient was forgotten. From IN_WEIGHT_SLOT, REBUILT has to follow before the weight is read.
-    STEPPED         The optimizer used the gradient up, and wrote the new weight.
+    KEPT            The gradient is in its own tensor: as autograd made it, or added to, or copied from the slot.
+    SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was requested. OVERWRITTEN     The gradient, or
+    the sum over ranks, was written over the weight. Nothing may read the weight then. SUMMED          The gradient was
+    added to the group's fp32 sum, or began the parameter's part of it. SLOT_TAKEN      The weight slot was given to
+    gradients, and the weight was not fetched. REBUILT         The weight slot holds the weight again: rebuilt from the
+    master, or written from outside. DISCARDED       The gradient was forgotten. From IN_WEIGHT_SLOT, REBUILT has to
+    follow before the weight is read. STEPPED         The optimizer used the gradient up, and wrote the new weight.
     """
 
     KEPT = auto()

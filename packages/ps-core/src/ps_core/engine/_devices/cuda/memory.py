@@ -1,4 +1,4 @@
-"""Memory outside of the arena on a CUDA machine: pinned host memory, and the counter of all other tensors."""
+"""Allocate pinned host memory, and count the bytes of all tensors that are not the engine's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ps_core.engine._devices.cuda.runtime import CudaRuntime
 from ps_kernels import PinnedArena
 
 _SPARES, _SPARE_BYTES = 8, 1 << 31
-"""Blocks of host memory that are kept for another of their size: so many of any size, and as many as are so large."""
+"""Limits on kept blocks of host memory: how many of one size, and how many bytes in all."""
 
 
 _SHARED: weakref.WeakKeyDictionary[CudaRuntime, EngineAllocations] = weakref.WeakKeyDictionary()
 
 
 class EngineAllocations:
-    """Counts the memory of one device that is the engine's, for all models there; and resets the allocator's peak.
+    """Count the engine's bytes on one device, for all models there, and reset the allocator's peak.
 
     Tensors end on any thread, so each has an entry of its own.
     """
@@ -34,7 +34,7 @@ class EngineAllocations:
 
     @staticmethod
     def of(runtime: CudaRuntime) -> EngineAllocations:
-        """Return the device's."""
+        """Return the counter of a device."""
         return _SHARED.setdefault(runtime, EngineAllocations())
 
     def watch(self, tracker: AllocatorBytesTracker) -> None:
@@ -52,7 +52,7 @@ class EngineAllocations:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Return the bytes of all models together."""
         return sum(list(self._sizes.values()))
 
     def add(self, memory: torch.Tensor, size_bytes: int) -> None:
@@ -63,11 +63,11 @@ class EngineAllocations:
 
 
 class PinnedBlockCache:
-    """Host memory of exact sizes.
+    """Allocate host memory of exact sizes, and keep released blocks for reuse.
 
-    Pinning takes as long as many copies, and undoing it waits for the whole device; a plan takes and gives back the
-    same few sizes in every step. So a released block is kept for the next of its size. ``mark`` says what must have
-    ended before a block that is released now may be written: copies from it may still be on their way.
+    Pinning a block takes as long as many copies, and unpinning waits for the whole device. A plan takes and returns the
+    same few sizes in every step. So a released block is kept for the next request of its size. Copies from it may still
+    run: ``mark`` returns what must end before the block is written again.
     """
 
     def __init__(self, runtime: CudaRuntime, mark: Callable[[], Callable[[], None]], *, pin: bool) -> None:
@@ -75,7 +75,7 @@ class PinnedBlockCache:
         self._spares: deque[tuple[PinnedArena, Callable[[], None]]] = deque()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return a block; it comes back by itself with the last tensor on it."""
+        """Return a block of memory, which is released with the last tensor on it."""
         arena = self._spare(size_bytes) or self._runtime.host(size_bytes, pin=self._pin)
         memory = arena.tensor(0, size_bytes, torch.uint8)
         weakref.finalize(memory.untyped_storage(), self._keep, arena).atexit = False
@@ -108,10 +108,10 @@ class PinnedBlockCache:
 
 
 class AllocatorBytesTracker:
-    """Counts non-model bytes by PyTorch's allocator: whatever it has allocated besides the engine's own.
+    """Count non-model bytes: what PyTorch's allocator has allocated, less the engine's own bytes.
 
-    What was allocated before the engine came does not count; if some of that goes, as a model that is packed does, the
-    mark below which nothing counts goes down with it. Everything is known on the host: reading waits for nothing.
+    Bytes that were allocated before the engine began do not count. If some of these are freed, as a packed model's are,
+    the base that is subtracted shrinks with them. All figures are known on the host: reading one waits for nothing.
     """
 
     def __init__(self, runtime: CudaRuntime, owned: EngineAllocations) -> None:
@@ -124,7 +124,7 @@ class AllocatorBytesTracker:
 
     @property
     def current_bytes(self) -> int:
-        """What is alive now."""
+        """Return the non-model bytes that are alive now."""
         return self._above(self._runtime.allocated().now)
 
     def start(self) -> None:
@@ -154,7 +154,7 @@ class AllocatorBytesTracker:
         return peak
 
     def paused(self) -> AllocatorBytesTracker:
-        """Leave out what the engine does meanwhile: its memory comes and goes, and is known."""
+        """Leave out the engine's own allocations meanwhile; these are counted by themselves."""
         return self
 
     def __enter__(self) -> None:
@@ -169,7 +169,7 @@ class AllocatorBytesTracker:
         self._depth -= 1
 
     def note(self) -> None:
-        """Take the allocator's peak, if it is one of a time that counts."""
+        """Read the allocator's peak, if it belongs to a time that counts."""
         if self._on and not self._depth:
             self._peak_bytes = max(self._peak_bytes, self._above(self._runtime.allocated().peak))
 

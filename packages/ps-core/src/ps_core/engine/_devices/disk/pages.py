@@ -1,4 +1,4 @@
-"""Giving pages of private memory back to the system while the memory stays mapped."""
+"""Return pages of private memory to the system, while the memory stays mapped."""
 
 from __future__ import annotations
 
