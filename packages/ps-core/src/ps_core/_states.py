@@ -64,9 +64,10 @@ class Event(StrEnum):
 class ChunkState(StrEnum):
     """Say what state a chunk has by its tensors' states.
 
-    FREE      No tensor has a payload; the slot can be used for something else. RELEASED  As FREE, for a chunk that
-    other processes hold (a gathered group). COMPUTE   Some tensor is being used: pinned to the computing tier. HOLD
-    May sit on any tier, and may be evicted.
+    FREE      No tensor has a payload; the slot can be used for something else.
+    RELEASED  As FREE, for a chunk that other processes hold (a gathered group).
+    COMPUTE   Some tensor is being used: pinned to the computing tier.
+    HOLD      May sit on any tier, and may be evicted.
     """
 
     FREE = "free"

@@ -157,7 +157,9 @@ class _Hunt:
         return good
 
     def _expected_layers(self, hidden: int) -> int:
-        """Return how many layers the lower bound allows by extrapolation; needs grow evenly but for the cut of groups."""
+        """Return how many layers the lower bound allows by extrapolation; needs grow evenly but for the cut of
+        groups.
+        """
         found = 0.0
         few, more = _FEW_LAYERS, 2 * _FEW_LAYERS
         for training in self._asked():

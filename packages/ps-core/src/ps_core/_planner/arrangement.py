@@ -185,7 +185,9 @@ class Arrangement:
         return sorted(found, key=lambda row: row[1])
 
     def anchor(self, extent: Extent) -> None:
-        """Move an extent to the lowest address of the compute tier for held ones; see [Note: ground] in `held_slots`."""
+        """Move an extent to the lowest address of the compute tier for held ones; see [Note: ground] in
+        `held_slots`.
+        """
         seat = self.seats[extent]
         still = sorted((other.offset, other.offset + other.bytes) for other in map(self.seats.__getitem__, self.fixed))
         start = lowest(still, seat.bytes)

@@ -2,9 +2,9 @@
 
 [Note: ground]
 A tier can be compacted only around extents that must not move. So before an extent is held it is put on *ground*: the
-lowest address that those held already leave free. The held ones have no gaps between them if the last one is released
-first, as blocks recomputed in backward are. Then as much room can be made as if everything could move. If they are
-released in another order, there are gaps. A plan is then surely found only with so many more bytes on the compute tier:
+lowest address that those held already leave free. They have no gaps between them if the last one is released first, as
+blocks recomputed in backward are. Then as much room can be made as if everything could move. If they are released in
+another order, there are gaps. A plan is then surely found only with so many more bytes on the compute tier:
 `gap_bytes`.
 """
 

@@ -155,7 +155,9 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
 
 
 def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
-    """Return the most bytes of gathered groups at once: the least possible, and with the next moment's gathered ahead."""
+    """Return the most bytes of gathered groups at once: the least possible, and with the next moment's gathered
+    ahead.
+    """
     segment = _longest(program)
     gradient = Kind.FULL if program.overwrites else Kind.GRAD
     least = deep = 0

@@ -153,7 +153,9 @@ class _Before:
                     self._works[id(piece)] = [touched[slot] for slot in slots if slot in touched]
 
     def last(self, piece: Piece | None, until: float) -> Piece | None:
-        """Return the predecessor of a piece that ends last, if not on COMPUTE; the piece begins at ``until`` or later."""
+        """Return the predecessor of a piece that ends last, if not on COMPUTE; the piece begins at ``until`` or
+        later.
+        """
         segment = None if piece is None or piece.run < 0 else self._segments[piece.run]
         if piece is None or segment is None or not self._is_in(segment, piece):
             pieces, ends = self._by_end

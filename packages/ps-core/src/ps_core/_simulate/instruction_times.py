@@ -127,7 +127,9 @@ class Costs:
         self._accumulate = gradient + 4
 
     def _around_products(self, trace: Trace) -> Iterator[float]:
-        """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on activations."""
+        """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on
+        activations.
+        """
         seen: set[tuple[Phase, int, bool]] = set()
         for moment in trace.moments:
             events = {(moment.phase, index, False) for index in moment.reads}

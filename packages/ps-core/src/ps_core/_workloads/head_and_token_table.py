@@ -1,9 +1,9 @@
 """Compute the costs of a token table on the host, and of a head in tiles.
 
 [Note: the head in tiles]
-If the loss is computed in chunks, a tile has one chunk's logits at a time. A tile's chunks are summed in fp32. The
-table has the bytes besides the head's input. ``R`` is a chunk's rows, ``W`` a tile's words, ``h`` the hidden size,
-``e`` an element's bytes. An fp32 logit has 4 bytes. In 16 bits there is also the logit that it was made of (``4 + e``):
+With a loss in chunks, a tile has one chunk's logits at a time. A tile's chunks are summed in fp32. The table has the
+bytes besides the head's input. ``R`` is a chunk's rows, ``W`` a tile's words, ``h`` the hidden size, ``e`` an element's
+bytes. An fp32 logit has 4 bytes. In 16 bits there is also the logit that it was made of (``4 + e``):
 
     forward, one chunk    8RW                             logits, and the same less the largest
       several             + eRW in 16 bits                the last chunk's logits are there while the next are made

@@ -63,7 +63,9 @@ class ChunkedStrategy(SingleDeviceStrategy):
         options: Options | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        """Make the strategy; ``device``: of the batches; None: the current CUDA device if there is one, else the CPU."""
+        """Make the strategy; ``device``: of the batches; None: the current CUDA device if there is one, else the
+        CPU.
+        """
         where = device or ("cuda" if torch.cuda.is_available() and managed_device in ("auto", "cuda") else "cpu")
         super().__init__(device=torch.device(where))
         self._settings = ManagedSettings(

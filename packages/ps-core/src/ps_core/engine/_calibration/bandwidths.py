@@ -45,7 +45,9 @@ class StepRate:
 
 
 class HostTraffic:
-    """Measure the host memory's bandwidth: an Adam step on all cores, with copies in both directions at the same time."""
+    """Measure the host memory's bandwidth: an Adam step on all cores, with copies in both directions at the same
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._step, self._links, self._device = StepRate(_CPU), Links(device), device

@@ -168,7 +168,9 @@ def _check(
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
-    """Raise `CheckpointMismatch` for missing or unexpected names that are not allowed, and for wrong shapes and types."""
+    """Raise `CheckpointMismatch` for missing or unexpected names that are not allowed, and for wrong shapes and
+    types.
+    """
     wrong = [f"{name!r}: in the model, not in the files" for name in missing]
     wrong += [f"{name!r}: in the files, not in the model" for name in unexpected]
     for file, entry in ((each, entry) for each in files for entry in each.entries):

@@ -146,7 +146,9 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def keeps_values(given: torch.dtype, kept: torch.dtype) -> bool:
-    """Return True if values of one type can be stored in another: floating-point ones are rounded, integers must fit."""
+    """Return True if values of one type can be stored in another: floating-point ones are rounded, integers must
+    fit.
+    """
     if given == kept or (given.is_floating_point and kept.is_floating_point):
         return True
     if any(dtype.is_floating_point or dtype.is_complex for dtype in (given, kept)):

@@ -52,7 +52,9 @@ class ModelHooks:
         cast: torch.dtype | None,
         accumulates: bool,
     ) -> None:
-        """Make the hooks; ``group`` groups parameters that are not managed yet; ``accumulates``: groups have fp32 sums."""
+        """Make the hooks; ``group`` groups parameters that are not managed yet; ``accumulates``: groups have fp32
+        sums.
+        """
         self.engine = engine
         self.name = type(model).__name__
         self._model = weakref.ref(model)

@@ -1,9 +1,9 @@
 """Restore home slots that a plan for tight memory released within a segment.
 
 [Note: leaving a plan that lends home slots]
-A plan *lends* a home slot: it releases the slot while its extent is elsewhere. At the end of the segment every extent
-is in its place again. Where the segment is left before, some are not. Other slots may have taken these places by then,
-so there may be no memory to move the extents back.
+To *lend* a home slot is to release it while its extent is elsewhere. At the end of the segment every extent is in its
+place again. Where the segment is left before, some are not. Other slots may have taken these places by then, so there
+may be no memory to move the extents back.
 
 None is needed. A move is a Reserve, a Copy and a Release in this order on one queue. So at any time every extent with a
 home slot has a slot with its newest bytes. An accumulator before its first gradient has a slot of its size. That slot

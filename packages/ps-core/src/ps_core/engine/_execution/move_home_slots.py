@@ -13,7 +13,9 @@ from ps_core.engine._parameters.param_state import ParamGroup
 
 
 def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
-    """Move every home slot to the plan's place; return False, with nothing moved, while memory there has live aliases."""
+    """Move every home slot to the plan's place; return False, with nothing moved, while memory there has live
+    aliases.
+    """
     store, residency = engine.store, engine.residency
     if group_with_aliases(plan.order) is not None or not _has_its_places(store, plan):
         return False

@@ -39,7 +39,9 @@ class PlanDriver:
         tracked: bool = False,
         stepping: StepInBackward | None = None,
     ) -> None:
-        """Make the driver; ``stepping`` steps groups during backward; None: nothing is stepped before the step segment."""
+        """Make the driver; ``stepping`` steps groups during backward; None: nothing is stepped before the step
+        segment.
+        """
         self.tracked = tracked
         """True: non-model bytes are counted meanwhile."""
         self._segment = plan.segments[segment]

@@ -357,7 +357,9 @@ class PlanScheduler:
         self._estimated, self._recorded = False, True
 
     def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
-        """Plan from these moments and move everything to the plan's places; return False if that is not possible now."""
+        """Plan from these moments and move everything to the plan's places; return False if that is not possible
+        now.
+        """
         started = time.monotonic()
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):

@@ -76,7 +76,9 @@ class GradientStore:
         return self._one_tier or record.group.fixed_tier == 0
 
     def write_over_weight(self, record: ParamState) -> bool:
-        """Write a gradient from its own tensor over the weight; return False while the weight is elsewhere or needed."""
+        """Write a gradient from its own tensor over the weight; return False while the weight is elsewhere or
+        needed.
+        """
         return record.own_gradient is not None and self._write_over_weight(record, record.own_gradient)
 
     def _write_over_weight(self, record: ParamState, gradient: torch.Tensor) -> bool:
@@ -102,7 +104,9 @@ class GradientStore:
         return list(self.pending)
 
     def end_overwrites(self) -> None:
-        """End a backward pass: move gradients that still cannot overwrite weights to the sums, or keep them (one tier)."""
+        """End a backward pass: move gradients that still cannot overwrite weights to the sums, or keep them (one
+        tier).
+        """
         for record in self.pending_overwrites():
             if not self._keeps_own_tensor(record):
                 self.move_to_accumulator(record)

@@ -211,5 +211,7 @@ class Chunk:
 
     @property
     def home_is_stale(self) -> bool:
-        """Return True if the home slot does not hold the current bytes: copy them there before giving up another slot."""
+        """Return True if the home slot does not hold the current bytes: copy them there before giving up another
+        slot.
+        """
         return self.home.version != self.version

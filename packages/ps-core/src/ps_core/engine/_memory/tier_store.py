@@ -43,7 +43,9 @@ class TierStore:
         given: UserLimits | None = None,
         shared: bool = False,
     ) -> None:
-        """Make the store; ``shared``: several ranks have a shard of the model each, so groups come and go on any tier."""
+        """Make the store; ``shared``: several ranks have a shard of the model each, so groups come and go on any
+        tier.
+        """
         self.device = device
         self.file = file
         """The file of the disk tier, which is the last tier; None: there is none."""

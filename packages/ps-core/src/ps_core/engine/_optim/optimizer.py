@@ -134,7 +134,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return self._outcome is not None and self._outcome.skipped
 
     def _all_assigned(self) -> bool:
-        """Return True if no gradient comes from backward. Assigned gradients were not rounded, and have no loss scale."""
+        """Return True if no gradient comes from backward. Assigned gradients were not rounded, and have no loss
+        scale.
+        """
         return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
 
     def _records(self) -> Iterator[ParamState]:

@@ -228,7 +228,9 @@ def backward_within_backward() -> UnsupportedParameter:
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Return True if reentrant checkpointing's own backward is among the callers; on CUDA another thread may hide it."""
+    """Return True if reentrant checkpointing's own backward is among the callers; on CUDA another thread may hide
+    it.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is checkpoint.CheckpointFunction.backward.__code__:

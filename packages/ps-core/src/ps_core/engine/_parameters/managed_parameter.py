@@ -106,7 +106,9 @@ _SET_DATA = _descriptor("data").__set__
 
 
 class _CompiledWhole(UnsupportedParameter, AssertionError):
-    """Make `UnsupportedParameter` pass ``torch.compile`` unwrapped: it wraps all errors but a few kinds, like this one."""
+    """Make `UnsupportedParameter` pass ``torch.compile`` unwrapped: it wraps all errors but a few kinds, like
+    this one.
+    """
 
 
 class ManagedParameter(nn.Parameter):

@@ -43,10 +43,11 @@ class SlotContents(StrEnum):
 class GradientPlace(StrEnum):
     """Say where a parameter's gradient is.
 
-    NONE            There is none. OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its
-    place. IN_WEIGHT_SLOT  In the weight slot, over the weight. IN_ACCUMULATOR  In the group's fp32 sum, on the tier of
-    that sum's home slot. ON_ITS_WAY      Several ranks: being summed over ranks; this rank has its own part in a
-    staging slot, if any.
+    NONE            There is none.
+    OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its place.
+    IN_WEIGHT_SLOT  In the weight slot, over the weight.
+    IN_ACCUMULATOR  In the group's fp32 sum, on the tier of that sum's home slot.
+    ON_ITS_WAY      Several ranks: being summed over ranks; this rank has its own part in a staging slot, if any.
     """
 
     NONE = auto()
@@ -60,12 +61,13 @@ class ParamEvent(StrEnum):
     """Name what happens to a parameter: one method of `ParamState` for each.
 
     KEPT            The gradient is in its own tensor: as autograd made it, or added to, or copied from the slot.
-    SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was requested. OVERWRITTEN     The gradient, or
-    the sum over ranks, was written over the weight. Nothing may read the weight then. SUMMED          The gradient was
-    added to the group's fp32 sum, or began the parameter's part of it. SLOT_TAKEN      The weight slot was given to
-    gradients, and the weight was not fetched. REBUILT         The weight slot holds the weight again: rebuilt from the
-    master, or written from outside. DISCARDED       The gradient was forgotten. From IN_WEIGHT_SLOT, REBUILT has to
-    follow before the weight is read. STEPPED         The optimizer used the gradient up, and wrote the new weight.
+    SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was requested.
+    OVERWRITTEN     The gradient, or the sum over ranks, was written over the weight. Nothing may read the weight then.
+    SUMMED          The gradient was added to the group's fp32 sum, or began the parameter's part of it.
+    SLOT_TAKEN      The weight slot was given to gradients, and the weight was not fetched.
+    REBUILT         The weight slot holds the weight again: rebuilt from the master, or written from outside.
+    DISCARDED       The gradient was forgotten. From IN_WEIGHT_SLOT, REBUILT has to follow before the weight is read.
+    STEPPED         The optimizer used the gradient up, and wrote the new weight.
     """
 
     KEPT = auto()

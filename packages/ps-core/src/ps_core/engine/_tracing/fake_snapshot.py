@@ -65,7 +65,9 @@ class Snapshot:
             raise
 
     def restore(self) -> None:
-        """Restore the saved entries of every object, the last saved first: an object may have been saved with a copy."""
+        """Restore the saved entries of every object, the last saved first: an object may have been saved with a
+        copy.
+        """
         try:
             while self._undo:
                 self._undo.pop()()

@@ -28,7 +28,9 @@ class ViewSpec:
 
     @property
     def whole(self) -> bool:
-        """Return True if the tensor is all of its memory (and has no overlaps, as tensors that initialisers write to)."""
+        """Return True if the tensor is all of its memory (and has no overlaps, as tensors that initialisers write
+        to).
+        """
         return self.size.numel() * self.dtype.itemsize == self.memory_bytes
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
