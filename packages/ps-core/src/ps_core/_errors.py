@@ -1,4 +1,4 @@
-"""Every error this project raises on purpose.
+"""Define every error that this project raises on purpose.
 
     PatrickStarError
     ├── InvalidInput (also a ValueError)   a size, name, option or file that cannot be used

@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All groups of a model, in order of first use."""
+    """List all groups of a model, in order of first use."""
 
     ranks: int
     groups: tuple[Group, ...]

@@ -43,7 +43,7 @@ class _ByName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(_ByName):
-    """Other values for the parameters for which ``match(name, parameter)`` is true; None: as for all others."""
+    """Set other values for the parameters for which ``match(name, parameter)`` is true; None: as for all others."""
 
     _as_in = "Group(match=lambda name, _: name.endswith('bias'), weight_decay=0.0)"
 
@@ -161,7 +161,7 @@ class _UsedByOneModel(_ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget(_UsedByOneModel):
-    """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
+    """Say how much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
     ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the node's
     processes share it. ``disk`` None: no disk tier. One object is for one managed model at a time: for several, divide
@@ -236,7 +236,7 @@ def mark_used(budget: Budget, model_name: str, is_managed: Callable[[], bool]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(_ByName):
-    """All other choices; the defaults suit most models."""
+    """Set all other choices; the defaults suit most models."""
 
     _as_in = "Options(prefetch=2)"
 

@@ -251,7 +251,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that an executor needs besides the program."""
+    """Hold everything that an executor needs besides the program."""
 
     tiers: tuple[Tier, ...]
     home: tuple[Held, ...]

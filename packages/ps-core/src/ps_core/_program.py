@@ -82,7 +82,7 @@ class Extent(NamedTuple):
 
 
 class Use(NamedTuple):
-    """How a moment uses an extent on the compute tier.
+    """Say how a moment uses an extent on the compute tier.
 
     ``before`` is the version that it must find. None means any contents: the extent is new, or its data are not needed.
     ``after`` is the version that it leaves; equal means read only.

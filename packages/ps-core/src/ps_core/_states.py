@@ -109,7 +109,7 @@ TRANSITIONS = _table()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """How often one micro-batch uses a tensor; see [Note: counted uses]."""
+    """Count how often one micro-batch uses a tensor; see [Note: counted uses]."""
 
     forward: int = 0
     payload_reads: int = 0

@@ -74,7 +74,7 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What is to be shown."""
+    """Hold what is to be shown."""
 
     found: Planned
     watch: _Watch

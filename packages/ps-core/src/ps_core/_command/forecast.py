@@ -37,7 +37,7 @@ _STALLED = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is to be trained, and on what machine."""
+    """Describe how a model is to be trained, and on what machine."""
 
     cluster: Cluster
     machine: Machine

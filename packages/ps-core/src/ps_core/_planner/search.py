@@ -37,7 +37,7 @@ _MOST_GROUPS = 700
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a trace is to be trained: what `find_plan` may not change."""
+    """Say how a trace is to be trained: what `find_plan` may not change."""
 
     ranks: int = 1
     ranks_per_node: int | None = None

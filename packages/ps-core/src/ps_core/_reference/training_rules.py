@@ -25,7 +25,7 @@ Saved: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Everything that a moment may read."""
+    """Hold everything that a moment may read."""
 
     moment: int
     weights: Mapping[int, Floats]
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything that a moment produces."""
+    """Hold everything that a moment produces."""
 
     grads: Mapping[int, Floats] = field(default_factory=dict)
     activations: Mapping[int, bytes] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a network is trained: data, optimizer, clipping, loss scale, and simulated failures."""
+    """Say how a network is trained: data, optimizer, clipping, loss scale, and simulated failures."""
 
     batch: Callable[[int, int, int], bytes]
     """Data of an iteration, micro-batch and process. Evaluations take micro-batch -1."""

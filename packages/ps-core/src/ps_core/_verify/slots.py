@@ -52,7 +52,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of one segment, and the addresses they own."""
+    """Track all slots of one segment, and the addresses they own."""
 
     def __init__(self, tiers: tuple[Tier, ...], home: tuple[Held, ...], entry: dict[Extent, int]) -> None:
         self.tiers = tiers

@@ -60,7 +60,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Everything that decides which tensors a model has and what computing with them costs."""
+    """Hold everything that decides which tensors a model has and what computing with them costs."""
 
     name: str
     family: Family

@@ -9,7 +9,7 @@ from ps_core._errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one process computes in one micro-batch, and how."""
+    """Describe what one process computes in one micro-batch, and how."""
 
     batch: int = 4
     seq: int = 1024

@@ -24,7 +24,7 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What one model's engine has done since `chunked`, and holds now."""
+    """Report what one model's engine has done since `chunked`, and holds now."""
 
     tiers: dict[str, TierStatistics]
     moved_bytes: dict[str, int]

@@ -45,7 +45,7 @@ class OriginalNames(nn.Module):
 
 
 class TransformersModel:
-    """What a folder says of its model; see `ModelFacts`."""
+    """Describe the model in a folder; see `ModelFacts`."""
 
     def __init__(self, options: TrainOptions) -> None:
         assert options.hf is not None, "there is a folder"

@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Several blocks in a row; the output is a loss."""
+    """Run several blocks in a row; the output is a loss."""
 
     def __init__(self, blocks: int, hidden: int) -> None:
         super().__init__()

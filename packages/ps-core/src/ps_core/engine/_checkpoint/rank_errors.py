@@ -1,4 +1,4 @@
-"""Let ranks save or load one checkpoint together: an error on one is raised on all, with its rank."""
+"""Raise an error of one rank on all that save or load a checkpoint together, with that rank's number."""
 
 from __future__ import annotations
 

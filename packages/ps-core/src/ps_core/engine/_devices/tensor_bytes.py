@@ -6,9 +6,9 @@ until the C++ storage is freed. A Python tensor, the autograd graph or a cache m
 [Note: the mode lies at the bottom of the stack]
 Autograd runs backward under the modes of the `backward()` call. So this mode is pushed before the forward pass, and
 stays through the user's code in between. A mode of PyTorch leaves by popping the top of the stack, whichever mode that
-is. On top, this mode would be popped in place of a user's mode, and the user's would stay for ever. So it is inserted
-below all of the user's modes, where no properly nested mode can pop it. It is removed from there. It then also sees the
-operators that really run, behind all modes above it.
+is. On top, this mode would be popped in place of a user's mode, and the user's would never be removed. So it is
+inserted below all of the user's modes, where no properly nested mode can pop it. It is removed from there. It then also
+sees the operators that really run, behind all modes above it.
 
 [Note: what no dispatch mode sees]
 Some memory is not seen. Scratch memory within one operator's kernel, and what compiled code allocates inside itself.

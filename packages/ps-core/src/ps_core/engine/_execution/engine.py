@@ -161,7 +161,7 @@ class Engine:
 
     @defer_interrupts
     def await_forward(self, inputs: Any) -> None:
-        """Before the root module's call with these inputs, end an open pass that cannot go on."""
+        """End an open pass that cannot go on, before the root module's call with these inputs."""
         if self.store.file is not None:
             self.store.check_process()
         if self.state_dicts.copies.given:

@@ -152,7 +152,7 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _recover(self) -> None:
-        """If the device ran out of memory since the last pass, plan again with more bytes left free."""
+        """Plan again with more bytes left free, if the device ran out of memory since the last pass."""
         store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off

@@ -30,7 +30,7 @@ class StateDicts:
         end_pass: Callable[[], None],
         check_writes: Callable[[], None],
     ) -> None:
-        """``read`` copies a parameter as it is computed with; ``write`` replaces its master; see also `Engine`."""
+        """Begin; ``read`` copies a parameter in its computed type; ``write`` replaces its master; see also `Engine`."""
         self._masters, self._read, self._write = masters, read, write
         self._end_pass, self._check_writes = end_pass, check_writes
         self.copies = StateCopies()

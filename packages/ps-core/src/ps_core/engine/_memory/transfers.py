@@ -24,7 +24,7 @@ _UNBUDGETED_BYTES = 2**16
 
 
 class Transfers:
-    """Copies of chunks between the slots of one store."""
+    """Copy chunks between the slots of one store."""
 
     def __init__(self, store: TierStore, watcher: TransferObserver) -> None:
         self._store, self._device = store, store.device

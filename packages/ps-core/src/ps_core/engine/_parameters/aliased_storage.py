@@ -64,7 +64,7 @@ def find_ties(model: nn.Module) -> list[list[str]]:
 
 
 def tied_by_memory(names: list[str], why: str) -> UnsupportedParameter:
-    """Say that a tie cannot be kept."""
+    """Return the error for a tie that cannot be kept."""
     return UnsupportedParameter(
         f"the parameters {names[0]!r} and {names[1]!r} share memory, {why}: before chunked(...), share the Parameter "
         "itself, as in `model.head.weight = model.table.weight`, or give one of them memory of its own (.clone())"
@@ -90,7 +90,7 @@ def _check_own_elements(found: _Named) -> None:
 
 
 class _Index:
-    """Parameters by address."""
+    """Index parameters by address."""
 
     def __init__(self, parameters: list[_Named]) -> None:
         self._rows: dict[tuple[str, int], list[_Named]] = {}

@@ -43,7 +43,7 @@ class _GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """All groups, and the record of every parameter in them."""
+    """List all groups, and the record of every parameter in them."""
 
     groups: list[ParamGroup]
     records: dict[str, ParamState]

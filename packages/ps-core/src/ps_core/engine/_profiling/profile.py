@@ -23,7 +23,7 @@ from ps_core.report.timeline import timeline_svg
 
 
 class Profile:
-    """What a model's queues did within ``with profiled(model)``, complete after the block; times are in seconds."""
+    """Hold what a model's queues did within ``with profiled(model)``, complete after the block, in seconds."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -7,7 +7,7 @@ classes and their hooks to what functions refer to by name. On the way it saves 
 attributes, cells and random generators. Afterwards each has the same entries again, by identity. An iterator in a
 variable that the model's own code names cannot be rewound: the pass reads a copy. Not saved are
 
-- tensors, which `fake_copy` lets nobody write to,
+- tensors, which `fake_copy` protects from writes,
 - containers of more than `_LARGE` entries, and iterators in containers,
 - objects of PyTorch and of the standard library,
 - objects that are more than `_DEPTH` steps away.

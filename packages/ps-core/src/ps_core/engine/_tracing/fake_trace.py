@@ -196,7 +196,7 @@ def _forward_backward(model: nn.Module, given: Arguments, options: FakePassOptio
 
 
 def describe(error: Exception) -> str:
-    """Say in one line what ended a fake pass, and where in the user's code."""
+    """Return one line that says what ended a fake pass, and where in the user's code."""
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, CannotCopy | CannotRewind | TimeoutError):
         return lines[0]

@@ -38,13 +38,13 @@ class EngineAllocations:
         return _SHARED.setdefault(runtime, EngineAllocations())
 
     def watch(self, tracker: AllocatorBytesTracker) -> None:
-        """Let a tracker note the peak whenever it is reset, also for another model."""
+        """Register a tracker that notes the peak whenever it is reset, also for another model."""
         key = next(self._count)
         self._trackers[key] = weakref.ref(tracker)
         weakref.finalize(tracker, self._trackers.pop, key).atexit = False
 
     def before_reset(self) -> None:
-        """Let all models note the allocator's peak, which is reset next."""
+        """Note the allocator's peak for all models, before it is reset."""
         for known in list(self._trackers.values()):  # another thread may put a model on the device meanwhile
             tracker = known()
             if tracker is not None:
