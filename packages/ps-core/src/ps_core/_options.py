@@ -1,4 +1,4 @@
-"""What a user chooses: the optimizer, its parameter groups, the budget, and the rest."""
+"""Define what a user chooses: the optimizer, its parameter groups, the budget, and other options."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STEPS = ("after_backward", IN_BACKWARD)
 
 
 class _ByName:
-    """Values are given by name."""
+    """A class whose values are given by name."""
 
     __slots__ = ()
     _as_in: ClassVar[str]
     """How one is written."""
 
     def __new__(cls, *given: object, **named: object) -> Self:
-        """Refuse what the constructor would not understand."""
+        """Raise `InvalidInput` for arguments that the constructor does not know."""
         if given:
             raise InvalidInput(
                 f"{cls.__name__} takes values by name, as in {cls._as_in}; found {_kind(given[0])} without one"
@@ -43,7 +43,7 @@ class _ByName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(_ByName):
-    """Other values for the parameters that ``match(name, parameter)`` is true for; None: as for all others."""
+    """Set other values for the parameters for which ``match(name, parameter)`` is true; None: as for all others."""
 
     _as_in = "Group(match=lambda name, _: name.endswith('bias'), weight_decay=0.0)"
 
@@ -67,7 +67,7 @@ class Group(_ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adam(_ByName):
-    """Adam; weight decay, if any, is added to the gradient."""
+    """The Adam optimizer; weight decay, if any, is added to the gradient."""
 
     _as_in = "Adam(lr=1e-3), for the parameters of the model that chunked is given"
 
@@ -84,7 +84,7 @@ class Adam(_ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(_ByName):
-    """Adam with decoupled weight decay."""
+    """The Adam optimizer with decoupled weight decay."""
 
     _as_in = "AdamW(lr=1e-3), for the parameters of the model that chunked is given"
 
@@ -147,7 +147,7 @@ Optimizer: TypeAlias = Adam | AdamW | SGD
 
 
 def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> Optimizer:
-    """The optimizer as it is for one parameter: the first matching group's values over the common ones."""
+    """Return the optimizer of one parameter: the first matching group's values over the common ones."""
     for group in optimizer.groups:
         if group.match(name, parameter):
             return replace(optimizer, groups=(), **group.overrides)
@@ -155,7 +155,7 @@ def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> 
 
 
 class _UsedByOneModel(_ByName):
-    """Remembers which model uses this object. Copies and pickles do not: what is here is no field."""
+    """Remember which model uses this object. Copies and pickles forget it: it is no field."""
 
     __slots__ = ("_user",)
     _user: tuple[str, Callable[[], bool]]
@@ -164,11 +164,11 @@ class _UsedByOneModel(_ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget(_UsedByOneModel):
-    """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
+    """Say how much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
-    ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
-    processes of a node share it. ``disk`` None: no disk tier. One object is for one managed model at a time: for
-    several, cut it by `split`.
+    ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the node's
+    processes share it. ``disk`` None: no disk tier. One object is for one managed model at a time: for several, divide
+    it by `split`.
     """
 
     _as_in = "Budget(device='8GiB')"
@@ -187,7 +187,7 @@ class Budget(_UsedByOneModel):
             raise InvalidInput("Budget.disk and Budget.disk_dir go together: give both or neither")
 
     def split(self, *parts: float) -> tuple[Budget, ...]:
-        """Budgets that together are this one: ``student, teacher = budget.split(3, 1)``. What is None stays None."""
+        """Return budgets that together are this one: ``student, teacher = budget.split(3, 1)``. None stays None."""
         numbers = [part for part in parts if isinstance(part, int | float) and 0 < part < math.inf]
         if len(numbers) < 2 or len(numbers) < len(parts):
             raise InvalidInput(
@@ -203,17 +203,17 @@ class Budget(_UsedByOneModel):
 
     @property
     def device_bytes(self) -> int | None:
-        """``device`` in bytes."""
+        """Return ``device`` in bytes."""
         return None if self.device is None else parse_bytes(self.device)
 
     @property
     def host_bytes(self) -> int | None:
-        """``host`` in bytes."""
+        """Return ``host`` in bytes."""
         return None if self.host is None else parse_bytes(self.host)
 
     @property
     def disk_bytes(self) -> int | None:
-        """``disk`` in bytes."""
+        """Return ``disk`` in bytes."""
         return None if self.disk is None else parse_bytes(self.disk)
 
 
@@ -239,7 +239,7 @@ def mark_used(budget: Budget, model_name: str, is_managed: Callable[[], bool]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(_ByName):
-    """Everything else, with defaults that need no thought."""
+    """Set all other choices; the defaults suit most models."""
 
     _as_in = "Options(prefetch=2)"
 

@@ -1,4 +1,4 @@
-"""Make traces from a shape, without running anything: the moments, with the bytes and operations of `costs`."""
+"""Make traces from a shape, without running anything: the moments, with bytes and operations by formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ps_core._workloads.workload import Workload
 
 
 def analytic_trace(shape: TransformerShape, workload: Workload) -> Trace:
-    """What one micro-batch of that work on that shape touches: embedding, attention and MLP of each block, head."""
+    """Return what one micro-batch touches: embedding, attention and MLP of each block, head."""
     if workload.seq > shape.positions:
         raise InvalidInput(f"{shape.name} has {shape.positions} positions, too few for a sequence of {workload.seq}")
     check_apart(shape, head_tiles=workload.head_tiles, cpu_embedding=workload.cpu_embedding)
@@ -36,7 +36,7 @@ def analytic_trace(shape: TransformerShape, workload: Workload) -> Trace:
 
 
 class _Builder:
-    """Makes the moments of one trace from its costs and from which tensors each part of the model has."""
+    """Make the moments of one trace from its costs and from the tensors of each part of the model."""
 
     def __init__(self, shape: TransformerShape, work: Workload) -> None:
         self.work = work
@@ -64,7 +64,7 @@ class _Builder:
         self.loss_runs = 3 if work.chunked_loss else 2
 
     def kept(self, blocks: int) -> int:
-        """Bytes alive outside the block that runs, when that many blocks have kept what backward needs of them."""
+        """Return the bytes alive outside the running block, when so many blocks have saved tensors for backward."""
         costs = self.costs
         each = costs.state if self.work.checkpointing else costs.state + costs.attention_kept + costs.mlp_kept
         held = 0 if self.work.offload_checkpoints else each * blocks
@@ -79,7 +79,7 @@ class _Builder:
         return (layer,) if self.work.offload_checkpoints and 0 <= layer < self.layers else ()
 
     def largest(self, indices: tuple[int, ...]) -> int:
-        """Bytes in which the largest of these tensors' gradients arrives."""
+        """Return the bytes of the largest of these tensors' gradients as it arrives."""
         return self.costs.buffer(max((self.tensors[index].numel for index in indices), default=0))
 
     def embedding(self) -> Moment:
@@ -119,7 +119,7 @@ class _Builder:
         )
 
     def head_part(self, tile: int) -> tuple[str, tuple[int, ...]]:
-        """A moment's name, and what it computes with: the whole head, or a tile (the norm is the first one's)."""
+        """Return a moment's name and tensors: the whole head, or a tile (the first one has the norm)."""
         tiles = self.work.head_tiles
         if tiles == 1:
             return "head", self.head_tensors

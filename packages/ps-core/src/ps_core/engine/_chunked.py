@@ -1,4 +1,4 @@
-"""``chunked``: put a model under management."""
+"""Define ``chunked``, which puts a model under management."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """Put a model's parameters under management; train it afterwards by a plain PyTorch loop.
 
     The model is changed in place and returned with the optimizer (None without one). Parameters on ``meta`` are
-    initialised group by group; the memory of others is consumed as they are packed. ``device`` is ``"cpu"``,
-    ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
+    initialised group by group. The memory of other parameters is freed as they are packed. ``device`` is ``"cpu"``,
+    ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"``: the CPU stands in for an accelerator of ``budget.device`` bytes.
     With ``collectives`` (``ps_dist.connect()``) several processes share the model, each on its part of the batch.
     """
     _check_kinds(optimizer, budget, options, collectives)
@@ -112,7 +112,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
 
 @dataclass(frozen=True, slots=True)
 class _Wishes:
-    """The arguments of one `chunked` call, and what is made of them."""
+    """The arguments of one `chunked` call, and the objects made from them."""
 
     model: nn.Module
     rule: OptimizerRule | None
@@ -124,17 +124,17 @@ class _Wishes:
 
     @property
     def training(self) -> bool:
-        """True if the model has an optimizer."""
+        """Return True if the model has an optimizer."""
         return self.rule is not None
 
     @property
     def overwrites(self) -> bool:
-        """Gradients are written over the parameters."""
+        """Return True if gradients are written over the parameters."""
         return self.mode is not Precision.FP32 and self.accumulation_steps == 1
 
     @property
     def cast(self) -> torch.dtype | None:
-        """The type that the model's inputs are cast to."""
+        """Return the type that the model's inputs are cast to."""
         return DTYPES[self.mode] if self.options.cast_inputs else None
 
     def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Grouping:
@@ -156,7 +156,7 @@ class _Wishes:
         )
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
-        """Homes, the engine over them, and the optimizer's face."""
+        """Reserve home slots, and make the engine and its optimizer."""
         if self.training:
             check_step_option(
                 self.options,
@@ -281,7 +281,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
 
 
 def _is_managed(engine: Engine) -> Callable[[], bool]:
-    """Return a function that tells whether the engine's model is still managed, and does not keep it alive."""
+    """Return a function that tells whether the engine's model is still managed, without keeping the model alive."""
     reference = weakref.ref(engine)
     return lambda: (found := reference()) is not None and not found.usability.released
 
@@ -295,7 +295,7 @@ _SPARSE_PARTS = {
 
 
 def _buffer_bytes(buffer: torch.Tensor) -> int:
-    """Return the bytes of a buffer; a sparse one has those of its indices and values."""
+    """Return the bytes of a buffer; for a sparse one, those of its indices and values."""
     parts = _SPARSE_PARTS.get(buffer.layout)
     return sum(getattr(buffer, part)().nbytes for part in parts) if parts else buffer.nbytes
 

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer under a memory budget, with no optimizer to hand over.
+"""Use Hugging Face's Trainer under a memory budget, without passing an optimizer.
 
-`ChunkedTrainer` and `ChunkedTrainingArguments` stand for `Trainer` and `TrainingArguments`. For other trainers that
-are built on these, as those of TRL, put the two mixins in front::
+`ChunkedTrainer` and `ChunkedTrainingArguments` replace `Trainer` and `TrainingArguments`. For other trainers that are
+built on these, such as those of TRL, put the two mixins first::
 
     @dataclass
     class Arguments(ManagedArguments, trl.SFTConfig): ...
@@ -33,7 +33,7 @@ _LOGGED = ("tiers.", "moved_bytes.")
 
 @dataclass
 class ManagedArguments:
-    """Arguments for the budget and the precision, in front of `TrainingArguments` or a subclass of it."""
+    """Add arguments for the budget and the precision to `TrainingArguments` or a subclass of it."""
 
     precision: str = field(default="bf16", metadata={"help": "what is computed in: bf16, fp16 or fp32"})
     managed_device: str = field(default="auto", metadata={"help": "auto, cpu, emulated or cuda"})
@@ -43,7 +43,7 @@ class ManagedArguments:
     disk_dir: str | None = field(default=None, metadata={"help": "the folder of the disk tier"})
 
     def __post_init__(self) -> None:
-        """Check that the library itself is not to change precision or split the model."""
+        """Check that the library itself will not change precision or split the model."""
         super().__post_init__()  # type: ignore[misc]  # TrainingArguments', which comes next
         for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "fsdp", "deepspeed", "torch_compile"):
             if getattr(self, name, None):
@@ -54,7 +54,7 @@ class ManagedArguments:
 
     @property
     def place_model_on_device(self) -> bool:
-        """False: the engine moves the model, as far as the budget has room."""
+        """Return False: the engine moves the model, as far as the budget allows."""
         return False
 
     def to_budget(self) -> Budget:
@@ -63,7 +63,7 @@ class ManagedArguments:
 
 
 class ManagedTrainerMixin:
-    """Trains under the budget of its arguments; in front of `Trainer` or a subclass of it."""
+    """Train under the budget of the arguments; put this before `Trainer` or a subclass of it."""
 
     args: Any
     model: Any
@@ -76,7 +76,7 @@ class ManagedTrainerMixin:
         return Options()
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer that the arguments say, and put the model under management with its settings."""
+        """Make the optimizer by the arguments, and put the model under management with its settings."""
         if self.optimizer is not None and not is_managed(self.model):
             raise InvalidInput(
                 "the Trainer was given an optimizer of its own: leave optimizers= out, or call chunked(...) yourself "

@@ -1,4 +1,4 @@
-"""Bytes over time: optimizer steps, norms, copies, links, the disk."""
+"""Measure bytes a second: optimizer steps, norms, copies, links, the disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DISK_BYTES = 2**28
 
 
 class StepRate:
-    """The bandwidth of an Adam step: 28 bytes a parameter."""
+    """Measure the bandwidth of an Adam step: 28 bytes a parameter."""
 
     def __init__(self, device: torch.device) -> None:
         self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
@@ -36,7 +36,7 @@ class StepRate:
 
     @property
     def moved_bytes(self) -> int:
-        """How many bytes one step reads and writes."""
+        """Return how many bytes one step reads and writes."""
         return 28 * self._numel
 
     def rate(self) -> float:
@@ -45,7 +45,9 @@ class StepRate:
 
 
 class HostTraffic:
-    """What the host's memory gives: an Adam step on all cores, and copies both ways beside it for as long."""
+    """Measure the host memory's bandwidth: an Adam step on all cores, with copies in both directions at the same
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._step, self._links, self._device = StepRate(_CPU), Links(device), device
@@ -73,7 +75,7 @@ class HostTraffic:
 
 
 class NormRate:
-    """The bandwidth of the norm of gradients in 16 bits."""
+    """Measure the bandwidth of the norm of gradients in 16 bits."""
 
     def __init__(self) -> None:
         grad = torch.rand(2 * _PARAMETERS, dtype=torch.float32, device="cpu").bfloat16()
@@ -87,7 +89,7 @@ class NormRate:
 
 
 class CopyRate:
-    """Within a device's memory."""
+    """Measure the bandwidth of copies within a device's memory."""
 
     def __init__(self, device: torch.device) -> None:
         source = torch.rand(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
@@ -100,7 +102,10 @@ class CopyRate:
 
 
 class Links:
-    """Up, down, and what even the smallest copy takes. Where the CPU plays the device a link is a copy in memory."""
+    """Measure the links to and from the device, and the latency of the smallest copy.
+
+    Where the CPU stands in for the device, a link is a copy in memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         host = ps_kernels.PinnedArena(_BLOCK_BYTES, pin=device.type == "cuda").tensor(0, _BLOCK_BYTES, torch.uint8)

@@ -1,4 +1,4 @@
-"""``offloaded``: what backward will want of some activations waits in the host's memory."""
+"""Define ``offloaded``, which keeps activations in host memory until backward."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ps_core.engine._tracing.fake_recorder import FakeParameter, FakePassRecorde
 
 
 class _Route(Protocol):
-    """A way to move tensors to the host's memory and back. (Any: each class has its own handles.)"""
+    """Protocol of a way to move tensors to host memory and back. (Any: each class has its own handles.)"""
 
     def offload(self, tensor: torch.Tensor) -> Any:
-        """Start a copy of the tensor to the host's memory; return the handle for `restore`."""
+        """Start a copy of the tensor to host memory; return the handle for `restore`."""
 
     def finish_offloads(self) -> None:
         """Make the compute stream wait for the copies that read the tensors themselves; they may be freed then."""
@@ -40,11 +40,11 @@ class _Route(Protocol):
 
 @contextmanager
 def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
-    """Offload what autograd saves of these tensors to the host's memory, until backward asks for it.
+    """Offload what autograd saves of a module's inputs to host memory, until backward needs it.
 
-    ``module`` is what they are given to, most often by way of ``checkpoint``, which keeps a call's inputs and nothing
-    else: ``with offloaded(block, x): x = checkpoint(block, x, use_reentrant=False)``. Under management its engine moves
-    them, within its budgets. Otherwise tensors on CUDA are copied to the CPU, and others stay where they are.
+    Use this with ``checkpoint``, which saves a call's inputs only: ``with offloaded(block, x): x = checkpoint(block, x,
+    use_reentrant=False)``. Under management the engine moves the tensors, within its budgets. Otherwise tensors on CUDA
+    are copied to the CPU, and others stay where they are.
     """
     engine = _engine_of(module)
     way = _way_for(module, engine, tensors)
@@ -71,7 +71,7 @@ def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
 
 
 class _Put:
-    """A tensor that is elsewhere."""
+    """A tensor that is offloaded."""
 
     __slots__ = ("way", "what")
 
@@ -80,7 +80,7 @@ class _Put:
 
 
 def _engine_of(module: nn.Module) -> Engine | None:
-    """Return the engine that manages the module; None if there is none, or its first tier is the host's memory."""
+    """Return the engine that manages the module; None if there is none, or its first tier is host memory."""
     for parameter in module.parameters():
         if isinstance(parameter, ManagedParameter):
             owner = parameter._owner
@@ -196,7 +196,7 @@ class _Copied:
         return tensor.device, tensor.detach().to("cpu")
 
     def finish_offloads(self) -> None:
-        """Do nothing: every copy was waited for."""
+        """Do nothing: every copy has ended."""
 
     def restore(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         """Copy the tensor back to its device."""
@@ -204,7 +204,7 @@ class _Copied:
 
 
 class _TracedOffload:
-    """Offload of fake tensors, which have no bytes: an offloaded one is dropped, a restored one is new."""
+    """Offload fake tensors, which have no bytes: drop them, and make new ones on restoring."""
 
     def __init__(self, recorder: FakePassRecorder | None) -> None:
         self._recorder = recorder

@@ -38,10 +38,10 @@ from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, M
 
 
 class ModelHooks:
-    """One model's hooks. Nothing of torch's or the user's classes is changed.
+    """Hold one model's hooks. No class of PyTorch's or the user's is changed.
 
-    It holds no reference to a module. So a model without references is freed at once, and the engine's memory with it,
-    although its optimizer is still there. (A notebook's cell that is run again leaves such a model.)
+    The object holds no reference to a module. So a model without references is freed at once, with the engine's memory,
+    even if its optimizer still exists. (A notebook's cell that is run again leaves such a model.)
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class ModelHooks:
         cast: torch.dtype | None,
         accumulates: bool,
     ) -> None:
-        """``group``: packs a model's parameters that are not managed; ``accumulates``: groups have room for sums."""
+        """Make the hooks; ``group`` groups parameters that are not managed yet; ``accumulates``: groups have fp32
+        sums.
+        """
         self.engine = engine
         self.name = type(model).__name__
         self._model = weakref.ref(model)
@@ -75,7 +77,7 @@ class ModelHooks:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The object that decides how the model's passes are driven."""
+        """Return the scheduler that chooses the drivers of the model's passes."""
         return self.engine.passes.scheduler
 
     @defer_interrupts_installing
@@ -102,7 +104,7 @@ class ModelHooks:
 
     @property
     def has_compiled_blocks(self) -> bool:
-        """True if ``torch.compile`` compiled a part of the model."""
+        """Return True if ``torch.compile`` compiled a part of the model."""
         return bool(self._blocks.blocks)
 
     def remove(self) -> None:
@@ -117,7 +119,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def _watch(self, model: nn.Module) -> None:
-        """Hear of the end of the modules that have managed parameters."""
+        """Watch for the end of modules that have managed parameters."""
         for module in model.modules():
             managed = any(isinstance(parameter, ManagedParameter) for parameter in module._parameters.values())
             if managed and id(module) not in self._owners:
@@ -155,7 +157,7 @@ class ModelHooks:
     # Forward.
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Around the root module's call."""
+        """Run the root module's call within a pass."""
         model = self._model()
         assert model is not None, "it is being called"
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -216,9 +218,9 @@ class ModelHooks:
         return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> bool:
-        """Take in parameters that were added or unfrozen since the last pass; True: the model has compiled blocks.
+        """Manage parameters that were added or unfrozen since the last pass; return True if blocks are compiled.
 
-        Nothing is taken in while the model runs, or while backward repeats its forward.
+        Nothing is changed while the model runs, or while backward repeats its forward.
         """
         between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
         for record in self._frozen:
@@ -236,7 +238,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def _train_frozen(self) -> None:
-        """Begin to train the parameters that were unfrozen since."""
+        """Begin to train the parameters that were unfrozen since the last pass."""
         engine = self.engine
         late = [record for record in self._frozen if record.parameter.requires_grad and not record.trainable]
         try:
@@ -248,7 +250,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def _take_in(self, model: nn.Module) -> None:
-        """Put parameters under management that were added since; a plain tensor in one's place is functional_call's."""
+        """Manage parameters that were added; a plain tensor in a parameter's place comes from functional_call."""
         engine = self.engine
         for record in take_in(engine, model, self._group, accumulates=self._accumulates):
             if record.parameter.requires_grad:
@@ -264,7 +266,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def release(self) -> None:
-        """Give plain parameters back on the CPU, as they are computed with: elsewhere there may be no room for them."""
+        """Return plain parameters on the CPU, in the computed type: other tiers may have too little memory."""
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
@@ -310,9 +312,9 @@ def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
 
 
 def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
-    """Return the model's parameters, of each the id of its module, and whether some part of the model is compiled.
+    """Return the model's parameters, the id of each one's module, and whether any part is compiled.
 
-    One walk for all of it, without `modules()`, whose generators within generators take several times as long.
+    This is one walk without `modules()`, whose nested generators take several times as long.
     """
     owners: list[int] = []
     parameters: list[nn.Parameter] = []
@@ -332,7 +334,7 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in arguments, in another type."""
+    """Return arguments with floating-point tensors in another type."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in FLOATS and not isinstance(value, ManagedParameter) else value
     if isinstance(value, dict):
@@ -349,7 +351,7 @@ def _found(given: object) -> str:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Return whether ``chunked(model, ...)`` has the parameters of a model, or of a part of it, under management."""
+    """Return True if ``chunked`` manages the parameters of a model, or of a part of it."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a torch.nn.Module, found {_found(model)}")
     return any(isinstance(parameter, ManagedParameter) for parameter in model.parameters())

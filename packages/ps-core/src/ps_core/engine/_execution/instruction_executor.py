@@ -1,9 +1,9 @@
 """Carry out a plan's instructions on slots and parameters; `_execution.plan_driver` says when each is issued.
 
 [Note: divergence]
-A plan is advice. Each instruction checks what it relies on (versions, and that memory it releases has no live aliases).
-Where a check fails, or the model does something else than planned, `Diverged` is raised before anything is changed.
-Issued instructions are then finished, and `OnDemandDriver` continues from there.
+A plan is advice. Each instruction checks what it relies on: versions, and that memory it releases has no live aliases.
+If a check fails, or the model does something else than planned, `Diverged` is raised before anything is changed. Issued
+instructions are then finished, and `OnDemandDriver` continues from there.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def _has_gradient(record: ParamState) -> bool:
 
 
 class Diverged(Exception):
-    """A pass does other than the plan; the message says how."""
+    """Say that a pass differs from the plan; the message says how."""
 
 
 class InstructionExecutor:
-    """Carries out the instructions of one segment."""
+    """Carry out the instructions of one segment."""
 
     def __init__(
         self,
@@ -92,28 +92,28 @@ class InstructionExecutor:
         """The moment that the model has come to."""
 
     def reach(self, moment: int) -> None:
-        """Note which moment the model has come to."""
+        """Note which moment the model has reached."""
         self.moment = moment
 
     def work_before(self, instr: Instr) -> list[WorkEvent]:
-        """Return the events of the worker's thread that an instruction of another queue has to wait for."""
+        """Return the worker's events that an instruction of another queue has to wait for."""
         if not isinstance(instr.op, Copy):
             return []  # releasing only takes note, and all else is about the compute tier
         slots = self._slots[instr.op.source], self._slots[instr.op.target]
         return [slot.work for slot in slots if slot.work is not None]
 
     def carry_out(self, instr: Instr) -> None:
-        """Do what an instruction other than a moment says."""
+        """Carry out an instruction other than a moment."""
         self._handlers[type(instr.op)](instr, instr.op)
 
     def prepare_steps(self, settings_of: SettingsOf, factor: float) -> None:
-        """Note the numbers that steps are made with."""
+        """Store the settings and the factor of the steps."""
         self._settings_of, self._factor = settings_of, factor
 
     # Moments.
 
     def begin(self, moment: PlannedMoment) -> None:
-        """Prepare the slots that a moment uses, so that its parameters are found there."""
+        """Prepare the slots that a moment uses, and bind its parameters to them."""
         self._flat.clear()
         for group, number, holds_weight, read in moment.uses:
             slot = self._slots[number]
@@ -151,7 +151,7 @@ class InstructionExecutor:
             chunk.add_copy(slot)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the plan has room for it; False: it has none."""
+        """Put a gradient into memory that the plan reserved for it; return False if there is none."""
         staged = self._staged.get(record.group)
         if staged is None:
             return False
@@ -172,7 +172,7 @@ class InstructionExecutor:
     # Instructions.
 
     def _nothing(self, instr: Instr, op: Decide) -> None:
-        """Do nothing: the optimizer decides, in ``step()``."""
+        """Do nothing: the optimizer decides in ``step()``."""
 
     def _reserve(self, instr: Instr, op: Reserve) -> None:
         store, tier = self._store, op.tier
@@ -195,7 +195,7 @@ class InstructionExecutor:
         del self._slots[op.slot]
 
     def _drop_copy(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
-        """Give up a slot's copy of a chunk; `Diverged` if it is the only current one, or has live aliases."""
+        """Give up a slot's copy of a chunk; raise `Diverged` if no other copy is current, or for live aliases."""
         dead = self._is_dead(group, chunk)
         if not dead and slot.version == chunk.version and not chunk.has_current_besides(slot):
             raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be released")
@@ -206,13 +206,13 @@ class InstructionExecutor:
             chunk.drop_copy(slot.tier, needed=not dead)
 
     def _is_dead(self, group: ParamGroup, chunk: Chunk) -> bool:
-        """Return True for sums that hold no gradient: nothing is lost with them."""
+        """Return True for fp32 sums without a gradient, which may be dropped."""
         if chunk.extent.kind is not Kind.ACC:
             return False
         return not any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors)
 
     def _vacate(self, group: ParamGroup, slot: Slot) -> None:
-        """Unbind the parameters that lie in a slot; `Diverged` if one of them has live aliases."""
+        """Unbind the parameters that lie in a slot; raise `Diverged` if one of them has live aliases."""
         if not self._residency.vacate(group, slot):
             raise Diverged(f"memory of {group.name} has live aliases")
 
@@ -268,7 +268,7 @@ class InstructionExecutor:
         self._gradients.measure_all(rows, flat, launch)
 
     def step_early(self, instr: Instr, settings_of: SettingsOf) -> ParamGroup:
-        """Step a group whose gradient is complete; raise before anything is changed if that is not finite."""
+        """Step a group whose gradient is complete; raise before anything is changed if the gradient is not finite."""
         assert isinstance(instr.op, Step), "only steps are made early"
         self.prepare_steps(settings_of, 1.0)
         self._step(instr, instr.op, early=True)
@@ -296,7 +296,7 @@ class InstructionExecutor:
         writes: Sequence[torch.Tensor],
         work: Callable[[], object],
     ) -> None:
-        """Do work on slots: on the worker's thread where there is one and the queue is the processor's."""
+        """Do work on slots: on the worker's thread if there is one and the queue is the CPU's."""
         if self._store.synchronous:
             work()
             return
@@ -347,6 +347,6 @@ class InstructionExecutor:
         return self._residency.groups[extent.index].chunks.get(extent.kind)
 
     def restore_homes(self) -> None:
-        """End the segment: lent home slots become the slots that are in their places again."""
+        """End the segment: make the slots at the lent home slots' places the home slots."""
         if self._segment.lends_homes:
             restore_lent_homes(self._plan, self._slots, self._places)

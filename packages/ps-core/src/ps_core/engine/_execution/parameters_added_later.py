@@ -1,8 +1,8 @@
-"""Take in what changed after `chunked`: frozen parameters that are to be trained, and parameters that were added.
+"""Manage what changed after `chunked`: parameters that were unfrozen or added.
 
-Between passes. A frozen group with a parameter that is to be trained is cut in two. One stays frozen, the other gets
-masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so the next
-pass is foreseen, or recorded, and planned anew.
+This happens between passes. A frozen group with a parameter that is to be trained is cut in two. One part stays frozen,
+the other gets masters and moments. Added parameters get groups of their own. The present plan has none of these groups.
+So the next pass is estimated or recorded, and planned anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 @defer_interrupts_installing
 def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: bool) -> None:
-    """Make frozen parameters trained ones. `DoesNotFit` if there is no room for their masters and moments."""
+    """Train frozen parameters from now on. Raise `DoesNotFit` if there is no memory for their masters and moments."""
     chosen = {each: None for record in records for each in (record.tied or [record])}
     known = engine.passes.scheduler.training
     if chosen and (not known or any(record.group.on_host for record in chosen)):

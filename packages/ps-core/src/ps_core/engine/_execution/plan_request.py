@@ -1,4 +1,4 @@
-"""Ask the planner for a plan: a recording as a trace, the current tiers and the machine; and explain its errors."""
+"""Request a plan for a recording, the current tiers and the machine; explain the planner's errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class PlanRequest:
-    """Finds plans for one engine."""
+    """Find plans for one engine."""
 
     def __init__(self, engine: Engine, model_name: str, setup: Setup, options: Options) -> None:
         self._engine, self._model_name, self._setup = engine, model_name, setup
@@ -49,9 +49,9 @@ class PlanRequest:
         return EnginePlan(planned, self.machine, order, recording, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
-        """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
+        """Return the bytes of gradients that a step's earlier passes leave on the compute tier, of groups fixed there.
 
-        A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
+        A fake pass is the first of a step. A recorded one is usually the last.
         """
         if not recording.foreseen or not self._setup.training or self._setup.accumulate == 1:
             return 0

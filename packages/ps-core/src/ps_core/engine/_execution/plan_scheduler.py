@@ -1,9 +1,9 @@
-"""Choose the driver of each pass: a plan where there is one for it, else moves on demand; and make the plan.
+"""Choose the driver of each pass: a plan that fits, or moves on demand; and request plans.
 
 [Note: what a plan is good for]
-A plan is made from one recorded pass and serves every batch whose tensors are no larger, training and evaluation
-alike. A larger batch is served on demand, recorded, and planned anew, so that the plan in force is always that of the
-largest batch seen.
+A plan is made from one recorded pass. It serves every batch whose tensors are no larger, training and evaluation alike.
+A larger batch is served on demand, recorded, and planned anew. So the present plan is always that of the largest batch
+seen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WATCHED_EVERY = 32
 
 
 class PlanScheduler:
-    """Plans for one engine, and chooses the driver of its passes."""
+    """Plan for one engine, and choose the driver of its passes."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class PlanScheduler:
 
     @property
     def training(self) -> bool:
-        """True if the model has an optimizer."""
+        """Return True if the model has an optimizer."""
         return self._setup.training
 
     @property
@@ -104,28 +104,28 @@ class PlanScheduler:
 
     @property
     def planned(self) -> Planned | None:
-        """The plan in force, with its program."""
+        """Return the present plan, with its program."""
         return None if self._plan is None else self._plan.planned
 
     @property
     def plan(self) -> Plan | None:
-        """The instructions of the plan in force."""
+        """Return the instructions of the present plan."""
         return None if self._plan is None else self._plan.plan
 
     @property
     def planned_step_s(self) -> float:
-        """As predicted; 0 without a plan."""
+        """Return the predicted seconds of a step; 0 without a plan."""
         return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
 
     @property
     def _passes_of_step(self) -> int:
-        """Number of passes that have brought gradients since the last step."""
+        """Return the number of passes that have made gradients since the last step."""
         return self._engine.passes.gradient_passes - self._before_step
 
     # Passes.
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the arguments of the root module's call; foresee the first pass from them."""
+        """Look at the root module's arguments; estimate the first pass from them."""
         if not self._engine.store.synchronous:
             self._recover()
         if self._engine.stepping.groups and torch.is_grad_enabled():
@@ -139,7 +139,7 @@ class PlanScheduler:
             self._tried = True  # now: who interrupted it may want it at the next attempt
 
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
-        """Look at the arguments of a call; as a rule they are as those of the call before."""
+        """Return the shape of a call's arguments; usually they are as in the call before."""
         key: list[Any] = []
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
@@ -152,7 +152,7 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _recover(self) -> None:
-        """If the device ran out of memory since the last pass, plan again with more bytes left free."""
+        """Plan again with more bytes left free, if the device ran out of memory since the last pass."""
         store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off
@@ -230,12 +230,12 @@ class PlanScheduler:
         )
 
     def _is_watched(self) -> bool:
-        """Return True if a pass by the plan has its non-model bytes counted."""
+        """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed += 1
         return self._estimated or self._replayed % _WATCHED_EVERY == 0
 
     def _make_way(self, training: bool) -> None:
-        """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
+        """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
         known = None if training else self._evaluated
         if known is None or not known[0].covers(self._served):
             self._homes.move_down()
@@ -256,18 +256,18 @@ class PlanScheduler:
         return ""
 
     def forget_plan(self) -> None:
-        """Drop the plan, because groups change, and move home slots off the compute tier: a first pass is next."""
+        """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
         self._homes.move_down()
         self._plan = self._found = self._source = None
         self._tried = self._estimated = self._recorded = self._measured = False
 
     def plan_abandoned(self) -> None:
-        """Note that a pass left the plan in force."""
+        """Note that a pass left the present plan."""
         if self._plan is not None:
             self._homes.plan_abandoned(self._plan)
 
     def observe(self, recording: PassRecording) -> None:
-        """Remember a recorded pass, if a plan is to be made from it."""
+        """Keep a recorded pass, if a plan is to be made from it."""
         batch, self._served = self._served, None
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
             self._tried = False  # the next pass is a first one again
@@ -291,14 +291,14 @@ class PlanScheduler:
             self._found = recording, batch
 
     def _is_wrong(self, recording: PassRecording) -> bool:
-        """Return True if the pass differs from its estimate; a pass that broke off does not get here."""
+        """Return True if the pass differs from its estimate; not called for a pass that broke off."""
         assert self._plan is not None, "there is an estimate"
         return not (recording.regular or begins_like_estimate(recording, self._plan.recording))
 
     # Steps.
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """Carry out the plan's step, if it is the step that is wanted."""
+        """Carry out the plan's step, if that is the requested step."""
         plan, homes = self._plan, self._homes
         if homes.displaced and (plan is None or not homes.move_to_plan(plan)):
             homes.move_down()
@@ -340,7 +340,7 @@ class PlanScheduler:
     # Planning.
 
     def maybe_replan(self) -> None:
-        """Plan, if a pass was recorded that there is no plan for."""
+        """Make a plan, if a pass was recorded that has none."""
         self._before_step = self._engine.passes.gradient_passes
         if self._found is None or all(group.pinned for group in self._engine.groups):
             return
@@ -357,7 +357,9 @@ class PlanScheduler:
         self._estimated, self._recorded = False, True
 
     def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
-        """Plan from these moments and have everything where the plan wants it; False: not possible now."""
+        """Plan from these moments and move everything to the plan's places; return False if that is not possible
+        now.
+        """
         started = time.monotonic()
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):

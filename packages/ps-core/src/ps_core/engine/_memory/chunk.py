@@ -88,12 +88,12 @@ class SlotView:
 
     @property
     def aliased(self) -> bool:
-        """True if a tensor besides the parameter uses the memory: keep the slot where it is."""
+        """Return True if a tensor besides the parameter uses the memory: keep the slot where it is."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
 
     @property
     def outlived(self) -> bool:
-        """True if a tensor uses the memory although the parameter does not any more: keep the slot."""
+        """Return True if a tensor uses the memory although the parameter does not any more: keep the slot."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
 
 
@@ -114,7 +114,7 @@ class Chunk:
     planned: bool = False
     """True if the chunk exists for good; a gradient sum may exist for one step only."""
     gathered: bool = False
-    """True if the bytes are gathered from the shards of all ranks: the chunk has no home slot of its own."""
+    """True if the bytes are gathered from the shards of all ranks. Such a chunk has no home slot of its own."""
 
     # Changes.
 
@@ -144,7 +144,7 @@ class Chunk:
             raise self._lost("replaced")
 
     def drop_copy(self, tier: int, *, needed: bool = True) -> Slot | None:
-        """Take the copy on a tier off the books and return its slot; ``needed``: some slot must stay current."""
+        """Unregister the copy on a tier and return its slot; ``needed``: some slot must stay current."""
         slot = self.copies.pop(tier, None)
         if needed and slot is not None and slot.version == self.version != self.home.version and not self._keeps_bytes:
             self.copies[tier] = slot
@@ -152,7 +152,7 @@ class Chunk:
         return slot
 
     def rehome(self, slot: Slot) -> Slot:
-        """Make ``slot`` the home slot, and return the one that was."""
+        """Make ``slot`` the home slot, and return the former one."""
         old, copy = self.home, self.copies.get(slot.tier)
         self.home = slot
         if copy is slot:
@@ -165,7 +165,7 @@ class Chunk:
         return old
 
     def invalidate(self, slot: Slot) -> None:
-        """Note that the bytes in ``slot`` are not to be used any more."""
+        """Note that the bytes in ``slot`` may not be used any more."""
         version, slot.version = slot.version, -1
         if version == self.version and not self._keeps_bytes:
             slot.version = version
@@ -187,7 +187,7 @@ class Chunk:
     # Questions.
 
     def newest(self, tier: int) -> Slot | None:
-        """Return the slot on a tier that holds the current bytes; None: there is none, so copy them there first."""
+        """Return the slot on a tier that holds the current bytes; None: copy them there first."""
         for slot in (self.copies.get(tier), self.home):
             if slot is not None and slot.tier == tier and slot.version == self.version:
                 return slot
@@ -204,7 +204,7 @@ class Chunk:
         return found
 
     def has_current_besides(self, slot: Slot) -> bool:
-        """True if a registered slot other than ``slot`` holds the current bytes."""
+        """Return True if a registered slot other than ``slot`` holds the current bytes."""
         if self.home is not slot and self.home.version == self.version:
             return True
         for copy in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
@@ -214,7 +214,7 @@ class Chunk:
 
     @property
     def has_current_copy(self) -> bool:
-        """True if any registered slot holds the current bytes."""
+        """Return True if any registered slot holds the current bytes."""
         if self.home.version == self.version:
             return True
         for slot in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
@@ -224,5 +224,7 @@ class Chunk:
 
     @property
     def home_is_stale(self) -> bool:
-        """True if the home slot does not hold the current bytes: copy them there before another slot is given up."""
+        """Return True if the home slot does not hold the current bytes: copy them there before giving up another
+        slot.
+        """
         return self.home.version != self.version

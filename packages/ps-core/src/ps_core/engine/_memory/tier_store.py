@@ -43,7 +43,9 @@ class TierStore:
         given: UserLimits | None = None,
         shared: bool = False,
     ) -> None:
-        """``shared``: several ranks have a shard of the model each, so that groups come and go on any tier."""
+        """Make the store; ``shared``: several ranks have a shard of the model each, so groups come and go on any
+        tier.
+        """
         self.device = device
         self.file = file
         """The file of the disk tier, which is the last tier; None: there is none."""
@@ -74,13 +76,13 @@ class TierStore:
         return TierBudget(self.tiers, self.given, self.device.memory_bytes())
 
     def end_work(self) -> None:
-        """Finish the worker's work, whether it fails or not: nobody wants what it makes."""
+        """Finish the worker's work, whether it fails or not; its results are not used."""
         if self.device.worker is not None:
             self.device.worker.close()
 
     @property
     def is_leaving(self) -> bool:
-        """True if work is not over on host memory that was released: `reserve` waits for it."""
+        """Return True if work still runs on host memory that was released: `reserve` waits for it."""
         return any(not event.done for event in self._leaving)
 
     # Slots.
@@ -107,14 +109,14 @@ class TierStore:
         return slot
 
     def free_spare(self) -> int:
-        """Release the slots that are kept for their next use; return how many bytes they were."""
+        """Release the slots that are kept for reuse; return their bytes."""
         freed = self.spare.bytes
         for slot in self.spare.pop_all():
             self.release(slot, Queue.COMPUTE)
         return freed
 
     def is_disk(self, tier: int) -> bool:
-        """True if a tier is the disk: its bytes are in a file, and no processor works on them."""
+        """Return True if a tier is the disk: its bytes are in a file, and no processor works on them."""
         return self.file is not None and tier == len(self.tiers) - 1
 
     def work_tier(self, tier: int) -> int:
@@ -148,7 +150,7 @@ class TierStore:
         )
 
     def release(self, slot: Slot, queue: Queue) -> None:
-        """Release a slot, once the queue has come so far."""
+        """Release a slot once the queue has done all work launched so far."""
         if slot.offset >= 0:
             if self.poison:
                 self.device.declare_access(queue, "poison", (), (slot.memory,))
@@ -176,7 +178,7 @@ class TierStore:
         slot.place = None
 
     def fill(self, slot: Slot, value: int) -> None:
-        """Set every byte of a slot to one value; nothing else may be under way there."""
+        """Set every byte of a slot to one value; no other work on the slot may run."""
         if slot.place is None:
             slot.memory.fill_(value)
         else:
@@ -199,18 +201,18 @@ class TierStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the compute tier that no other allocation can use: a whole arena, if it keeps its memory."""
+        """Return the bytes of the compute tier that nothing else can use: a whole arena, if it keeps its memory."""
         return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
     def fits_slots(self, sizes: list[int]) -> bool:
-        """True if the compute tier has room for slots of these sizes, reserved one after the other."""
+        """Return True if the compute tier has room for slots of these sizes, reserved one after the other."""
         if not self.arena.exists:
             return sum(sizes) <= self.free_bytes(0) + self.spare.bytes
         return self.arena.fits_all(sizes)
 
     @property
     def forked(self) -> bool:
-        """True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
+        """Return True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
         return self.file is not None and self.file.forked
 
     def check_process(self) -> None:
@@ -233,7 +235,7 @@ class Arena:
     """
 
     def __init__(self, device: Device, capacity_bytes: int, *, exists: bool, host: bool, poison: bool) -> None:
-        """``exists``: slots of the compute tier have addresses at all; ``host``: the block is the system's memory."""
+        """Make an arena; ``exists``: slots of the compute tier have addresses; ``host``: the block is host memory."""
         self._device, self._capacity_bytes, self._poison = device, capacity_bytes, poison
         self.exists = exists
         self._returns_pages = exists and host and not poison
@@ -255,7 +257,7 @@ class Arena:
         return slot
 
     def remove(self, slot: Slot) -> None:
-        """Give a slot's range back."""
+        """Return a slot's range to the arena."""
         self._slots.remove(slot)
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
@@ -286,7 +288,7 @@ class Arena:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots, in order of address."""
+        """Return all slots, in order of address."""
         return tuple(self._slots)
 
     def overlapping(self, offset: int, size: int) -> list[Slot]:
@@ -313,7 +315,7 @@ class Arena:
         return end - size if end >= size else None
 
     def fits_all(self, sizes: Iterable[int]) -> bool:
-        """True if slots of these sizes can be reserved one after the other."""
+        """Return True if slots of these sizes can be reserved one after the other."""
         spans = self._spans()
         for size in sizes:
             start = lowest(spans, size)
@@ -329,12 +331,12 @@ class Arena:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that no other allocation can use: the whole block, and slots beyond its end."""
+        """Return the bytes that no other allocation can use: the whole block, and slots beyond its end."""
         end = self._memory.numel()
         return end + sum(slot.bytes for slot in self._slots if slot.offset + slot.bytes > end)
 
     def resize(self, end: int) -> None:
-        """Make the block end at an address, between passes; the bytes of slots wait in host memory meanwhile."""
+        """Make the block end at an address, between passes; host memory holds the slots' bytes meanwhile."""
         if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
             return
         saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
@@ -351,7 +353,7 @@ class Arena:
             slot.memory.copy_(contents)
 
     def return_pages(self, start: int) -> None:
-        """Give the system the pages from an address on that no slot has; nothing may be under way there."""
+        """Return unused pages, from an address on, to the system; no work on them may run."""
         if not self._returns_pages:
             return
         for slot in [*self._slots, None]:

@@ -1,4 +1,4 @@
-"""AdamW, Adam and SGD of `ps_core`: their states and settings, and their steps, which are kernels of `ps_kernels`."""
+"""Implement the AdamW, Adam and SGD of `ps_core`: their states and settings, and their steps by `ps_kernels`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ps_core.engine._optim.torch_stepper import FREE
 
 
 class StepRule(StrEnum):
-    """The arithmetic of a step."""
+    """Name the arithmetic of a step."""
 
     ADAM = "adam"
     SGD = "sgd"
@@ -30,7 +30,7 @@ class StepRule(StrEnum):
 class Settings:
     """The numbers of one parameter's step. Neighbours with equal settings are stepped in one call.
 
-    What a rule does not use stays at its default, so that equal steps have equal settings.
+    Numbers that a rule does not use stay at their defaults, so that equal steps have equal settings.
     """
 
     whole: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class Settings:
         )
 
     def after(self, progress: Progress) -> Scalars:
-        """Return no scalars: the count of steps is all."""
+        """Return no scalars: there is only the count of steps."""
         return ()
 
     def values_by_name(self) -> dict[str, Any]:
@@ -123,13 +123,13 @@ class KernelRule:
         self.defaults = {**_numbers(spec), **self._fixed}
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
-        """Raise `InvalidInput` if what the kernels always do was set to something else."""
+        """Raise `InvalidInput` if a fixed property of the kernels was set to another value."""
         for key, value in self._fixed.items():
             if key not in FREE and group.get(key, value) != value:
                 raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self.name} has only {value!r}")
 
     def read(self, index: int, group: Mapping[str, Any]) -> StepSettings:
-        """Read a param group. Values may be tensors (a learning rate that a compiled loop changes)."""
+        """Read a param group. Values may be tensors, such as a learning rate that a compiled loop changes."""
         names = ("lr", "weight_decay", "momentum" if self.step_rule is StepRule.SGD else "eps")
         lr, decay, last = _floats(names, [group[name] for name in names])
         if self.step_rule is StepRule.SGD:
@@ -165,11 +165,11 @@ class KernelRule:
         return torch.tensor(float(progress.steps), dtype=torch.float32, device="cpu")
 
     def scalars(self, values: Mapping[str, float]) -> Scalars:
-        """Return nothing: the count of steps is not among them."""
+        """Return nothing: the count of steps is not among the scalars."""
         return ()
 
     def for_torch(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Set ``fused`` where nothing else was chosen: the kernels do the operations of torch's fused optimizers."""
+        """Set ``fused`` unless the user did: the kernels do the operations of PyTorch's fused optimizers."""
         return {**group, "fused": True} if group["fused"] is None and group["foreach"] is None else group
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ def _numbers(source: object) -> dict[str, Any]:
 
 
 def _floats(names: Sequence[str], values: Sequence[Any]) -> list[float]:
-    """Convert the values of a param group (any: numbers, or tensors of one element) to floats."""
+    """Convert the values of a param group to floats (any: numbers, or tensors of one element)."""
     found = []
     for name, value in zip(names, values, strict=True):
         try:

@@ -1,4 +1,4 @@
-"""The optimizer a training loop holds: ``torch.optim.Optimizer``'s face, the engine's step behind it."""
+"""Define the optimizer of a training loop: ``torch.optim.Optimizer``'s interface to the engine's step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        """``records``: every parameter under management, in the order of ``model.parameters()``."""
+        """Make the optimizer; ``records``: every managed parameter, in the order of ``model.parameters()``."""
         _check_max_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self._gradients, self._loss_scale = gradients, loss_scale
@@ -116,26 +116,28 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def scaler(self) -> Scaler:
-        """`scale` and `step` under the names of ``torch.amp.GradScaler``, for code that is written for one."""
+        """Return `scale` and `step` under the names of ``torch.amp.GradScaler``, for code that expects one."""
         return Scaler(self, self._loss_scale)
 
     @property
     def loss_scale(self) -> float:
-        """The factor that `scale` multiplies by."""
+        """Return the factor that `scale` multiplies by."""
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     @property
     def last_norm(self) -> float | None:
-        """The last step's global gradient norm, before clipping and without the loss scale; None before any step."""
+        """Return the last step's global gradient norm, unclipped and without the loss scale; None before any step."""
         return None if self._outcome is None else self._outcome.norm
 
     @property
     def last_skipped(self) -> bool:
-        """True if the last step was skipped because a gradient was not finite."""
+        """Return True if the last step was skipped because a gradient was not finite."""
         return self._outcome is not None and self._outcome.skipped
 
     def _all_assigned(self) -> bool:
-        """True if no gradient comes from backward: what the user assigned was lost to no rounding, and has no scale."""
+        """Return True if no gradient comes from backward. Assigned gradients were not rounded, and have no loss
+        scale.
+        """
         return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
 
     def _check_shapes(self) -> None:
@@ -183,7 +185,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]  # torch's is an attribute, a defaultdict
     def state(self) -> OptimizerState:
-        """Each parameter's state, read when it is asked for, and written through."""
+        """Return each parameter's state, which is read on access; assignments are written to the engine."""
         return self._state
 
     @state.setter
@@ -241,10 +243,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @defer_interrupts_installing
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of this, or of torch's optimizer of the same kind and groups, gave.
+        """Load a `state_dict` of this optimizer, or of PyTorch's optimizer of the same kind and groups.
 
-        Everything is checked before anything is changed. Parameters change where the state holds their masters: unless
-        weights were loaded since the last step that are others, see [Note: which is loaded first].
+        Everything is checked before anything is changed. Parameters change where the state holds their masters. They do
+        not if other weights were loaded since the last step; see [Note: which is loaded first].
         """
         given = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -273,7 +275,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @defer_interrupts_installing
     def _replace(self, entries: Mapping[ParamState, StateEntry]) -> None:
-        """Write what was assigned in `state`."""
+        """Write the entries that were assigned to `state`."""
         for record, entry in entries.items():
             self._format.write(record, entry)
             if entry.master is not None:
@@ -345,7 +347,7 @@ def _group(settings: Mapping[str, Any], members: Sequence[ParamState]) -> dict[s
 
 
 def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
-    """Refuse the same names in another order: states go by place. Other names may be a wrapper's prefix."""
+    """Refuse the same names in another order: states go by place. Other names may have a wrapper's prefix."""
     if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
         place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
         raise InvalidInput(
@@ -362,8 +364,8 @@ def _check_max_norm(value: object) -> None:
 
 
 def _moved_by_accelerate(caller: FrameType) -> bool:
-    """True for Accelerate's wrapper, which moves a new optimizer's whole state to the accelerator, and back.
+    """Return True for Accelerate's wrapper, which moves a new optimizer's state to the accelerator, and back.
 
-    Before the first step there is nothing in it that the engine has not got; the masters might not fit there.
+    Before the first step that state has nothing new for the engine, and the masters might not fit there.
     """
     return caller.f_globals.get("__name__") == "accelerate.optimizer" and caller.f_code.co_name == "__init__"

@@ -1,4 +1,4 @@
-"""What the engine's optimizer knows of one kind of optimizer: its states, its param groups, and their settings."""
+"""Define what the engine's optimizer knows of one kind of optimizer: states, param groups and settings."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Spec: TypeAlias = Optimizer | TorchOptimizer
 
 
 class OptimizerRule(Protocol):
-    """One kind of optimizer. (Any: values of torch's param groups.)"""
+    """Protocol of one kind of optimizer. (Any: values of PyTorch's param groups.)"""
 
     @property
     def name(self) -> str:
-        """Name the class."""
+        """Return the name of the class."""
         ...
 
     @property
     def spec(self) -> Spec:
-        """Return what the user gave."""
+        """Return the user's specification."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class OptimizerRule(Protocol):
 
     @property
     def starts_from_zeros(self) -> bool:
-        """True if all states are zeros before the first step; then they may be set one by one, and be saved."""
+        """Return True if all states begin as zeros; each may then be set and saved by itself."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class OptimizerRule(Protocol):
         ...
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
-        """Raise `InvalidInput` if a param group has settings that cannot be followed."""
+        """Raise `InvalidInput` if a param group has settings that are not supported."""
         ...
 
     def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
@@ -86,19 +86,19 @@ class OptimizerRule(Protocol):
         ...
 
     def scalar(self, progress: Progress, name: str) -> Any:
-        """Return a value that is one for a whole parameter, as torch's optimizer has it."""
+        """Return a single value of a parameter, as PyTorch's optimizer has it."""
         ...
 
     def scalars(self, values: Mapping[str, float]) -> Scalars:
-        """Return these values in the form that `Progress` has."""
+        """Return these values as `Progress` stores them."""
         ...
 
     def for_torch(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a param group with which torch's optimizer goes on as the engine does."""
+        """Return a param group with which PyTorch's optimizer continues as the engine would."""
         ...
 
     def __str__(self) -> str:
-        """Describe the optimizer alike on all ranks."""
+        """Describe the optimizer, in the same words on all ranks."""
         ...
 
 

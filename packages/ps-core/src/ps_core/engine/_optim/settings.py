@@ -1,4 +1,4 @@
-"""The engine as its optimizer sees it, and the values that pass between them."""
+"""Define the engine's protocol for its optimizer, and the values that pass between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Scalars: TypeAlias = tuple[tuple[str, float], ...]
 
 
 class Progress(NamedTuple):
-    """How far the steps of a parameter have come."""
+    """Count the steps of a parameter, and hold its single values."""
 
     steps: int
     """Number of steps so far."""
@@ -71,7 +71,7 @@ class StepSettings(Protocol):
         ...
 
     def values_by_name(self) -> dict[str, Any]:
-        """Return what the step goes by, to be compared between ranks. (Any: some settings are no numbers.)"""
+        """Return the settings for comparison between ranks. (Any: some settings are no numbers.)"""
         ...
 
 
@@ -86,10 +86,10 @@ class Outcome:
 
 
 class OptimizerBackend(Protocol):
-    """The engine, as its optimizer sees it. Gradients are as backward made them: they still hold the loss scale."""
+    """Protocol of the engine, as its optimizer uses it. Gradients still have the loss scale, as backward made them."""
 
     def check_usable(self) -> None:
-        """Raise where nothing can be trained any more."""
+        """Raise if the model may not be trained any more."""
         ...
 
     def has_gradient(self, record: ParamState) -> bool:
@@ -115,7 +115,7 @@ class OptimizerBackend(Protocol):
         ...
 
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Replace it."""
+        """Replace a moment or the value that steps update."""
         ...
 
     def load_master(self, record: ParamState, value: torch.Tensor) -> None:
@@ -123,5 +123,5 @@ class OptimizerBackend(Protocol):
         ...
 
     def states_loaded(self) -> None:
-        """Hear that a state dict was loaded whole."""
+        """Note that a state dict was loaded whole."""
         ...

@@ -1,20 +1,20 @@
-"""The state that the optimizer keeps for each parameter, read and written in the format of torch's optimizers.
+"""Read and write each parameter's state in the format of PyTorch's optimizers.
 
 [Note: one format]
-``param_groups[0]`` holds the parameters that no `Group` matches, ``param_groups[i]`` those of ``groups[i - 1]``, empty
-ones too; with no groups that is ``torch.optim.AdamW(model.parameters())``, frozen parameters included (they never have
-a state). ``state_dict()`` is what ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with the same groups would give, and each
-loads the other's; with a `TorchOptimizer` it is what its class would give. Two things are added, which torch's
-optimizers never read:
+``param_groups[0]`` holds the parameters that no `Group` matches, ``param_groups[i]`` those of ``groups[i - 1]``. Empty
+groups are kept. Without groups that is ``torch.optim.AdamW(model.parameters())``. Frozen parameters are included, and
+never have a state. ``state_dict()`` is what ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with the same groups would
+return, and each loads the other's. With a `TorchOptimizer` it is what its class would return. Two things are added,
+which PyTorch's optimizers never read:
 
     state[index]["master"]      the fp32 parameter, where the model's own ``state_dict`` rounds it to 16 bits
-    "loss_scale"                ``torch.amp.GradScaler``'s state, in fp16; in ``param_groups[0]`` too, for of what is
-                                beside the groups ``torch.distributed.checkpoint.state_dict`` keeps nothing
+    "loss_scale"                ``torch.amp.GradScaler``'s state, in fp16; also in ``param_groups[0]``, because
+                                ``torch.distributed.checkpoint.state_dict`` keeps nothing beside the groups
 
-torch's Adam takes any entry that is not empty for one with moments. So a parameter that has a master, but was never
-stepped, has ``step`` 0 and moments of zeros: what torch itself begins with. torch's SGD needs no such filling. The
-states that other classes begin with are not known: masters of parameters that were never stepped are beside the groups
-there, as ``"masters"``, by the parameters' numbers.
+PyTorch's Adam expects moments in any entry that is not empty. So a parameter that has a master, but was never stepped,
+has ``step`` 0 and moments of zeros: PyTorch's own initial values. PyTorch's SGD needs no such values. The initial
+states of other classes are not known. There the masters of parameters that were never stepped are beside the groups, as
+``"masters"``, by the parameters' numbers.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _number(record: ParamState, key: str, value: Any) -> float:
 
 
 def _absent(value: Any) -> bool:
-    """True for None, and for what torch's `_unflatten_optim_state_dict` puts where a value is missing: ``{}``."""
+    """Return True for None and ``{}``, which PyTorch's `_unflatten_optim_state_dict` writes for a missing value."""
     return value is None or (isinstance(value, dict) and not value)
 
 

@@ -15,7 +15,7 @@ from ps_core.engine._optim.torch_stepper import FREE, TorchSettings, TorchSteppe
 
 
 class TorchRule:
-    """One `TorchOptimizer`; see `OptimizerRule`."""
+    """Implement the rule of one `TorchOptimizer`; see `OptimizerRule`."""
 
     starts_from_zeros = False
 
@@ -84,7 +84,7 @@ class TorchRule:
         return [stepper.defaults for stepper in self._steppers]
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
-        """Do nothing: every setting is PyTorch's to follow."""
+        """Do nothing: PyTorch implements every setting."""
 
     def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
         """Raise `InvalidInput` if a parameter that is trained since cannot be stepped, or has no room for states."""
@@ -96,7 +96,7 @@ class TorchRule:
                 )
 
     def read(self, index: int, group: Mapping[str, Any]) -> TorchSettings:
-        """Read a param group; raise `InvalidInput` if other states would come of it."""
+        """Read a param group; raise `InvalidInput` if its settings imply other states."""
         stepper = self._steppers[index]
         values = tuple((name, plain_value(name, group[name])) for name in stepper.defaults if name not in FREE)
         found = kept(stepper, values)
@@ -119,7 +119,7 @@ class TorchRule:
         return tuple(self._steppers[index].scalars)
 
     def scalar(self, progress: Progress, name: str) -> Any:
-        """Return a single value as torch's optimizer keeps it (any: a tensor, or a number)."""
+        """Return a single value as PyTorch's optimizer keeps it (any: a tensor, or a number)."""
         stepper = next(each for each in self._steppers if name in each.scalars)
         return stepper.restored(name, dict(progress.scalars)[name])
 
@@ -129,7 +129,7 @@ class TorchRule:
         return tuple((name, values[name]) for name in stepper.scalars)
 
     def for_torch(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Clear ``foreach`` where nothing else was chosen: steps are those of torch's loop over single tensors."""
+        """Clear ``foreach`` unless the user set it: steps are those of PyTorch's loop over single tensors."""
         loops = "foreach" in group and group["foreach"] is None and not group.get("fused")
         return {**group, "foreach": False} if loops else group
 

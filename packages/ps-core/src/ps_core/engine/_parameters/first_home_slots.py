@@ -23,7 +23,7 @@ _Extent: TypeAlias = tuple[ParamGroup, Kind]
 def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
     """Return the kinds of a group that have a home slot.
 
-    Shards, and tables on the host, always have sums in fp32, for nothing else could hold their gradients.
+    Shards, and tables on the host, always have sums in fp32: nothing else could hold their gradients.
     """
     if not group.trainable:
         return (group.weight,)
@@ -38,7 +38,7 @@ def bytes_of(group: ParamGroup, kind: Kind) -> int:
 
 
 def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
-    """Reserve home slots: below the compute tier as far as there is room, the first groups on it if need be."""
+    """Reserve home slots below the compute tier; if there is too little room, the first groups' on it."""
     last = len(store.tiers) - 1
     if last:
         _check_compute_tier(store, groups, accumulates=accumulates)
@@ -76,7 +76,7 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
 def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> int:
     """Reserve home slots that never move: from the compute tier's end down, or on the host.
 
-    Return the end of the compute tier's rest.
+    Return the end of the compute tier's remaining range.
     """
     top = store.tiers[0].capacity_bytes
     below = [group for group in groups if group.on_host]
@@ -120,7 +120,10 @@ def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dic
 
 
 def _check_compute_tier(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
-    """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
+    """Raise `DoesNotFit` unless the compute tier holds the pinned groups and the largest other group.
+
+    Above a disk it must also hold everything that one group's step uses.
+    """
     pinned = sum(
         bytes_of(group, kind)
         for group in groups
@@ -152,7 +155,7 @@ def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset:
 def copy_in_values(
     records: dict[str, ParamState], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], owner: Any
 ) -> None:
-    """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
+    """Pack each value as it comes, and make its parameter managed; the value's own memory is free after that."""
     for name, parameter, value in values:
         record = records.get(name)
         if record is not None:

@@ -22,7 +22,7 @@ MOST_VIEWS = 2**13
 
 
 class Residency:
-    """Which groups are on the compute tier, and which parameters are bound to slots there."""
+    """Know which groups are on the compute tier, and which parameters are bound to slots there."""
 
     def __init__(self, store: TierStore, groups: list[ParamGroup], watcher: TransferObserver) -> None:
         self.store = store
@@ -45,7 +45,7 @@ class Residency:
                 self.bind(record)
 
     def bind(self, record: ParamState) -> SlotView:
-        """Make the parameter's data its part of the group's slot on the compute tier."""
+        """Point the parameter's data at its part of the group's slot on the compute tier."""
         if record.bound is not None:
             return record.bound
         slot = record.group.weight_chunk.newest(0)
@@ -69,7 +69,7 @@ class Residency:
         return bound
 
     def unbind(self, record: ParamState) -> None:
-        """Make the parameter's data its placeholder, which takes no memory."""
+        """Point the parameter's data at its placeholder, which takes no memory."""
         bound = record.bound
         if bound is None:
             return
@@ -87,14 +87,14 @@ class Residency:
         record.bound = None
 
     def unbind_elsewhere(self, group: ParamGroup, slot: Slot) -> None:
-        """Unbind the parameters of a group that lie in another slot than this one, and have no live aliases."""
+        """Unbind the parameters of a group that lie in another slot than this one and have no live aliases."""
         for record in group.tensors:
             bound = record.bound
             if bound is not None and bound.slot is not slot and not bound.aliased:
                 self.unbind(record)
 
     def vacate(self, group: ParamGroup, slot: Slot) -> bool:
-        """Unbind the parameters of a group that lie in a slot; False, and nothing done, if one has live aliases."""
+        """Unbind all parameters of a group in a slot; if one has live aliases, do nothing and return False."""
         here = []
         for record in group.tensors:
             bound = record.bound
@@ -107,7 +107,7 @@ class Residency:
         return True
 
     def expose(self, group: ParamGroup) -> None:
-        """Watch the parameters of a group whose memory has live aliases when their pass ends."""
+        """Check for unseen writes, at the end of the pass, to those parameters of a group that have live aliases."""
         for record in group.tensors:
             if record.bound is not None and record.bound.aliased:
                 self.exposed.add(record)
@@ -118,7 +118,7 @@ class Residency:
         return found
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
-        """Use what was written to ``slot`` no more: another copy has the weight, or else the master."""
+        """Discard what was written to ``slot``: another copy has the weight, or the master has it."""
         record.counted_version, chunk = version_of(record.parameter), record.group.weight_chunk
         if self._other_current_slots(chunk, slot):
             chunk.invalidate(slot)
@@ -131,7 +131,7 @@ class Residency:
         ]
 
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a parameter's elements in a slot, and those they were made from; None: there is no other copy."""
+        """Return a parameter's elements in a slot, and those they were copied from; None: there is no other copy."""
         group, own = record.group, self.part_of(slot, record, record.dtype)
         if copies := self._other_current_slots(group.weight_chunk, slot):
             return own, self.part_of(max(copies, key=lambda each: each.tier), record, record.dtype)
@@ -142,7 +142,7 @@ class Residency:
     # Groups.
 
     def fetch(self, group: ParamGroup) -> Slot:
-        """Copy a group's weight to the compute tier, where the caller has made room, and return its slot there."""
+        """Copy a group's weight to the compute tier, where the caller has made room; return its slot there."""
         chunk = group.weight_chunk
         slot = chunk.newest(0)
         if slot is not None:
@@ -152,7 +152,7 @@ class Residency:
         return self.transfers.copy_to(chunk, chunk.copies[0])
 
     def evict(self, group: ParamGroup) -> bool:
-        """Write a group's home slot, and release its copy on the compute tier; False if a live alias keeps that."""
+        """Update a group's home slot, and release its copy on the compute tier; return False for a live alias."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
@@ -174,7 +174,7 @@ class Residency:
         """Do nothing: a group whose home slots are reserved has all its chunks."""
 
     def release_chunks(self, group: ParamGroup) -> None:
-        """Release the home slot and the copies of every chunk of a group, which is not used any more."""
+        """Release the home slot and the copies of every chunk of a group that is not used any more."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
                 self.transfers.release_slot(slot)
@@ -213,7 +213,7 @@ class Residency:
 
     @defer_interrupts_installing
     def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:
-        """Store what the host thread wrote into the memory that `contents` returned."""
+        """Note that the host thread wrote into the memory that `contents` returned, and store it if it is on disk."""
         if chunk.home.place is not None:
             self.transfers.write(chunk.home, 0, memory)
         chunk.mark_written(chunk.home)

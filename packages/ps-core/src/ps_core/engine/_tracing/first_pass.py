@@ -1,4 +1,4 @@
-"""Estimates what a managed model's first pass touches, before it runs; and compares the pass with the estimate."""
+"""Estimate what a managed model's first pass touches, before it runs; and compare the pass with the estimate."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_CHARACTERS = 240
 
 
 class NotForeseen(Exception):
-    """Raised where the first pass cannot be estimated; the message says why."""
+    """Say that the first pass cannot be estimated; the message says why."""
 
 
 class ReturnsNoLoss(NotForeseen):
-    """Raised where the model returns no loss, as many do: what its caller computes from the outputs is not known."""
+    """Say that the model returns no loss: what its caller computes from the outputs is not known."""
 
 
 def estimate_first_pass(
@@ -105,7 +105,7 @@ def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecordi
 
 
 def _add(moment: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
-    """Add bytes and work to a moment; return that nothing is left to add."""
+    """Add bytes and work to a moment; return zeros, since nothing is left to add."""
     assert moment.work is not None, "a fake pass counts it"
     moment.nonmodel_bytes, moment.work = max(moment.nonmodel_bytes, nonmodel_bytes), moment.work.plus(work)
     return 0, Amounts()
@@ -136,5 +136,5 @@ def begins_like_estimate(recording: PassRecording, estimate: PassRecording) -> b
 
 
 def _outline(moment: MomentRecord) -> tuple[bool, set[int], set[int], set[int]]:
-    """Return what a moment does, whatever its non-model bytes."""
+    """Return what a moment does, without its non-model bytes."""
     return moment.backward, {*moment.touched, *moment.held}, set(moment.held), set(moment.grads)

@@ -1,4 +1,4 @@
-"""Records moments as they happen: which groups each one touched, which gradients came, non-model bytes.
+"""Record moments as they happen: the groups that each one touched, its gradients, its non-model bytes.
 
 [Note: moments]
 A moment begins when a call touches a group that the moment before did not read. It also begins when a gradient arrives
@@ -20,7 +20,7 @@ from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivati
 
 @dataclass(slots=True)
 class MomentRecord:
-    """One moment."""
+    """One moment of a recorded pass."""
 
     backward: bool
     reads: tuple[int, ...]
@@ -57,12 +57,12 @@ class PassRecording:
 
     @property
     def ends_backward(self) -> bool:
-        """True if the last moment so far is one of backward."""
+        """Return True if the last moment so far is one of backward."""
         return bool(self.moments) and self.moments[-1].backward
 
     @property
     def complete(self) -> bool:
-        """True if a plan can be made from the recording."""
+        """Return True if a plan can be made from the recording."""
         ended = bool(self.moments) and self.ends_backward is self.training
         return self.regular and ended and (not self.training or any(moment.grads for moment in self.moments))
 

@@ -1,4 +1,4 @@
-"""The device of "cpu" and "emulated": the host thread does all work but the disk's, at once."""
+"""Implement the device of "cpu" and "emulated": the host thread does all work at once, except the disk's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ps_kernels import PinnedArena
 
 @dataclass(frozen=True, slots=True)
 class CpuEvent:
-    """An event that is always over."""
+    """An event that is always complete."""
 
     queue: Queue
 
@@ -35,7 +35,7 @@ def private_memory(size_bytes: int) -> torch.Tensor:
 
 
 class CpuDevice:
-    """A `Device` whose tier 0 is host memory. A copy is done when it was launched, and events cost nothing."""
+    """A `Device` whose tier 0 is host memory. Copies are done when they are launched, and events cost nothing."""
 
     def __init__(self, *, name: str = "emulated") -> None:
         self.name = name
@@ -54,7 +54,7 @@ class CpuDevice:
         return None
 
     def timer(self) -> HostTimer:
-        """Return what notes times on this device's queues."""
+        """Return a timer for this device's queues."""
         return HostTimer(self._disk, self.worker)
 
     def nonmodel_bytes(self) -> TensorBytesTracker:

@@ -14,7 +14,7 @@ _SHARED: weakref.WeakKeyDictionary[CudaRuntime, EngineAllocations] = weakref.Wea
 
 
 class EngineAllocations:
-    """Counts the memory of one device that is the engine's, for all models there; and resets the allocator's peak.
+    """Count the engine's bytes on one device, for all models there, and reset the allocator's peak.
 
     Tensors end on any thread, so each has an entry of its own.
     """
@@ -26,17 +26,17 @@ class EngineAllocations:
 
     @staticmethod
     def of(runtime: CudaRuntime) -> EngineAllocations:
-        """Return the device's."""
+        """Return the counter of a device."""
         return _SHARED.setdefault(runtime, EngineAllocations())
 
     def watch(self, tracker: AllocatorBytesTracker) -> None:
-        """Let a tracker note the peak whenever it is reset, also for another model."""
+        """Register a tracker that notes the peak whenever it is reset, also for another model."""
         key = next(self._count)
         self._trackers[key] = weakref.ref(tracker)
         weakref.finalize(tracker, self._trackers.pop, key).atexit = False
 
     def before_reset(self) -> None:
-        """Let all models note the allocator's peak, which is reset next."""
+        """Note the allocator's peak for all models, before it is reset."""
         for known in list(self._trackers.values()):  # another thread may put a model on the device meanwhile
             tracker = known()
             if tracker is not None:
@@ -44,7 +44,7 @@ class EngineAllocations:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Return the bytes of all models together."""
         return sum(list(self._sizes.values()))
 
     def add(self, memory: torch.Tensor, size_bytes: int) -> None:
@@ -55,10 +55,10 @@ class EngineAllocations:
 
 
 class AllocatorBytesTracker:
-    """Counts non-model bytes by PyTorch's allocator: whatever it has allocated besides the engine's own.
+    """Count non-model bytes: what PyTorch's allocator has allocated, less the engine's own bytes.
 
-    What was allocated before the engine came does not count; if some of that goes, as a model that is packed does, the
-    mark below which nothing counts goes down with it. Everything is known on the host: reading waits for nothing.
+    Bytes that were allocated before the engine began do not count. If some of these are freed, as a packed model's are,
+    the base that is subtracted shrinks with them. All figures are known on the host: reading one waits for nothing.
     """
 
     def __init__(self, runtime: CudaRuntime, owned: EngineAllocations) -> None:
@@ -71,7 +71,7 @@ class AllocatorBytesTracker:
 
     @property
     def current_bytes(self) -> int:
-        """What is alive now."""
+        """Return the non-model bytes that are alive now."""
         return self._above(self._runtime.allocated().now)
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class AllocatorBytesTracker:
         return peak
 
     def paused(self) -> AllocatorBytesTracker:
-        """Leave out what the engine does meanwhile: its memory comes and goes, and is known."""
+        """Leave out the engine's own allocations meanwhile; these are counted by themselves."""
         return self
 
     def __enter__(self) -> None:
@@ -116,7 +116,7 @@ class AllocatorBytesTracker:
         self._depth -= 1
 
     def note(self) -> None:
-        """Take the allocator's peak, if it is one of a time that counts."""
+        """Read the allocator's peak, if it belongs to a time that counts."""
         if self._on and not self._depth:
             self._peak_bytes = max(self._peak_bytes, self._above(self._runtime.allocated().peak))
 
